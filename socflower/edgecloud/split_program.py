@@ -152,7 +152,12 @@ class SplitProgram(ABC):
         """Return the part of a batch for the front half, and the part that travels to the back half."""
         return inputs_and_labels(batch)
 
-    def front(self, party: int, cut: int | None, batches: BatchSource) -> PlacedHalf[TorchFront]:
+    def front(
+        self,
+        party: int,
+        cut: int | None,
+        batches: BatchSource,
+    ) -> PlacedHalf[TorchFront]:
         """Return a party's front half; a cut of None gives it all layers.
 
         Each party draws its own random numbers, so that dropout differs between them.
@@ -259,7 +264,11 @@ class SplitProgram(ABC):
         if not batch:
             return self
         seed = self.seed + _SEEDS_APART * batch
-        return replace(self, schedule=lambda own: self.schedule(batch + own), seed=seed)
+        return replace(
+            self,
+            schedule=lambda own: self.schedule(batch + own),
+            seed=seed,
+        )
 
     def edge_names(self, party: int, cut: int | None) -> Collection[str]:
         """Return the names of the tensors that are at an edge."""
@@ -324,7 +333,11 @@ class LayeredProgram(SplitProgram):
         """The model and its cuts; halves are made from copies."""
         try:
             # A copy, since layers are frozen in it, and `model_fn` may return a model that its user keeps.
-            return capture_split(copied(self.model()), self.example, frozen=self.frozen)
+            return capture_split(
+                copied(self.model()),
+                self.example,
+                frozen=self.frozen,
+            )
         except NoParts as error:
             raise ConfigError(
                 f"{error}; or divide it in two submodules for a HalvesProgram"
@@ -487,7 +500,16 @@ class HalvesProgram(_NamedParts):
         front, _ = self._front_part(0)
         (point,) = front.cuts
         layers = frozenset(f"{self.bottom}.{path}".rstrip(".") for path in point.front_layers)
-        return replace(front, cuts=(replace(point, name=self.bottom, front_layers=layers),))
+        return replace(
+            front,
+            cuts=(
+                replace(
+                    point,
+                    name=self.bottom,
+                    front_layers=layers,
+                ),
+            ),
+        )
 
     @cached_property
     def _tried(self) -> str:

@@ -102,7 +102,12 @@ class CloudService:
         self.port = self._server.address.port
         self._server.start()
 
-    def _bind(self, here: Address, tls: Tls | None, heartbeat_s: float) -> BoundServer:
+    def _bind(
+        self,
+        here: Address,
+        tls: Tls | None,
+        heartbeat_s: float,
+    ) -> BoundServer:
         # Every stream occupies a thread; the manager's calls get their own in addition.
         num_threads = self._max_streams + 16
         self._authentication = ServerAuthentication(
@@ -140,7 +145,11 @@ class CloudService:
                     opening = part.opening
                     # Refuses before its weights are waited for.
                     self._sessions.check(opening)
-                    packed = Assembly(opening.num_bytes, "weights", most_bytes=opening.num_bytes)
+                    packed = Assembly(
+                        opening.num_bytes,
+                        "weights",
+                        most_bytes=opening.num_bytes,
+                    )
                 else:
                     packed.add(part.part)
             if opening is None:
@@ -164,7 +173,11 @@ class CloudService:
             pieces = [*pack_arrays(weights)]
         num_bytes = body_num_bytes(pieces)
         for piece in parts_of(pieces, LARGEST_PART_BYTES):
-            yield wire.FetchPart(batch=batch, num_bytes=num_bytes, part=piece).SerializeToString()
+            yield wire.FetchPart(
+                batch=batch,
+                num_bytes=num_bytes,
+                part=piece,
+            ).SerializeToString()
 
     def _close(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         self._require_operator(context)

@@ -163,7 +163,11 @@ def _open_channel(operator: CloudOperator) -> Iterator[grpc.Channel]:
     )
     token = operator.token.encode()
     try:
-        yield ClientAuthentication(OPERATOR, token, tls=tls is not None).on(channel)
+        yield ClientAuthentication(
+            OPERATOR,
+            token,
+            tls=tls is not None,
+        ).on(channel)
     except PeerRefused as refused:
         raise SplitRefused(f"{cloud}: {refused}") from None
     except MalformedBytes as malformed:

@@ -126,7 +126,11 @@ class CloudSession:
         self._training: _Training | None = None
         self._error = ""
         self._closed: Exception | None = None
-        self._thread = Thread(target=self._serve, name=f"split-session-{terms.run_id}", daemon=True)
+        self._thread = Thread(
+            target=self._serve,
+            name=f"split-session-{terms.run_id}",
+            daemon=True,
+        )
         self._thread.start()
 
     # ------------------------------------------------------------------------------------------------- for the edges
@@ -364,7 +368,11 @@ class CloudSession:
         if self._plan is not None:
             FrontLoop(self._state, training.channels[0], self._plan).run(place.batch, stop)
         else:
-            BackLoop(self._state, training.channels, joined=self.terms.joined).run(place.batch)
+            BackLoop(
+                self._state,
+                training.channels,
+                joined=self.terms.joined,
+            ).run(place.batch)
 
     def _agreed_place(
         self, edges: Sequence[_WaitingEdge], stop: int

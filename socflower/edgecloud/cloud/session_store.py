@@ -18,7 +18,11 @@ from socflower.wire.saved_state import StateKind, read_sealed, seal, write_atomi
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _SESSION_FILE = "session.sealed"
-_SESSION = StateKind(name="session of a split training", schema=3, remedy="open the run again")
+_SESSION = StateKind(
+    name="session of a split training",
+    schema=3,
+    remedy="open the run again",
+)
 
 
 class SessionStore:

@@ -47,7 +47,12 @@ class BandwidthMeter:
     _estimates: dict[Direction, _DirectionEstimate] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_range("bandwidth meter", above=0, memory_s=self.memory_s, silence_s=self.silence_s)
+        require_range(
+            "bandwidth meter",
+            above=0,
+            memory_s=self.memory_s,
+            silence_s=self.silence_s,
+        )
         require_range("bandwidth meter", least=0, min_bytes=self.min_bytes)
         self._estimates = {
             "up": _DirectionEstimate(self.first.up_bytes_per_s),
@@ -58,7 +63,12 @@ class BandwidthMeter:
         self, direction: Direction, num_bytes: float, seconds: float, now_s: float
     ) -> None:
         """Count a transfer that took `seconds`, latency included, and ended at `now_s`; nothing is in flight then."""
-        require_range("bandwidth meter", least=0, num_bytes=num_bytes, seconds=seconds)
+        require_range(
+            "bandwidth meter",
+            least=0,
+            num_bytes=num_bytes,
+            seconds=seconds,
+        )
         estimate = self._estimates[direction]
         estimate.waiting_since_s = None
         carrying_s = seconds - self.first.latency_s
@@ -70,7 +80,12 @@ class BandwidthMeter:
         estimate.seconds = estimate.seconds * fading + carrying_s * share
         estimate.counted_s = now_s
 
-    def set_in_flight(self, direction: Direction, since_s: float, num_bytes: float) -> None:
+    def set_in_flight(
+        self,
+        direction: Direction,
+        since_s: float,
+        num_bytes: float,
+    ) -> None:
         """Note that `num_bytes` are in flight, or overdue, since `since_s`; a later call replaces an earlier one."""
         estimate = self._estimates[direction]
         estimate.waiting_since_s = since_s

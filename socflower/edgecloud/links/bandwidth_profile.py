@@ -69,20 +69,40 @@ class BandwidthProfile:
             latency_s=self.latency_s,
         )
 
-    def passed_s(self, direction: Direction, start_s: float, num_bytes: float) -> float:
+    def passed_s(
+        self,
+        direction: Direction,
+        start_s: float,
+        num_bytes: float,
+    ) -> float:
         """Return when a transfer that begins at `start_s` leaves the link; infinity if it never does."""
         return self.steps(direction).passed_s(start_s, num_bytes)
 
-    def arrival_s(self, direction: Direction, start_s: float, num_bytes: float) -> float:
+    def arrival_s(
+        self,
+        direction: Direction,
+        start_s: float,
+        num_bytes: float,
+    ) -> float:
         """Return when the last byte of a transfer arrives: `passed_s` and the latency."""
         return self.steps(direction).passed_s(start_s, num_bytes) + self.latency_s
 
-    def bytes_between(self, direction: Direction, begin_s: float, end_s: float) -> float:
+    def bytes_between(
+        self,
+        direction: Direction,
+        begin_s: float,
+        end_s: float,
+    ) -> float:
         """Return how many bytes the link can carry in a span: the integral of its rate."""
         steps = self.steps(direction)
         return max(0.0, steps.total_bytes(end_s) - steps.total_bytes(begin_s))
 
-    def mean(self, direction: Direction, begin_s: float = 0.0, end_s: float | None = None) -> float:
+    def mean(
+        self,
+        direction: Direction,
+        begin_s: float = 0.0,
+        end_s: float | None = None,
+    ) -> float:
         """Return the mean rate in a span, bytes per second; by default up to the end of the profile.
 
         For a profile without an end it is the last rate.

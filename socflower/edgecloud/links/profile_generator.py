@@ -68,7 +68,11 @@ class LinkStatistics:
             raise ConfigError(f"need min < mean < max, got {least}, {mean}, {most} bytes/s")
         # A distribution between two limits has at most this deviation; near it no log-normal one fits.
         widest = math.sqrt((most - mean) * (mean - least))
-        require_range("", below=0.9 * widest, deviation_bytes_per_s=self.deviation_bytes_per_s)
+        require_range(
+            "",
+            below=0.9 * widest,
+            deviation_bytes_per_s=self.deviation_bytes_per_s,
+        )
 
 
 @cache
@@ -107,10 +111,19 @@ def generate_from_statistics(
     step_s: float = 1.0,
 ) -> BandwidthProfile:
     """Return a profile with the given statistics; see `generate_bandwidth_profile`."""
-    require_range("bandwidth profile", above=0, step_s=step_s, duration_s=duration_s)
+    require_range(
+        "bandwidth profile",
+        above=0,
+        step_s=step_s,
+        duration_s=duration_s,
+    )
     require_range("bandwidth profile", least=0, seed=seed)
     num_steps = round(duration_s / step_s)
-    if num_steps < 1 or not math.isclose(num_steps * step_s, duration_s, rel_tol=1e-9):
+    if num_steps < 1 or not math.isclose(
+        num_steps * step_s,
+        duration_s,
+        rel_tol=1e-9,
+    ):
         raise ConfigError(
             f"bandwidth profile: duration_s = {duration_s} must be a whole number of steps of {step_s} s"
         )
@@ -213,7 +226,12 @@ def _link_is_up(
 
 
 @cache
-def _log_moments(mean: float, deviation: float, least: float, most: float) -> tuple[float, float]:
+def _log_moments(
+    mean: float,
+    deviation: float,
+    least: float,
+    most: float,
+) -> tuple[float, float]:
     """Return mu and sigma of the log-normal distribution whose clipped values have this mean and deviation."""
     low = 1e-6
     high = 10.0
@@ -237,7 +255,13 @@ def _mu(sigma: float, mean: float, least: float, most: float) -> float:
     return (low + high) / 2
 
 
-def _clipped_moment(mu: float, sigma: float, least: float, most: float, power: int) -> float:
+def _clipped_moment(
+    mu: float,
+    sigma: float,
+    least: float,
+    most: float,
+    power: int,
+) -> float:
     """Return E[clip(exp(mu + sigma Z), least, most)^power] of a standard normal Z."""
     below = (math.log(least) - mu) / sigma
     above = (math.log(most) - mu) / sigma

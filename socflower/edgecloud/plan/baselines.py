@@ -30,11 +30,19 @@ class BaselineTerms:
 
 BASELINES: Mapping[str, BaselineTerms] = {
     # Ours without the codec and without moves, to show the benefit of these two.
-    "pipelined": BaselineTerms(cut="given or best", edge_alone="if allowed", waits=False),
+    "pipelined": BaselineTerms(
+        cut="given or best",
+        edge_alone="if allowed",
+        waits=False,
+    ),
     # Eshratifar et al. 2019: the shortest path through layers × {edge, cloud}; all at the edge is one of the paths.
     "joint-dnn": BaselineTerms(cut="best", edge_alone="always", waits=True),
     "split": BaselineTerms(cut="given or middle", edge_alone="never", waits=True),
-    "splitfed": BaselineTerms(cut="given or middle", edge_alone="never", waits=True),
+    "splitfed": BaselineTerms(
+        cut="given or middle",
+        edge_alone="never",
+        waits=True,
+    ),
     "edge-only": BaselineTerms(cut="none", edge_alone="only", waits=True),
 }
 """The methods that ours is compared with, by their names in scenarios."""
@@ -69,7 +77,14 @@ def choices(
     if if_allowed or terms.edge_alone in ("always", "only"):
         places.append(None)
     limit = 0 if terms.waits else window
-    return tuple(SplitPlan(cut=place, bits=terms.bits, window=limit) for place in places)
+    return tuple(
+        SplitPlan(
+            cut=place,
+            bits=terms.bits,
+            window=limit,
+        )
+        for place in places
+    )
 
 
 def plan_baseline(
@@ -89,8 +104,20 @@ def plan_baseline(
     """
     own = replace(costs, gradient_bits=_terms(peer).gradient_bits)
     return min(
-        choices(peer, costs, window=window, cut=cut, allow_edge_only=allow_edge_only),
-        key=lambda choice: predicted_s(own, choice, rates, num_batches, reverse=reverse),
+        choices(
+            peer,
+            costs,
+            window=window,
+            cut=cut,
+            allow_edge_only=allow_edge_only,
+        ),
+        key=lambda choice: predicted_s(
+            own,
+            choice,
+            rates,
+            num_batches,
+            reverse=reverse,
+        ),
     )
 
 

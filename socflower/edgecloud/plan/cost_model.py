@@ -105,5 +105,11 @@ def predicted_s(
     if previous.cut is not None:
         in_flight = phases(costs, previous, now, reverse=reverse)
         leaving_s = drain_s(in_flight, window_limit(costs, previous))
-    moving_s = migration_s(costs, previous.cut, split_plan.cut, now, reverse=reverse)
+    moving_s = migration_s(
+        costs,
+        previous.cut,
+        split_plan.cut,
+        now,
+        reverse=reverse,
+    )
     return total_s + leaving_s + moving_s

@@ -116,7 +116,11 @@ class SplitCosts:
         largest_bytes = max(cut.front_weight_bytes for cut in self.cuts)
         if self.model_weight_bytes:
             where = f"model {self.model}"
-            require_range(where, least=largest_bytes, model_weight_bytes=self.model_weight_bytes)
+            require_range(
+                where,
+                least=largest_bytes,
+                model_weight_bytes=self.model_weight_bytes,
+            )
 
     def at_edge_speed(self, speed: float) -> "SplitCosts":
         """Return the costs of an edge at `speed` times the present speed, because it is hot or also used otherwise."""

@@ -175,7 +175,14 @@ class DecisionEngine:
             if choice == current or (choice.cut is None and current.cut is None):
                 continue
             links = {"now": rates, "reverse": self._reverse}
-            seconds = predicted_s(costs, choice, smoothed, gap, current, **links)  # type: ignore[arg-type]
+            seconds = predicted_s(
+                costs,
+                choice,
+                smoothed,
+                gap,
+                current,
+                **links,
+            )  # type: ignore[arg-type]
             if seconds < move_s:
                 chosen = choice
                 move_s = seconds

@@ -190,7 +190,12 @@ def _edge_work(
     return _EdgeWork(together, longest, beside)
 
 
-def require_edge_memory(device: Device, costs: SplitCosts, plan: SplitPlan, edge: int) -> None:
+def require_edge_memory(
+    device: Device,
+    costs: SplitCosts,
+    plan: SplitPlan,
+    edge: int,
+) -> None:
     """Raise `InfeasiblePlan` if an edge's device has too little memory for its half of a plan."""
     needed_bytes = (
         costs.edge_only_memory_bytes if plan.cut is None else costs.cuts[plan.cut].edge_memory_bytes
@@ -272,7 +277,13 @@ class _Seconds:
         scale = whole_s / total_s if total_s else 0.0
         forward: list[float] = []
         backward: list[float] = []
-        for index, (layer, seconds) in enumerate(zip(model.layers, layers_s, strict=True)):
+        for index, (layer, seconds) in enumerate(
+            zip(
+                model.layers,
+                layers_s,
+                strict=True,
+            )
+        ):
             forward.append(seconds * scale * layer.forward_share)
             update_s = UPDATE_PASSES * layer.weight_bytes / device.memory_bytes_per_s
             backward_s = seconds * scale * (1.0 - layer.forward_share) + update_s
@@ -321,7 +332,12 @@ def _check(
     where = f"model {model.name}"
     num_layers = len(model.layers)
     require_range(where, least=1, batch_size=batch_size)
-    require_range(where, least=0, optimizer_copies=optimizer_copies, codec_passes=codec_passes)
+    require_range(
+        where,
+        least=0,
+        optimizer_copies=optimizer_copies,
+        codec_passes=codec_passes,
+    )
     require_range(where, least=0, below=num_layers, frozen_layers=frozen_layers)
     for before, after in pairwise(cuts):
         if after.num_layers < before.num_layers:

@@ -258,7 +258,13 @@ class _Pipeline:
         main = costs.edge_processor or self._cluster.device_of(index).default_processor
         return self.simulation.compute(self.simulation.processor(index, main), seconds, name)
 
-    def record(self, kind: ActionKind, index: int, batch: int, plan: SplitPlan) -> None:
+    def record(
+        self,
+        kind: ActionKind,
+        index: int,
+        batch: int,
+        plan: SplitPlan,
+    ) -> None:
         """Note an action that is complete now."""
         self._actions.append(Action(kind, index, batch, plan.cut, plan.bits, plan.window))
         self._times_s.append(self.simulation.now_s - self._start_s)
@@ -282,7 +288,12 @@ class _Pipeline:
             self._begin_step((index,), batch, self._features.pop(self._turn))
             self._turn = (batch + 1, 0) if index + 1 == self.num_parties else (batch, index + 1)
 
-    def _begin_step(self, parties: tuple[int, ...], batch: int, step_s: float) -> None:
+    def _begin_step(
+        self,
+        parties: tuple[int, ...],
+        batch: int,
+        step_s: float,
+    ) -> None:
         def end(seconds: float) -> None:
             if not self.reverse:
                 self.cloud_busy_s += seconds
@@ -330,7 +341,13 @@ class _Pipeline:
 class _Placement:
     """Where one party's model is cut, and the moves of the cut that its decider asks for."""
 
-    def __init__(self, party: Party, simulation: Simulation, index: int, reverse: bool) -> None:
+    def __init__(
+        self,
+        party: Party,
+        simulation: Simulation,
+        index: int,
+        reverse: bool,
+    ) -> None:
         self._party = party
         self._simulation = simulation
         self._index = index
@@ -350,7 +367,11 @@ class _Placement:
         key = (self._cut, self._bits, limit)
         if key not in self._known:
             plan = SplitPlan(cut=self._cut, bits=self._bits, window=limit)
-            self._known[key] = batch_times(self._party.costs, plan, reverse=self._reverse)
+            self._known[key] = batch_times(
+                self._party.costs,
+                plan,
+                reverse=self._reverse,
+            )
         return self._known[key]
 
     def must_ask(self, batch: int) -> bool:
@@ -396,7 +417,12 @@ class _Placement:
         assert self.pending is not None
         (new, decided_s), drained_s = self.pending, self._simulation.now_s
         costs = self._party.costs
-        received_bytes = received_weight_bytes(costs, self._cut, new.cut, reverse=self._reverse)
+        received_bytes = received_weight_bytes(
+            costs,
+            self._cut,
+            new.cut,
+            reverse=self._reverse,
+        )
         channel = down if received_bytes > 0 else up
         yield channel.send(abs(received_bytes), f"what moves before batch {batch}")
         limit = self._party.limit(batch)
@@ -513,7 +539,11 @@ class _Front:
         times = self._placement.times(limit)
         self._in_flight[batch] = times
         self._next += 1
-        yield from self._work(times.forward_s, f"forward {batch}", at_edge=times.alone)
+        yield from self._work(
+            times.forward_s,
+            f"forward {batch}",
+            at_edge=times.alone,
+        )
         self._pipeline.record(ActionKind.FORWARD, self.index, batch, times.split_plan)
         if times.alone:
             self._pipeline.record(ActionKind.STEP, self.index, batch, times.split_plan)
@@ -560,7 +590,13 @@ class _Front:
         self._pipeline.record(ActionKind.APPLY, self.index, batch, plan)
         self._oldest += 1
 
-    def _work(self, seconds: float, name: str, *, at_edge: bool = False) -> Process[None]:
+    def _work(
+        self,
+        seconds: float,
+        name: str,
+        *,
+        at_edge: bool = False,
+    ) -> Process[None]:
         """Compute where the front half is, or `at_edge`."""
         if self._pipeline.reverse and not at_edge:
             processor = self._simulation.processor("cloud", f"front {self.index}")

@@ -74,7 +74,12 @@ class TorchBack(TorchHalf):
     def _gradient(self, leaf: torch.Tensor) -> Array:
         return to_array(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, copy=False)
 
-    def _check_features(self, batch: int, features: Sequence[Array], labels: Labels) -> None:
+    def _check_features(
+        self,
+        batch: int,
+        features: Sequence[Array],
+        labels: Labels,
+    ) -> None:
         if self._cut == self.all_layers_cut or not features:
             raise self._error(f"batch {batch}: needs features of a model that is cut")
         expected = self.split.cuts[self._cut].feature_shape

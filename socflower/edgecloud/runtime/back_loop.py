@@ -82,7 +82,12 @@ class BackLoop:
             raise unexpected(self._channels[party], message, f"features of batch {batch}")
         return message
 
-    def _step(self, batch: int, parties: Sequence[int], messages: Sequence[Features]) -> float:
+    def _step(
+        self,
+        batch: int,
+        parties: Sequence[int],
+        messages: Sequence[Features],
+    ) -> float:
         """Step once with a batch of one party, or of all joined parties; send each its gradient."""
         pairs = list(zip(parties, messages, strict=True))
         for party, message in pairs:
@@ -92,14 +97,31 @@ class BackLoop:
             self._state.begin_change()
             gradients, loss = self._half.step(batch, parts, _labels(messages))
             answers: list[GradientFrame] = []
-            for message, part, gradient in zip(messages, parts, gradients, strict=True):
+            for message, part, gradient in zip(
+                messages,
+                parts,
+                gradients,
+                strict=True,
+            ):
                 encoded = self._encoded(batch, message, part, gradient)
-                answers.append(GradientFrame(batch=batch, encoded=encoded, loss=loss))
+                answers.append(
+                    GradientFrame(
+                        batch=batch,
+                        encoded=encoded,
+                        loss=loss,
+                    )
+                )
         for party, answer in zip(parties, answers, strict=True):
             self._channels[party].send(answer, wait_for_room=True)
         return loss
 
-    def _check(self, party: int, batch: int, message: Features, first: Features) -> None:
+    def _check(
+        self,
+        party: int,
+        batch: int,
+        message: Features,
+        first: Features,
+    ) -> None:
         peer = self._channels[party].peer
         cut = self._half.cut
         if (message.batch, message.cut) != (batch, cut):
@@ -120,7 +142,11 @@ class BackLoop:
             raise SplitRefused(
                 f"batch {batch}: the back half made a gradient of shape {gradient.shape} for features {part.shape}"
             )
-        return encode(gradient, message.answer_bits, what=f"gradient of batch {batch}")
+        return encode(
+            gradient,
+            message.answer_bits,
+            what=f"gradient of batch {batch}",
+        )
 
     def _save_checkpoint(self, batch: int, mark: Mark) -> None:
         wanted = Mark(batch=batch, cut=self._half.cut)

@@ -174,7 +174,12 @@ class EdgeConnection:
         resuming.ClearField("checkpoints")
         resuming.epoch_id = welcome.epoch_id
         reader = (call, channel, stream_id, resuming)
-        Thread(target=self._maintain, args=reader, name="split-edge", daemon=True).start()
+        Thread(
+            target=self._maintain,
+            args=reader,
+            name="split-edge",
+            daemon=True,
+        ).start()
         start = SplitCheckpoint(batch=welcome.start.batch, epoch_id=welcome.start.epoch_id)
         return channel, JoinTerms(
             epoch_id=welcome.epoch_id,
@@ -206,7 +211,11 @@ class EdgeConnection:
         """Read a channel's streams, one after the other, until it fails or is ended."""
         while True:
             ending = (call, channel, stream_id)
-            Thread(target=self._end_call_on_detach, args=ending, daemon=True).start()
+            Thread(
+                target=self._end_call_on_detach,
+                args=ending,
+                daemon=True,
+            ).start()
             failure = self._read_stream(call, channel, stream_id)
             channel.detach(stream_id)
             call.end()
@@ -226,12 +235,22 @@ class EdgeConnection:
                 channel.fail(SplitRefused(f"{self._cloud} resumes with {error}"))
                 return
 
-    def _end_call_on_detach(self, call: _Call, channel: SplitChannel, stream_id: int) -> None:
+    def _end_call_on_detach(
+        self,
+        call: _Call,
+        channel: SplitChannel,
+        stream_id: int,
+    ) -> None:
         """End a call when its stream is detached, even while its reader is waiting."""
         channel.wait_detached(stream_id)
         call.end()
 
-    def _read_stream(self, call: _Call, channel: SplitChannel, stream_id: int) -> Exception | None:
+    def _read_stream(
+        self,
+        call: _Call,
+        channel: SplitChannel,
+        stream_id: int,
+    ) -> Exception | None:
         """Read a stream to its end; return the error if dialling again would not help, or None."""
         try:
             for content in call.replies:
@@ -287,7 +306,11 @@ class EdgeConnection:
         outgoing: _Outgoing = SimpleQueue()
         caller = run_caller(self.run_id)
         tls = self._credentials is not None
-        authenticated = ClientAuthentication(caller, self._token, tls=tls).on(grpc_channel)
+        authenticated = ClientAuthentication(
+            caller,
+            self._token,
+            tls=tls,
+        ).on(grpc_channel)
         messages = self._messages(wire.Frame(hello=hello), outgoing)
         return _Call(grpc_channel, authenticated.stream_stream(_METHOD)(messages), outgoing)
 

@@ -69,7 +69,13 @@ class FeatureSender:
                 grouping=grouping,
             )
         what = f"features of batch {batch}"
-        encoded = encode(features, bits, grouping=grouping, what=what, quantum=quantum)
+        encoded = encode(
+            features,
+            bits,
+            grouping=grouping,
+            what=what,
+            quantum=quantum,
+        )
         if self._feedback.form != "none":
             # At 32 bits nothing is lost, so decoding is not needed.
             self._feedback.keep(batch, features, features if bits == 32 else decode(encoded))

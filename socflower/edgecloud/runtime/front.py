@@ -121,7 +121,12 @@ class TorchFront(TorchHalf):
             self._num_updates += 1
         del self._in_flight[batch]
 
-    def _check_gradient(self, batch: int, waiting: _InFlight, gradient: Array) -> None:
+    def _check_gradient(
+        self,
+        batch: int,
+        waiting: _InFlight,
+        gradient: Array,
+    ) -> None:
         if not self.split.front_trains(self._cut):
             raise self._error(
                 f"a gradient for batch {batch}, but all before cut {self._cut} is frozen"
@@ -153,14 +158,26 @@ class TorchFront(TorchHalf):
                 f"cannot be trained by the front half alone: it is cut at {self._cut}"
             )
 
-    def _first_pass(self, batch: int, inputs: Batch, *, keep: bool) -> tuple[Array, object | None]:
+    def _first_pass(
+        self,
+        batch: int,
+        inputs: Batch,
+        *,
+        keep: bool,
+    ) -> tuple[Array, object | None]:
         """Return the features of a batch in a new array, and, with `keep`, what `_update` needs."""
         with torch.set_grad_enabled(keep):
             features = self._features(batch, inputs)
         # A copy: the graph may need its result unchanged, and the half may return its inputs.
         return to_array(features), features if keep else None
 
-    def _replay(self, batch: int, inputs: Batch, shape: tuple[int, ...], gradient: Array) -> None:
+    def _replay(
+        self,
+        batch: int,
+        inputs: Batch,
+        shape: tuple[int, ...],
+        gradient: Array,
+    ) -> None:
         """Repeat the pass of a batch with the present weights, and update them."""
         with _preserve_buffers(self._layers()):
             features = self._features(batch, inputs)
@@ -177,7 +194,12 @@ class TorchFront(TorchHalf):
         # Frees the gradients' memory between batches.
         self._optimizer.zero_grad()
 
-    def _require_shape(self, batch: int, shape: tuple[int, ...], first: tuple[int, ...]) -> None:
+    def _require_shape(
+        self,
+        batch: int,
+        shape: tuple[int, ...],
+        first: tuple[int, ...],
+    ) -> None:
         if shape != first:
             raise self._error(
                 f"batch {batch} has features {first}, but {shape} in its replay; its source must repeat itself"

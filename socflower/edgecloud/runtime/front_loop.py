@@ -115,7 +115,11 @@ class FrontPlan:
             raise ConfigError(
                 "front plan: without a cut no cloud is needed; train at the edge alone"
             )
-        require_range("front plan", least=0, checkpoint_batches=self.checkpoint_batches)
+        require_range(
+            "front plan",
+            least=0,
+            checkpoint_batches=self.checkpoint_batches,
+        )
 
 
 class FrontLoop:
@@ -130,7 +134,12 @@ class FrontLoop:
     `ConfigError` of the half.
     """
 
-    def __init__(self, state: HalfState[FrontHalf], channel: SplitChannel, plan: FrontPlan) -> None:
+    def __init__(
+        self,
+        state: HalfState[FrontHalf],
+        channel: SplitChannel,
+        plan: FrontPlan,
+    ) -> None:
         self._state = state
         self._half = state.half
         self._report = state.report
@@ -278,7 +287,13 @@ class FrontLoop:
         self._report.staleness[batch] = staleness
         self._report.losses[batch] = message.loss
         if self._plan.progress is not None:
-            self._plan.progress(Progress(batch=batch, loss=message.loss, staleness=staleness))
+            self._plan.progress(
+                Progress(
+                    batch=batch,
+                    loss=message.loss,
+                    staleness=staleness,
+                )
+            )
 
     def _move_cut(self, cut: int, batch: int) -> None:
         """Move layers to or from the other half; nothing is in flight."""
@@ -299,7 +314,13 @@ class FrontLoop:
         self._split_plan = replace(self._split_plan, cut=cut)
         self._requested_cut = None
         seconds = time.monotonic() - self._requested_at_s
-        move = AppliedMove(batch=batch, old=old, new=cut, gave=gives, seconds=seconds)
+        move = AppliedMove(
+            batch=batch,
+            old=old,
+            new=cut,
+            gave=gives,
+            seconds=seconds,
+        )
         self._report.moves.append(move)
 
     def _save_checkpoint(self, batch: int) -> None:

@@ -34,7 +34,14 @@ def torch_schedule(scheduler: SchedulerFn, num_batches: int) -> Schedule:
     half knows the batch's number only.
     """
     factors, doubled = (_rates(scheduler, num_batches, rate) for rate in (1.0, 2.0))
-    if any(abs(twice - 2.0 * once) > 1e-9 for once, twice in zip(factors, doubled, strict=True)):
+    if any(
+        abs(twice - 2.0 * once) > 1e-9
+        for once, twice in zip(
+            factors,
+            doubled,
+            strict=True,
+        )
+    ):
         raise ConfigError(
             "split training: the scheduler sets absolute rates; use one that scales the optimiser's"
         )
@@ -128,7 +135,11 @@ class HalfOptimizer:
             return
         factor = self._schedule(batch)
         require_range(f"schedule: batch {batch}", least=0, factor=factor)
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+        for group, rate in zip(
+            self._optimizer.param_groups,
+            self._rates,
+            strict=True,
+        ):
             group["lr"] = rate * factor
         if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._weights.values(), self._max_grad_norm)

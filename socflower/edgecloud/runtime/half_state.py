@@ -74,7 +74,12 @@ class HalfState(Generic[HalfT]):
     is read from another thread, so that a loop does not change it meanwhile.
     """
 
-    def __init__(self, half: HalfT, store: CheckpointStore, batch: int | None = 0) -> None:
+    def __init__(
+        self,
+        half: HalfT,
+        store: CheckpointStore,
+        batch: int | None = 0,
+    ) -> None:
         self.half = half
         self.store = store
         self.batch = batch
@@ -117,7 +122,11 @@ class HalfState(Generic[HalfT]):
     ) -> None:
         """Store the half as it is before a batch; `codec` returns the state of the coding of features."""
         if self.store.keeps:
-            saved = SavedHalf(half=self.half.save(), codec=codec(), split_plan=split_plan)
+            saved = SavedHalf(
+                half=self.half.save(),
+                codec=codec(),
+                split_plan=split_plan,
+            )
             self.store.save(SplitCheckpoint(batch=batch, epoch_id=self.epoch_id), saved)
         with self.lock:
             self.batch = batch

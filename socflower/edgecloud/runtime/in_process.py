@@ -69,7 +69,12 @@ def run_actions(
 class _Party:
     """One party: its front half and the state between the halves."""
 
-    def __init__(self, front: FrontHalf, coding: FeatureCoding, party: int) -> None:
+    def __init__(
+        self,
+        front: FrontHalf,
+        coding: FeatureCoding,
+        party: int,
+    ) -> None:
         self.front = front
         self.sender = FeatureSender(coding)
         largest_bytes = coding.delta_bytes
@@ -158,13 +163,26 @@ class _Runner:
             self._gathered = []
         lanes = [self._lanes[party] for party in parties]
         taken = [each.features.pop(action.batch) for each in lanes]
-        features = [each.receiver.decode(part) for each, part in zip(lanes, taken, strict=True)]
+        features = [
+            each.receiver.decode(part)
+            for each, part in zip(
+                lanes,
+                taken,
+                strict=True,
+            )
+        ]
         back = self._backs[action.party if len(self._backs) > 1 else 0]
         # Joined parties have the same samples: the first party's labels are taken.
         gradients, loss = back.step(action.batch, features, taken[0].labels)
         for each, gradient in zip(lanes, gradients, strict=True):
             if gradient is not None and self._gradient_bits != 32:
-                gradient = decode(encode(gradient, self._gradient_bits, what="gradient"))
+                gradient = decode(
+                    encode(
+                        gradient,
+                        self._gradient_bits,
+                        what="gradient",
+                    )
+                )
             each.gradients[action.batch] = gradient
             each.report.losses[action.batch] = loss
 

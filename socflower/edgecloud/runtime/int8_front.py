@@ -98,10 +98,27 @@ class Int8Front(TorchFront):
 
     # ------------------------------------------------------------------------------------------------------ passes
 
-    def _first_pass(self, batch: int, inputs: Batch, *, keep: bool) -> tuple[Array, object | None]:
-        return self._pass(batch, inputs, keep=keep, replay=False), batch if keep else None
+    def _first_pass(
+        self,
+        batch: int,
+        inputs: Batch,
+        *,
+        keep: bool,
+    ) -> tuple[Array, object | None]:
+        return self._pass(
+            batch,
+            inputs,
+            keep=keep,
+            replay=False,
+        ), batch if keep else None
 
-    def _replay(self, batch: int, inputs: Batch, shape: tuple[int, ...], gradient: Array) -> None:
+    def _replay(
+        self,
+        batch: int,
+        inputs: Batch,
+        shape: tuple[int, ...],
+        gradient: Array,
+    ) -> None:
         features = self._pass(batch, inputs, keep=True, replay=True)
         self._require_shape(batch, features.shape, shape)
         self._update(batch, batch, gradient)
@@ -121,14 +138,25 @@ class Int8Front(TorchFront):
         )
         self._updated = True
 
-    def _pass(self, batch: int, inputs: Batch, *, keep: bool, replay: bool) -> Array:
+    def _pass(
+        self,
+        batch: int,
+        inputs: Batch,
+        *,
+        keep: bool,
+        replay: bool,
+    ) -> Array:
         engine = self._int8()
         self._kept_batch = None
         images = self._images(inputs)
         how = {"keep": keep, "replay": replay}
         # Operators in FP32 draw the batch's random numbers.
         with self._passing(batch):
-            real, exponent = engine.forward(images, seed=self._layer_seed(batch), **how)
+            real, exponent = engine.forward(
+                images,
+                seed=self._layer_seed(batch),
+                **how,
+            )
         # BatchNorm's running statistics have changed.
         self._updated = True
         self._kept_batch = batch if keep else None
@@ -153,7 +181,12 @@ class Int8Front(TorchFront):
         if alone and self._passes.loss is not functional.cross_entropy:
             raise self._error("with all layers in int8 the loss must be softmax cross-entropy")
         shape = self.split.samples(1).shape[1:]
-        engine = self._trainer.model(self._layers(), shape, exponents=self._exponents, head=alone)
+        engine = self._trainer.model(
+            self._layers(),
+            shape,
+            exponents=self._exponents,
+            head=alone,
+        )
         known = {node.name for node in engine.graph.nodes}
         engine.restore_trackers([entry for entry in self._trackers if entry[0] in known])
         state = self._optimizer.state()

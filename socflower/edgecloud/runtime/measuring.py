@@ -112,7 +112,12 @@ def measure_costs(
         edge_only_s=monotone([run.training_s for run in runs])[-1],
         edge_only_memory_bytes=alone_bytes + runs[-1].state_bytes,
         label_bytes=label_bytes * how.batch_size,
-        codec_s_per_element=measure_codec(split, how, bits=bits, feedback=feedback),
+        codec_s_per_element=measure_codec(
+            split,
+            how,
+            bits=bits,
+            feedback=feedback,
+        ),
         decode_s_per_element=measure_decode(split, how, bits=bits),
         model_weight_bytes=all_bytes + runs[-1].state_bytes,
     )
@@ -220,7 +225,11 @@ def both_parts(first_s: float, second_s: float, sum_s: float) -> tuple[float, fl
         # Below the resolution of the clock.
         return first_s, second_s
     parts = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-    first, second = np.linalg.lstsq(parts / timed_s[:, None], np.ones(3), rcond=None)[0]
+    first, second = np.linalg.lstsq(
+        parts / timed_s[:, None],
+        np.ones(3),
+        rcond=None,
+    )[0]
     return float(first), float(second)
 
 
@@ -231,7 +240,13 @@ def measure_cloud(split: SplitModel, how: Measuring) -> tuple[float, ...]:
     of_half = {"schedule": _no_rate, "device": how.device}
     seconds: list[float] = []
     for cut, point in enumerate(split.cuts):
-        half = TorchBack(split.copy(), cut, how.optimizer, _mean_square, **of_half)  # type: ignore[arg-type]
+        half = TorchBack(
+            split.copy(),
+            cut,
+            how.optimizer,
+            _mean_square,
+            **of_half,
+        )  # type: ignore[arg-type]
         features = rng.random((how.batch_size, *point.feature_shape), dtype=np.float32)
         seconds.append(how.seconds(partial(half.step, 0, [features], labels)))
     return tuple(reversed(monotone(seconds[::-1])))

@@ -76,7 +76,13 @@ class MixedFront(TorchFront):
             # An operator without an integer form is refused here, before anything starts.
             self._int8()
 
-    def _first_pass(self, batch: int, inputs: Batch, *, keep: bool) -> tuple[Array, object | None]:
+    def _first_pass(
+        self,
+        batch: int,
+        inputs: Batch,
+        *,
+        keep: bool,
+    ) -> tuple[Array, object | None]:
         # Always replayed: the engine keeps one pass, and a replay with the same masters has the same bits.
         return super()._first_pass(batch, inputs, keep=False)
 

@@ -27,7 +27,12 @@ class BatchSpan:
     num_batches: int
 
     def __post_init__(self) -> None:
-        require_range("span", least=0, first_batch=self.first_batch, num_batches=self.num_batches)
+        require_range(
+            "span",
+            least=0,
+            first_batch=self.first_batch,
+            num_batches=self.num_batches,
+        )
 
     @property
     def stop(self) -> int:

@@ -49,7 +49,12 @@ class Passes:
     max_grad_norm: float | None = None
     autocast: torch.dtype | None = None
 
-    def loss_of(self, layers: nn.Module, argument: Any, labels: Any) -> torch.Tensor:
+    def loss_of(
+        self,
+        layers: nn.Module,
+        argument: Any,
+        labels: Any,
+    ) -> torch.Tensor:
         """Return the loss of `train_step`, or that of the layers' outputs."""
         if self.train_step is not None:
             return self.train_step(layers, argument, labels)
@@ -87,7 +92,11 @@ class TorchHalf:
         self._seed = seed
         self._passes = passes
         self._device = torch.device(device)
-        self._optimizer = HalfOptimizer(optimizer, schedule, max_grad_norm=passes.max_grad_norm)
+        self._optimizer = HalfOptimizer(
+            optimizer,
+            schedule,
+            max_grad_norm=passes.max_grad_norm,
+        )
         self._tensors = split.tensors()
         self._frozen = frozenset(frozen_parameters(split.model))
         self.keeps_frozen = False
@@ -318,7 +327,11 @@ class TorchHalf:
         form = self.split.specs[name]
         if tensor.shape != form.shape:
             of_form = {"dtype": form.dtype, "device": self._device}
-            tensor.data = torch.empty_strided(form.shape, form.stride(), **of_form)  # type: ignore[arg-type]
+            tensor.data = torch.empty_strided(
+                form.shape,
+                form.stride(),
+                **of_form,
+            )  # type: ignore[arg-type]
         tensor.data.copy_(to_tensor(array, self._device))
 
     def _release_tensors(self, names: Iterable[str]) -> None:

@@ -218,7 +218,11 @@ def _decode(head: wire.Head, body: memoryview) -> Message:
     cursor = _Cursor(body)
     plain = _encoded(tensor.plain, cursor) if tensor.HasField("plain") else None
     if tensor.gradient:
-        message: Message = GradientFrame(batch=tensor.batch, loss=tensor.loss, encoded=plain)
+        message: Message = GradientFrame(
+            batch=tensor.batch,
+            loss=tensor.loss,
+            encoded=plain,
+        )
     else:
         message = _features(tensor, plain, cursor)
     cursor.require_end()
@@ -237,7 +241,12 @@ def _features(tensor: wire.Tensor, plain: EncodedTensor | None, cursor: "_Cursor
     sample_ids = np.frombuffer(cursor.next(8 * delta.num_ids), "<i8").astype(np.int64)
     encoded: EncodedTensor | DeltaFeatures | None = plain
     if encoded is None:
-        message = DeltaMessage(count=delta.count, digest=delta.digest, first=first, change=change)
+        message = DeltaMessage(
+            count=delta.count,
+            digest=delta.digest,
+            first=first,
+            change=change,
+        )
         encoded = DeltaFeatures(
             message=message,
             sample_ids=sample_ids,
