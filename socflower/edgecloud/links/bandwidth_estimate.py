@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass, field
 
 from socflower.edgecloud.links.bandwidth_profile import Direction, LinkRates
-from socflower.errors import require_range
 
 
 @dataclass(slots=True)
@@ -47,13 +46,6 @@ class BandwidthMeter:
     _estimates: dict[Direction, _DirectionEstimate] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_range(
-            "bandwidth meter",
-            above=0,
-            memory_s=self.memory_s,
-            silence_s=self.silence_s,
-        )
-        require_range("bandwidth meter", least=0, min_bytes=self.min_bytes)
         self._estimates = {
             "up": _DirectionEstimate(self.first.up_bytes_per_s),
             "down": _DirectionEstimate(self.first.down_bytes_per_s),
@@ -63,12 +55,6 @@ class BandwidthMeter:
         self, direction: Direction, num_bytes: float, seconds: float, now_s: float
     ) -> None:
         """Count a transfer that took `seconds`, latency included, and ended at `now_s`; nothing is in flight then."""
-        require_range(
-            "bandwidth meter",
-            least=0,
-            num_bytes=num_bytes,
-            seconds=seconds,
-        )
         estimate = self._estimates[direction]
         estimate.waiting_since_s = None
         carrying_s = seconds - self.first.latency_s

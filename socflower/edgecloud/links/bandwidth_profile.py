@@ -23,11 +23,6 @@ class LinkRates:
     down_bytes_per_s: float
     latency_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        rates = (self.up_bytes_per_s, self.down_bytes_per_s)
-        if not (min(rates) >= 0 and 0 <= self.latency_s < math.inf):
-            raise ConfigError(f"link: need rates and a latency of 0 or more, got {self}")
-
     def behind(self, shared: "LinkRates | None", num_sharing: int = 1) -> "LinkRates":
         """Return the rates of this link followed by a fair share of another one, with the latency of both."""
         if shared is None:
@@ -57,10 +52,6 @@ class BandwidthProfile:
         """Return one direction."""
         return self.up if direction == "up" else self.down
 
-    def rate(self, direction: Direction, time_s: float) -> float:
-        """Return bytes per second at a time."""
-        return self.steps(direction).rate(time_s)
-
     def rates(self, time_s: float) -> LinkRates:
         """Return both directions at a time."""
         return LinkRates(
@@ -77,15 +68,6 @@ class BandwidthProfile:
     ) -> float:
         """Return when a transfer that begins at `start_s` leaves the link; infinity if it never does."""
         return self.steps(direction).passed_s(start_s, num_bytes)
-
-    def arrival_s(
-        self,
-        direction: Direction,
-        start_s: float,
-        num_bytes: float,
-    ) -> float:
-        """Return when the last byte of a transfer arrives: `passed_s` and the latency."""
-        return self.steps(direction).passed_s(start_s, num_bytes) + self.latency_s
 
     def bytes_between(
         self,

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, Direction
-from socflower.errors import require_range
 
 BURST_BYTES = 65536
 _LATE_S = 0.05
@@ -41,7 +40,6 @@ class TokenBucket:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] | None = None,
     ) -> None:
-        require_range("token bucket", least=0, burst_bytes=burst_bytes)
         self._profile = profile
         self._direction = direction
         self._burst_bytes = burst_bytes

@@ -14,7 +14,9 @@ from socflower.wire.codecs.quantisation import BITS
 Bits: TypeAlias = Annotated[int, OneOf(BITS)]
 """The width of a value that crosses the link."""
 
-_Cost: TypeAlias = Annotated[float, Field(ge=0)]
+# Strict, since a text in a file of costs is no number.
+_Cost: TypeAlias = Annotated[float, Field(ge=0, strict=True)]
+_FORBID = {"extra": "forbid"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +45,7 @@ class CutCost:
     The front half is everything up to and including this layer. It is at the edge (in a reverse split: in the cloud).
     """
 
+    __pydantic_config__ = _FORBID
     # The front half's last layer.
     name: str
     # Of the edge's half; backward pass and update take 0 if none of it is trained.
@@ -56,7 +59,7 @@ class CutCost:
     # Weights, gradients, optimiser state and one batch's activations at the edge.
     edge_memory_bytes: _Cost = 0.0
     # False: everything before the cut is frozen, and no gradient is sent back (Type 2 transfer).
-    front_trains: bool = True
+    front_trains: Annotated[bool, Field(strict=True)] = True
     # What a replay adds to a backward pass; None: as much as a forward pass.
     edge_replay_s: _Cost | None = None
 
@@ -80,6 +83,7 @@ class CutCost:
 class SplitCosts:
     """The costs of a batch at every cut of one model on one edge and one cloud, in the order of the model's layers."""
 
+    __pydantic_config__ = _FORBID
     model: str
     batch_size: int
     cuts: tuple[CutCost, ...]

@@ -6,7 +6,7 @@ from typing import Literal, Protocol, TypeAlias, get_args
 
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
-from socflower.errors import ConfigError, require_range
+from socflower.errors import ConfigError
 
 CloudMode: TypeAlias = Literal["own", "turns", "joined"]
 CLOUD_MODES: tuple[CloudMode, ...] = get_args(CloudMode)
@@ -58,7 +58,5 @@ class Party:
         return trained
 
     def limit(self, batch: int) -> int:
-        """Return K for a batch; `ConfigError` if it is negative."""
-        limit = self.split_plan.window if self.window is None else self.window(batch)
-        require_range(f"split pipeline: batch {batch}", least=0, K=limit)
-        return limit
+        """Return K for a batch."""
+        return self.split_plan.window if self.window is None else self.window(batch)

@@ -80,8 +80,6 @@ class TorchBack(TorchHalf):
         features: Sequence[Array],
         labels: Labels,
     ) -> None:
-        if self._cut == self.all_layers_cut or not features:
-            raise self._error(f"batch {batch}: needs features of a model that is cut")
         expected = self.split.cuts[self._cut].feature_shape
         for part in features:
             if str(part.dtype) != "float32" or (expected and tuple(part.shape[1:]) != expected):

@@ -74,13 +74,7 @@ class TorchFront(TorchHalf):
         self._latest: tuple[int, Samples] | None = None
 
     def forward(self, batch: int, *, keep_graph: bool = False) -> Array:
-        """Return the features (samples, ...) of a batch, computed with the current weights.
-
-        Raises `ConfigError` for a batch that is in flight already, or if all layers are in this half.
-        """
-        self._require_cut()
-        if batch in self._in_flight:
-            raise self._error(f"batch {batch} is in flight already")
+        """Return the features (samples, ...) of a batch, computed with the current weights."""
         inputs, _, _ = self._samples(batch)
         keep = keep_graph and self.split.front_trains(self._cut)
         features, kept = self._first_pass(batch, inputs, keep=keep)
@@ -103,15 +97,10 @@ class TorchFront(TorchHalf):
     def apply(self, batch: int, gradient: Array | None) -> None:
         """Update the weights by the gradient with respect to a batch's features (F22); None only discards the batch.
 
-        Raises `ConfigError`, without any change, for a batch that is not in flight, for a gradient of another shape
-        than the features, for a gradient if nothing is trained, and for a kept graph whose weights were updated since.
+        Raises `ConfigError`, without any change, for a gradient of another shape than the features, for a gradient if
+        nothing is trained, and for a kept graph whose weights were updated since.
         """
-        self._require_cut()
-        waiting = self._in_flight.get(batch)
-        if waiting is None:
-            raise self._error(
-                f"batch {batch} is not in flight; those are {sorted(self._in_flight)}"
-            )
+        waiting = self._in_flight[batch]
         if gradient is not None:
             self._check_gradient(batch, waiting, gradient)
             if waiting.kept is not None:
@@ -142,8 +131,7 @@ class TorchFront(TorchHalf):
             )
 
     def train_alone(self, batch: int) -> float:
-        """Do a whole training step with all layers, and return the loss; `ConfigError` if the model is cut."""
-        self._require_alone()
+        """Do a whole training step with all layers, which must be in this half, and return the loss."""
         inputs, labels, _ = self._samples(batch)
         loss = self._loss_of(batch, inputs, targets_from(labels, self._device))
         self._optimizer.zero_grad()
@@ -151,12 +139,6 @@ class TorchFront(TorchHalf):
         self._optimizer.step(batch)
         self._num_updates += 1
         return float(loss.detach())
-
-    def _require_alone(self) -> None:
-        if self._cut != self.all_layers_cut:
-            raise self._error(
-                f"cannot be trained by the front half alone: it is cut at {self._cut}"
-            )
 
     def _first_pass(
         self,
@@ -228,10 +210,6 @@ class TorchFront(TorchHalf):
         if self._latest is None or self._latest[0] != batch:
             self._latest = (batch, self._batches(batch))
         return self._latest[1]
-
-    def _require_cut(self) -> None:
-        if self._cut == self.all_layers_cut:
-            raise self._error("has all layers here, and no features to send; use train_alone()")
 
     def _require_idle(self) -> None:
         if self._in_flight:

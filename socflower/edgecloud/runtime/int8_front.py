@@ -79,8 +79,7 @@ class Int8Front(TorchFront):
         return self._quantum
 
     def train_alone(self, batch: int) -> float:
-        """Do a whole training step with all layers, and return the loss; `ConfigError` if the model is cut."""
-        self._require_alone()
+        """Do a whole training step with all layers, which must be in this half, and return the loss."""
         inputs, labels, _ = self._samples(batch)
         engine = self._int8()
         progress = self._progress_at(batch)

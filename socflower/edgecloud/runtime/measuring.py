@@ -27,6 +27,7 @@ from socflower.model_graph.torch_device import settle
 from socflower.wire.codecs.error_feedback import ErrorFeedback, Form
 from socflower.wire.codecs.quantisation import decode, encode
 
+_FORMAT = {"schema": 1, "kind": "split-costs"}
 _COSTS = TypeAdapter(SplitCosts)
 _CPU = torch.device("cpu")
 _Count: TypeAlias = Annotated[int, Field(ge=1)]
@@ -300,16 +301,20 @@ def monotone(values: Sequence[float]) -> list[float]:
 
 def to_document(costs: SplitCosts) -> dict[str, Any]:
     """Return costs as a JSON object."""
-    document: dict[str, Any] = _COSTS.dump_python(costs, mode="json")
-    return document
+    return {**_FORMAT, **_COSTS.dump_python(costs, mode="json")}
 
 
 def from_document(document: Mapping[str, Any]) -> SplitCosts:
     """Return the costs that `to_document` was given; `ConfigError` for anything else."""
+    found = {key: document.get(key) for key in _FORMAT}
+    if found != _FORMAT:
+        raise ConfigError(f"split costs: {found} should be {_FORMAT}; measure again")
+    content = {key: value for key, value in document.items() if key not in _FORMAT}
     try:
-        return _COSTS.validate_python(document)
+        return _COSTS.validate_python(content)
     except ValidationError as error:
-        raise ConfigError(refusal(SplitCosts, document, "split costs", error)) from None
+        wrong = refusal(SplitCosts, content, "split costs", error)
+        raise ConfigError(f"{wrong}; measure again") from None
 
 
 def _no_rate(batch: int) -> float:

@@ -52,12 +52,11 @@ class ReplayWindow:
 
         Raises `ConfigError` for a batch out of turn, and if the window is full: ask `may_forward` first.
         """
-        if batch < 0 or self._next not in (None, batch):
-            wanted = "0 or more" if self._next is None else self._next
-            raise ConfigError(f"replay window: batch {batch} went forward, but {wanted} is next")
-        if not self.may_forward():
+        in_turn = batch >= 0 and self._next in (None, batch)
+        if not in_turn or not self.may_forward():
             raise ConfigError(
-                f"replay window: batch {batch} must wait for the gradient of batch {self.oldest} (K = {self.limit})"
+                f"replay window: batch {batch} cannot go forward; {self._next or 0} is next, and "
+                f"{list(self.in_flight)} are in flight (K = {self.limit})"
             )
         self._next = batch + 1
         first = batch if self.oldest is None else self.oldest
@@ -70,9 +69,9 @@ class ReplayWindow:
         training.
         """
         if batch != self.oldest:
-            flying = self.in_flight
-            out = f"batch {flying[0]} of {flying[0]} to {flying[-1]}" if flying else "none"
-            raise ConfigError(f"replay window: a gradient came for batch {batch}; {out} is next")
+            raise ConfigError(
+                f"replay window: a gradient for batch {batch} cannot be next; {list(self.in_flight)} are in flight"
+            )
         staleness = self.in_flight[-1] - batch
         self.in_flight = self.in_flight[1:]
         return staleness

@@ -464,7 +464,6 @@ ALONE = Wandering([SplitPlan(cut=None)])
         ({"cloud": "turns"}, {"split_plan": SplitPlan(cut=1)}, ["same cut"]),
         ({"cloud": "turns"}, {"decider": BROAD}, ["'turns'", "decider"]),
         ({"cloud": "turns"}, {"away": (range(3),)}, ["'turns'", "away"]),
-        ({}, {"window": lambda batch: 1 - batch}, ["batch 2", "K = -1"]),
         ({}, {"split_plan": SplitPlan(cut=7)}, ["cut 7", "0 to 1"]),
         ({}, {"decider": ALONE}, ["model_weight_bytes"]),
         ({"num_batches": 8}, {"away": (range(3),)}, ["batch 3", "0 to 7"]),

@@ -147,10 +147,20 @@ def test_costs_come_back_from_json_and_what_is_no_costs_does_not() -> None:
     costs = measure_costs(chain_split(), SMALL)
     document: dict[str, Any] = json.loads(json.dumps(to_document(costs)))
     assert from_document(document) == costs
-    cut = {**document["cuts"][0], "edge_forward_s": -1.0}
-    refused(lambda: from_document({**document, "cuts": [cut]}), "edge_forward_s = -1")
-    del document["edge_only_s"]
-    refused(lambda: from_document(document), "edge_only_s")
+    cut = document["cuts"][0]
+    less = {key: value for key, value in document.items() if key != "edge_only_s"}
+    for wrong, named in (
+        ({}, "schema"),
+        ({**document, "schema": 2}, "2"),
+        ({**document, "speed": 1}, "'speed'"),
+        ({**document, "cuts": 3}, "cuts"),
+        ({**document, "cuts": [{**cut, "edge_forward_s": "1"}]}, "edge_forward_s"),
+        ({**document, "cuts": [{**cut, "edge_forward_s": -1.0}]}, "edge_forward_s = -1"),
+        ({**document, "cuts": [{**cut, "front_trains": 1}]}, "front_trains"),
+        (less, "edge_only_s"),
+        ({**document, "codec_s_per_element": {"few": 1.0}}, "codec_s_per_element"),
+    ):
+        refused(lambda wrong=wrong: from_document(wrong), "split costs", named)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
