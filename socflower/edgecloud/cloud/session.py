@@ -111,10 +111,15 @@ class CloudSession:
     ) -> None:
         self.terms = terms
         self._name = f"run {terms.run_id}"
-        hosted = isinstance(half, HostedFront)
-        self._plan = half.plan if isinstance(half, HostedFront) else None
+        self._plan: FrontPlan | None = None
+        driven: BackHalf | FrontHalf
+        if isinstance(half, HostedFront):
+            self._plan = half.plan
+            driven = half.half
+        else:
+            driven = half
         store = CheckpointStore(folder, f"{terms.run_id}, cloud")
-        self._state: HalfState[Any] = HalfState(half.half if hosted else half, store)  # type: ignore[union-attr]
+        self._state: HalfState[Any] = HalfState(driven, store)
         self._limits = limits
         self._log = log
         self._patience_s = patience_s

@@ -174,15 +174,15 @@ class DecisionEngine:
         for choice in self.choices(window):
             if choice == current or (choice.cut is None and current.cut is None):
                 continue
-            links = {"now": rates, "reverse": self._reverse}
             seconds = predicted_s(
                 costs,
                 choice,
                 smoothed,
                 gap,
                 current,
-                **links,
-            )  # type: ignore[arg-type]
+                now=rates,
+                reverse=self._reverse,
+            )
             if seconds < move_s:
                 chosen = choice
                 move_s = seconds

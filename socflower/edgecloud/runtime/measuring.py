@@ -238,7 +238,6 @@ def measure_cloud(split: SplitModel, how: Measuring) -> tuple[float, ...]:
     """Return the seconds that this device needs for the back half of every cut: forward, backward and update."""
     rng = np.random.default_rng(0)
     labels = np.zeros(how.batch_size, np.int64)
-    of_half = {"schedule": _no_rate, "device": how.device}
     seconds: list[float] = []
     for cut, point in enumerate(split.cuts):
         half = TorchBack(
@@ -246,8 +245,9 @@ def measure_cloud(split: SplitModel, how: Measuring) -> tuple[float, ...]:
             cut,
             how.optimizer,
             _mean_square,
-            **of_half,
-        )  # type: ignore[arg-type]
+            schedule=_no_rate,
+            device=how.device,
+        )
         features = rng.random((how.batch_size, *point.feature_shape), dtype=np.float32)
         seconds.append(how.seconds(partial(half.step, 0, [features], labels)))
     return tuple(reversed(monotone(seconds[::-1])))

@@ -326,12 +326,12 @@ class TorchHalf:
         tensor = self._tensors[name]
         form = self.split.specs[name]
         if tensor.shape != form.shape:
-            of_form = {"dtype": form.dtype, "device": self._device}
             tensor.data = torch.empty_strided(
                 form.shape,
                 form.stride(),
-                **of_form,
-            )  # type: ignore[arg-type]
+                dtype=form.dtype,
+                device=self._device,
+            )
         tensor.data.copy_(to_tensor(array, self._device))
 
     def _release_tensors(self, names: Iterable[str]) -> None:
