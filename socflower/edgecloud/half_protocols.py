@@ -61,13 +61,13 @@ class FrontHalf(Half, Protocol):
         """Return the features of a batch (samples, ...), computed with the current weights.
 
         With `keep_graph` the autograd graph is kept for the backward pass (plain split learning, K = 0); without it,
-        only what a replay needs is stored (F22).
+        only the state for a replay is stored (F22).
         """
         ...
 
     @property
     def feature_quantum(self) -> float | None:
-        """The power of two of which the last features are whole multiples, at most 254 apart; None for any floats."""
+        """A power of two: the last features are its multiples, at most 254 apart; None for any floats."""
         ...
 
     def labels(self, batch: int) -> Labels:
@@ -96,6 +96,6 @@ class BackHalf(Half, Protocol):
         """Do forward, backward and update; return the gradient for each part of the features, and the loss.
 
         Several parts are those of several parties that hold different features of the same samples, in party order. A
-        gradient is None where it is not needed.
+        gradient is None if it is not needed.
         """
         ...

@@ -212,9 +212,11 @@ class SplitProgram(ABC):
 
         With `batches` it has its own targets (a reverse split).
         """
-        targets: Callable[[int], Tensor] | None = None
-        if batches is not None:
-            targets = lambda batch: torch.from_numpy(batches.targets(batch))  # noqa: E731
+
+        def own_targets(batch: int) -> Tensor:
+            assert batches is not None
+            return torch.from_numpy(batches.targets(batch))
+
         half = TorchBack(
             self._back_part(),
             self._place(cut),
@@ -222,7 +224,7 @@ class SplitProgram(ABC):
             self.loss,
             schedule=self.schedule,
             seed=self.seed,
-            targets=targets,
+            targets=None if batches is None else own_targets,
             device=self._own_device(),
             passes=self._passes,
         )
@@ -253,7 +255,7 @@ class SplitProgram(ABC):
         return frozen_digest(self._frozen_model())
 
     def _frozen_model(self) -> nn.Module:
-        """Return the whole model at the beginning, with what is not trained frozen."""
+        """Return the whole model at the beginning, with untrained parameters frozen."""
         return self.model()
 
     def starting_at(self, batch: int) -> Self:
@@ -491,7 +493,7 @@ class HalvesProgram(_NamedParts):
         return own, {LABELS: labels, **{key: inputs[key] for key in self.shared}}
 
     def fingerprint(self) -> str:
-        """Return a digest of names, shapes and what is frozen, after a trial with the example."""
+        """Return a digest of names, shapes and frozen parameters, after a trial with the example."""
         return self._tried
 
     @cached_property

@@ -74,7 +74,7 @@ class _WaitingEdge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admitted:
-    """What an edge's stream needs to continue."""
+    """The channel and the greeting with which an edge's stream continues."""
 
     channel: SplitChannel
     stream_id: int

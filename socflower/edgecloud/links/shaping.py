@@ -14,7 +14,7 @@ _LONGEST_NAP_S = 0.5
 
 
 class TokenBucket:
-    """Limits one direction of a link to the rates of a profile. Latency is left out: it needs a queue, not a limit.
+    """Limits one direction of a link to the rates of a profile, without its latency, which would need a queue.
 
     An idle bucket saves nothing up, so a first transfer takes as long as in virtual time. A sender may catch up on
     the time it lost by waking up late: at most `burst_bytes`, and at most 50 ms. So in any span no more bytes pass

@@ -54,13 +54,13 @@ class CutCost:
     # Forward pass, backward pass and update of the cloud's half.
     cloud_s: _Cost
     feature_elements: Annotated[int, Field(ge=1)]
-    # What moves with the front half: trained weights, buffers, optimiser state.
+    # The state that moves with the front half: trained weights, buffers, optimiser state.
     front_weight_bytes: _Cost
     # Weights, gradients, optimiser state and one batch's activations at the edge.
     edge_memory_bytes: _Cost = 0.0
     # False: everything before the cut is frozen, and no gradient is sent back (Type 2 transfer).
     front_trains: Annotated[bool, Field(strict=True)] = True
-    # What a replay adds to a backward pass; None: as much as a forward pass.
+    # The extra time of a backward pass with a replay; None: as much as a forward pass.
     edge_replay_s: _Cost | None = None
 
     @property
@@ -103,11 +103,11 @@ class SplitCosts:
     gradient_bits: Bits = 32
     # Message and framing of a batch, each way.
     header_bytes: _Cost = 256.0
-    # What moves with the whole model; 0: unknown, so there are no moves to edge-only training.
+    # The state that moves with the whole model; 0: unknown, so there are no moves to edge-only training.
     model_weight_bytes: _Cost = 0.0
     # The processor on which the edge trains; None: its device's default one.
     edge_processor: str | None = None
-    # Processors that work beside it, and for which part of its time.
+    # Processors that work at the same time, each with its part of that time.
     edge_beside: tuple[tuple[str, float], ...] = ()
 
     def check(self) -> None:

@@ -157,7 +157,7 @@ def _cut_cost(
 
 
 class _EdgeWork(NamedTuple):
-    """The seconds of an edge's layers, the processor that trains longest, and the parts of its time of the others."""
+    """The seconds of an edge's layers, its slowest processor, and the others' times as parts of that one's."""
 
     seconds: "_Seconds | _Together"
     processor: str | None
@@ -221,7 +221,8 @@ def edge_energy_j(
     """Return the joules of an edge that computed, sent or received, and was idle within `duration_s`.
 
     The device draws its active watts while its processor computes and its idle watts otherwise; the network's watts are
-    added while its interface is busy, as in the simulator; those of processors `beside` it for their part of its time.
+    added while its interface is busy, as in the simulator. Processors `beside` the first one draw their active watts
+    for their part of its time.
     """
     active_w = device.processor(processor or device.default_processor).active_w
     for name, part in beside:

@@ -1,4 +1,4 @@
-"""An edge of a split training: its link, the costs of its batches, and what decides on its cut."""
+"""An edge of a split training: its link, the costs of its batches, and the decider on its cut."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

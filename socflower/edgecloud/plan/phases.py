@@ -14,7 +14,7 @@ FORWARD_SHARE = 1.0 / (1.0 + BACKWARD_TO_FORWARD)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phases:
-    """The seconds that each of the four pipeline stages takes for one batch; infinite where a link is dead."""
+    """The seconds that each of the four pipeline stages takes for one batch; infinite over a dead link."""
 
     # T1: forward, replay, backward, update, codec, and the processor's share of the transfers.
     edge_s: float
@@ -68,9 +68,9 @@ def batch_times(costs: SplitCosts, split_plan: SplitPlan, *, reverse: bool = Fal
     """Return the times of a batch under a deployment (paper §4.4, Eq. 9).
 
     The front half does a forward pass, a second one for the replay if gradients may be late (window > 0, F22), and a
-    backward pass. A frozen front half does only the forward pass, and an empty message comes back. The codec runs at
-    the edge, on what it encodes or decodes; its time in the cloud is neglected (paper §5.2). The cloud's processor
-    serialises messages too, between the link and the step. Without a cut the edge does everything.
+    backward pass. A frozen front half does only the forward pass, and an empty message comes back. The codec counts at
+    the edge; its time in the cloud is neglected (paper §5.2). The cloud's processor serialises messages too, between
+    the link and the step. Without a cut the edge does everything.
 
     In a `reverse` split the back half is at the edge: features are sent down and gradients up, `edge_*` of a cut are
     the edge's back half and `cloud_s` the front half, whose replay costs another forward pass: a third of `cloud_s`,

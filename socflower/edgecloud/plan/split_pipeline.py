@@ -39,7 +39,7 @@ from socflower.sim.processes import (
 )
 
 PROBE_BYTES = 65536
-"""What an edge that trains alone sends in each direction to measure whether a cut would pay, if it has a decider."""
+"""An edge that trains alone and has a decider sends so much in each direction, to measure whether a cut would pay."""
 PROBE_INTERVAL_S = 5.0
 
 
@@ -116,8 +116,8 @@ def simulate_split(
     clock's heat and users slow them down, and their links are as their profiles say at the clock's time. A `reverse`
     split has the front halves in the cloud. All edges share `uplink` behind their own links; its latency is added.
 
-    `cloud` says how the back halves serve: "own" is a half and processor for each party, of which `cloud_processors`
-    (default: all) work at a time, in the order of asking; "turns" is one half that processes batch b of party 0, of
+    `cloud` says how the back halves serve: "own" is a half and processor for each party, and `cloud_processors`
+    (default: all) work at a time, in the order of requests; "turns" is one half that processes batch b of party 0, of
     party 1, and so on, and then batch b + 1; "joined" is one whose step on a batch waits for the features of all
     parties, and takes the longest of their step times.
 
@@ -389,7 +389,7 @@ class _Placement:
         for channel in channels:
             channel.update_meter()
         speed = self._simulation.speed(self._index)
-        # The edge stands still if a user has just taken it.
+        # The speed is 0 if a user has just taken the edge.
         if not speed or self._party.decider is None:
             return
         current = self.times(limit).split_plan
@@ -424,7 +424,7 @@ class _Placement:
             reverse=self._reverse,
         )
         channel = down if received_bytes > 0 else up
-        yield channel.send(abs(received_bytes), f"what moves before batch {batch}")
+        yield channel.send(abs(received_bytes), f"layers before batch {batch}")
         limit = self._party.limit(batch)
         old = SplitPlan(cut=self._cut, bits=self._bits, window=limit)
         self._cut = new.cut
@@ -597,7 +597,7 @@ class _Front:
         *,
         at_edge: bool = False,
     ) -> Process[None]:
-        """Compute where the front half is, or `at_edge`."""
+        """Compute at the front half's place, or `at_edge`."""
         if self._pipeline.reverse and not at_edge:
             processor = self._simulation.processor("cloud", f"front {self.index}")
             spent_s = yield from self._pipeline.cloud_work(processor, seconds, name)

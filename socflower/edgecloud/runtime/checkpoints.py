@@ -34,7 +34,7 @@ class SplitCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedHalf:
-    """What a side saved at a checkpoint."""
+    """The saved state of one side at a checkpoint."""
 
     # As `Half.save` gave it.
     half: bytes
@@ -86,7 +86,7 @@ class CheckpointStore:
         self._store.write(number, state, (saved.half, saved.codec))
 
     def load(self, checkpoint: SplitCheckpoint) -> SavedHalf:
-        """Return what was saved at a checkpoint; `ConfigError` if it is damaged, of another name or missing."""
+        """Return the state saved at a checkpoint; `ConfigError` if it is damaged, of another name or missing."""
         for found, state, payload in self._entries():
             if found == checkpoint:
                 at = state["half_bytes"]

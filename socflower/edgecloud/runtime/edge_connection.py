@@ -70,7 +70,7 @@ _Outgoing: TypeAlias = "SimpleQueue[tuple[SplitChannel, int] | None]"
 
 @dataclass(slots=True)
 class _Call:
-    """One attempt: a gRPC call, its channel, and a queue with what to send after the hello."""
+    """One attempt: a gRPC call, its channel, and a queue with the channel and stream to send after the hello."""
 
     grpc_channel: grpc.Channel
     replies: Any

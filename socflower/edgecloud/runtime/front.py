@@ -28,7 +28,7 @@ class _InFlight:
 
     # Of its features.
     shape: tuple[int, ...]
-    # What the update of the same pass needs, such as a graph, if it was to be kept.
+    # The state for an update from the same pass, such as a graph, if it was to be kept.
     kept: object | None
     # Before its forward pass.
     num_updates: int
@@ -147,7 +147,7 @@ class TorchFront(TorchHalf):
         *,
         keep: bool,
     ) -> tuple[Array, object | None]:
-        """Return the features of a batch in a new array, and, with `keep`, what `_update` needs."""
+        """Return the features of a batch in a new array, and, with `keep`, the state for `_update`."""
         with torch.set_grad_enabled(keep):
             features = self._features(batch, inputs)
         # A copy: the graph may need its result unchanged, and the half may return its inputs.

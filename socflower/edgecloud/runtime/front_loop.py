@@ -324,7 +324,7 @@ class FrontLoop:
         self._report.moves.append(move)
 
     def _save_checkpoint(self, batch: int) -> None:
-        """Save both halves; nothing is in flight. The back half saves first, so it has every checkpoint of this one."""
+        """Save both halves; nothing is in flight. The back half saves first, so it has all checkpoints of this half."""
         mark = Mark(batch=batch, cut=self._half.cut)
         what = f"word that batch {batch} is saved"
         self._channel.send(mark)

@@ -94,7 +94,7 @@ class HalfState(Generic[HalfT]):
         self.checkpoint_s = time.monotonic()
 
     def checkpoints(self) -> list[SplitCheckpoint]:
-        """Return from where this side can begin: its stored checkpoints, and the state that it is in."""
+        """Return the checkpoints from which this side can begin: the stored ones and its present state."""
         stored = list(self.store.checkpoints())
         return stored if self.batch is None else [*stored, SplitCheckpoint(batch=self.batch)]
 

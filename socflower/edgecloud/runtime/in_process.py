@@ -227,7 +227,7 @@ class _Runner:
         if len(self._backs) < len(self._lanes):
             raise _wrong(action, "moves layers of a back half that parties share; keep the cut")
         back = self._backs[action.party]
-        # What was sent of each sample is another layer's now.
+        # Changes per sample would refer to features of another layer.
         lane.sender.reset()
         lane.receiver.reset()
         if cut < front.cut:

@@ -75,7 +75,7 @@ class Int8Front(TorchFront):
 
     @property
     def feature_quantum(self) -> float | None:
-        """The power of two of which the last features are multiples."""
+        """The last features are multiples of this power of two."""
         return self._quantum
 
     def train_alone(self, batch: int) -> float:
@@ -195,7 +195,7 @@ class Int8Front(TorchFront):
         return engine
 
     def _write_back(self) -> None:
-        """Copy what the engine has trained to the tensors."""
+        """Copy the engine's trained parameters to the tensors."""
         if self._engine is None or not self._updated:
             return
         for name, array in self._engine.arrays().items():

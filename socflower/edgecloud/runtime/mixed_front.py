@@ -141,7 +141,7 @@ class MixedFront(TorchFront):
         return confidence(fp32, self._int8().evaluate(inputs).flatten(1).numpy())
 
     def _count_batch(self) -> None:
-        """Count a batch of which the CPU takes no sample."""
+        """Count a batch whose samples all go to the NPU."""
         for name, tensor in self._own_tensors().items():
             if name.endswith("num_batches_tracked"):
                 tensor += 1

@@ -69,8 +69,8 @@ class TorchHalf:
     memory for its own layers only. Each half needs its own `SplitModel.copy()`.
 
     Once `load` was given weights without the frozen parameters, `keeps_frozen` is set and these stay in place: weights,
-    layers that move and saved states leave them out, and a half that gains frozen layers copies them from the model of
-    which its split model is a copy.
+    layers that move and saved states leave them out, and a half that gains frozen layers copies them from the original
+    of its split model.
     """
 
     def __init__(
@@ -160,8 +160,8 @@ class TorchHalf:
     def load(self, weights: Weights) -> None:
         """Set this half's weights and buffers, for example to a mean over clients; optimiser state does not change.
 
-        Tensors of the other half are ignored, so that a whole model's weights may be passed. Frozen parameters may be
-        left out, all of them. Raises ConfigError, with nothing changed, where a tensor is missing or has another shape.
+        Tensors of the other half are ignored, so that a whole model's weights may be passed. All frozen parameters may
+        be left out. Raises `ConfigError`, with nothing changed, if a tensor is missing or has another shape.
         """
         own = self._names(self._cut)
         self._check_tensors({name: array for name, array in weights.items() if name in own}, own)

@@ -120,7 +120,7 @@ SplitChannel: TypeAlias = FrameChannel[Message]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits(ChannelLimits):
-    """Limits on what a side sends in one part and accepts, in bytes."""
+    """Limits on the parts that a side sends, and on the messages that it accepts, in bytes."""
 
     max_tensor_bytes: int = 256 << 20
     max_weights_bytes: int = 4 << 30
@@ -166,7 +166,7 @@ class SplitMessages:
         return head.SerializeToString(), body
 
     def begin(self, head: bytes, num_bytes: int) -> Callable[[memoryview], Message]:
-        """Return what makes the message of its body; `MalformedBytes` if it is too large or invalid."""
+        """Return the function that makes the message from its body; `MalformedBytes` if it is too large or invalid."""
         try:
             parsed = wire.Head.FromString(head)
         except DecodeError:
