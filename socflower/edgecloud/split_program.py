@@ -117,8 +117,7 @@ class SplitProgram(ABC):
 
     def _check_int8(self, where: str) -> None:
         is_mixed = isinstance(self.edge_trainer, MixedEdge)
-        names = ("autocast",) if is_mixed else ("autocast", "max_grad_norm")
-        for name in (*names, "train_step") if is_mixed else names:
+        for name in ("autocast", "train_step" if is_mixed else "max_grad_norm"):
             if getattr(self, name) is not None:
                 raise ConfigError(
                     f"{where}: {name} = {getattr(self, name)} is not for an edge_trainer, whose half is in integers"

@@ -97,14 +97,13 @@ class HalfOptimizer:
         """Set the weights to update: weights that stay keep their state, the state of new ones is in `taken`."""
         state = {**self.state(), **(taken or {})}
         named: dict[str, nn.Parameter] = {}
-        known: set[int] = set()
+        first_names: dict[int, str] = {}
         for name, weight in weights.items():
-            if not isinstance(weight, nn.Parameter) or not weight.requires_grad:
-                continue
-            # A tied weight is updated under its first name.
-            if id(weight) not in known:
-                known.add(id(weight))
-                named[name] = weight
+            if isinstance(weight, nn.Parameter) and weight.requires_grad:
+                # A tied weight is updated under its first name, at the place of its last one.
+                first = first_names.setdefault(id(weight), name)
+                named.pop(first, None)
+                named[first] = weight
         self._weights = named
         self._rates = []
         # torch optimisers do not accept an empty list of weights.
@@ -113,7 +112,7 @@ class HalfOptimizer:
             return
         require_no_closure(self._optimizer, "split training")
         groups = self._optimizer.param_groups
-        if {id(weight) for group in groups for weight in group["params"]} != known:
+        if {id(weight) for group in groups for weight in group["params"]} != set(first_names):
             raise ConfigError(
                 f"optimizer: {type(self._optimizer).__name__} must hold the weights with which its function is "
                 "called; exclude some by requires_grad_(False)"

@@ -402,9 +402,7 @@ def test_a_decision_to_train_at_the_edge_alone_within_a_span_is_refused_with_a_l
     with Cloud(program) as cloud:
         strategy = strategy_of(program, 1, cloud.client())
         grid = ThreadGrid([edge_app(program, link=CloudLink(give_up_s=20.0, decider=Leaver()))])
-        with pytest.raises(
-            TrainingFailed, match="the decision cannot be edge-only"
-        ) as caught:
+        with pytest.raises(TrainingFailed, match="the decision cannot be edge-only") as caught:
             start(strategy, program, grid)
         assert "\n" not in str(caught.value)
 
