@@ -18,7 +18,7 @@ from socflower.edgecloud.plan.cost_model import (
     training_s,
 )
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
-from socflower.edgecloud.plan.phases import Phases, phases, window_limit
+from socflower.edgecloud.plan.phases import Phases, batch_times, phases, window_limit
 from tests.edgecloud.plan.tables import costs as table
 from tests.edgecloud.plan.tables import cut as cut_cost
 from tests.edgecloud.plan.tables import link
@@ -215,6 +215,12 @@ def test_a_reverse_split_sends_features_down_and_replays_in_the_cloud() -> None:
     found = (times.edge_s, times.up_s, times.down_s, times.cloud_s)
     assert found == pytest.approx((1.0 + 2.0 + 1.0, 41.0, 2.83, 0.4))
     assert phases(costs(), SplitPlan(cut=0), RATES, reverse=True).cloud_s == 0.3
+
+
+def test_a_frozen_front_half_in_the_cloud_has_no_backward_pass() -> None:
+    frozen = costs(cut(front_trains=False))
+    times = batch_times(frozen, SplitPlan(cut=0, window=2), reverse=True)
+    assert (times.forward_s, times.apply_s) == (0.3, 0.0)
 
 
 def test_an_edge_alone_needs_no_link() -> None:

@@ -333,6 +333,17 @@ def test_near_its_end_a_training_moves_nothing_any_more() -> None:
     assert moves == [True, False, False]
 
 
+def test_a_move_must_gain_its_share_of_the_time_of_staying() -> None:
+    start = SplitPlan(cut=4, bits=8, window=5)
+    free = engine_of(min_gain=0.0)
+    assert free.decide(0, FAST, start, 5) is not None
+    (decision,) = free.log
+    gain = 1 - decision.predicted_s_move / decision.predicted_s_stay
+    for min_gain, moves in ((gain - 0.01, True), (gain + 0.01, False)):
+        chosen = engine_of(min_gain=min_gain).decide(0, FAST, start, 5)
+        assert (chosen is not None) is moves
+
+
 def test_an_engine_that_became_shy_recovers() -> None:
     """τ falls with every change soon undone, and grows again with the batches in which nothing changes."""
     engine = engine_of(min_gain=0.0, rest_batches=1, smoothing=0.0)
