@@ -16,10 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Row, main
-from socflower.cluster.device_catalog import device
-from socflower.errors import ConfigError
-from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
-from socflower.thermal.model.calibration import (
+from benchmarks.heat_calibration import (
     FITTED_RPM,
     Experiment,
     conductance_of,
@@ -32,6 +29,9 @@ from socflower.thermal.model.calibration import (
     temperature_after,
     worst_errors,
 )
+from socflower.cluster.device_catalog import device
+from socflower.errors import ConfigError
+from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
 from socflower.thermal.model.constants import constant, fan_table
 
 WITHIN_C, WITHIN_POINTS = 1.0, 5.0

@@ -88,7 +88,7 @@ def compare(workload: Workload, technique: str, on: EngineSettings, off: EngineS
     with_s, without_s = (timing.median_s for timing in timings)
     same = technique == "rescaling" or equal(*models)
     return Row(
-        case=f"{technique}, {workload.model}, batch {workload.batch}, {models[0].kernel}",
+        case=f"{technique}, {workload.model}, batch {workload.batch}, {models[0].engine.kernel}",
         ours=1e3 * with_s,
         peer="without it",
         peer_value=1e3 * without_s,
@@ -119,7 +119,7 @@ def placement(batch: int, steps: int) -> Row:
     timings = measure_interleaved(functions, repeats=steps, warmup=5)
     with_s, without_s = (timing.median_s for timing in timings)
     return Row(
-        case=f"placement {profile.placement.path()}, GELU network, batch {batch}, {models[0].kernel}",
+        case=f"placement {profile.placement.path()}, GELU network, batch {batch}, {models[0].engine.kernel}",
         ours=1e3 * with_s,
         peer=f"FP32 where it is quicker alone: {', '.join(greedy)}",
         peer_value=1e3 * without_s,

@@ -57,7 +57,9 @@ def run(quick: bool = False) -> list[Row]:
         for _ in range(1 if quick else 2):
             warm.run()
             cold.run()
-        memory_bytes = [measured.memory_bytes() for measured in (warm, cold)]
+        memory_bytes = [
+            each.parameters.num_bytes + each.regions.held_bytes for each in (warm, cold)
+        ]
     case, ok = f"LeNet-5, {NUM_NODES} SuperNodes: ", len(warm.weights | cold.weights) == 1
     return [
         Row(

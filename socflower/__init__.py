@@ -75,7 +75,7 @@ _EXPORTS = {
     "thermal.sensors.remote": ("BackgroundSource",),
     "thermal.sensors.simulated": ("SensorFault", "SimulatedSource"),
     "thermal.sensors.step_times": ("StepTiming", "TimedSource"),
-    "thermal.fans.control_loop": ("FanControl", "StopSignals"),
+    "thermal.fans.control_loop": ("FanControl", "FanSettings", "StopSignals"),
     "thermal.fans.hwmon_pwm": ("HwmonPwm", "find_hwmon"),
     "thermal.fans.policies": ("FixedSpeed", "PassiveCooling", "PlannedLoad", "PredictiveCooling"),
     "thermal.model.rack": ("Rack",),

@@ -48,7 +48,7 @@ from socflower.strategies.settings import Costs as Costs, ExchangeSettings as Ex
 from socflower.strategies.socflow import SoCFlow as SoCFlow, RoundReport as RoundReport
 from socflower.strategies.split_replay import CloudSessions as CloudSessions, SplitReplay as SplitReplay, SplitRoundReport as SplitRoundReport
 from socflower.strategies.warm_up import profile_group_count as profile_group_count
-from socflower.thermal.fans.control_loop import FanControl as FanControl, StopSignals as StopSignals
+from socflower.thermal.fans.control_loop import FanControl as FanControl, FanSettings as FanSettings, StopSignals as StopSignals
 from socflower.thermal.fans.hwmon_pwm import HwmonPwm as HwmonPwm, find_hwmon as find_hwmon
 from socflower.thermal.fans.policies import FixedSpeed as FixedSpeed, PassiveCooling as PassiveCooling, PlannedLoad as PlannedLoad, PredictiveCooling as PredictiveCooling
 from socflower.thermal.limits import HeatLimits as HeatLimits, current_guard as current_guard

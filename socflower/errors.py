@@ -2,6 +2,9 @@
 
 import math
 import reprlib
+from collections.abc import Collection
+from difflib import get_close_matches
+from itertools import pairwise
 from numbers import Real
 
 
@@ -31,16 +34,24 @@ class TrainingFailed(SocflowerError):
     """
 
 
+def require_known(where: str, name: object, known: Collection[str]) -> None:
+    """Raise `ConfigError` for a name that is not among `known`; the text lists those, and the closest one."""
+    if name in known:
+        return
+    close = get_close_matches(str(name), known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(f"{where} {name!r} is unknown, known are {', '.join(known)}{hint}")
+
+
 def require_type(where: str, kinds: tuple[type, ...], expected: str, /, **values: object) -> None:
-    """Raise `ConfigError` for the first of `values` that is of none of `kinds`; True and False are no numbers.
+    """Raise `ConfigError` for the first of `values` that has none of the types `kinds`; a bool is no number.
 
     The text is like "SoCFlow: costs = None must be Costs(…)", with `expected` at its end.
     """
     for key, value in values.items():
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise ConfigError(
-                f"{where}: {key} = {' '.join(reprlib.repr(value).split())} must be {expected}"
-            )
+        is_other_bool = isinstance(value, bool) and bool not in kinds
+        if not isinstance(value, kinds) or is_other_bool:
+            raise ConfigError(f"{where}: {key} = {_shown(value)} must be {expected}")
 
 
 def require_range(
@@ -54,31 +65,55 @@ def require_range(
     advice: str = "",
     **values: float,
 ) -> None:
-    """Raise `ConfigError` for the first of `values` that is no number, outside the range, infinite or NaN.
+    """Raise `ConfigError` for the first of `values` that is outside the range, infinite, NaN or not a number.
 
     The range begins at `least`, or after `above`, and ends at `most`, or before `below`. The text is like
     "fan control: period_s = 0 must be above 0 and finite", with `advice` at its end.
     """
     for key, value in values.items():
-        if not isinstance(value, Real):
-            raise ConfigError(
-                f"{where}: {key} = {' '.join(reprlib.repr(value).split())} must be a number"
-                f"{advice and f'; {advice}'}"
-            )
-        inside = value > above if above is not None else least is None or value >= least
-        if inside and value <= most and value < below and abs(value) < math.inf:
+        is_number = isinstance(value, Real)
+        if is_number and _is_inside(value, least, above) and value <= most and value < below:
             continue
-        bounds = (
-            [f"above {above:g}"]
-            if above is not None
-            else []
-            if least is None
-            else [f"{least:g} or more"]
-        )
-        if most < math.inf or below < math.inf:
-            bounds.append(f"at most {most:g}" if most <= below else f"below {below:g}")
-        elif not isinstance(value, int):
-            bounds.append("finite")
-        raise ConfigError(
-            f"{where}: {key} = {value} must be {' and '.join(bounds)}{advice and f'; {advice}'}"
-        )
+        wanted = "a number"
+        if is_number:
+            wanted = _bounds(isinstance(value, int), least, above, most, below)
+        remedy = advice and f"; {advice}"
+        raise ConfigError(f"{where}: {key} = {_shown(value)} must be {wanted}{remedy}")
+
+
+def _is_inside(value: float, least: float | None, above: float | None) -> bool:
+    """Return whether a number is finite and not too small."""
+    if not abs(value) < math.inf:
+        return False
+    return value > above if above is not None else least is None or value >= least
+
+
+def _bounds(
+    is_whole: bool, least: float | None, above: float | None, most: float, below: float
+) -> str:
+    bounds = []
+    if above is not None:
+        bounds.append(f"above {above:g}")
+    elif least is not None:
+        bounds.append(f"{least:g} or more")
+    if most < math.inf or below < math.inf:
+        bounds.append(f"at most {most:g}" if most <= below else f"below {below:g}")
+    elif not is_whole:
+        bounds.append("finite")
+    return " and ".join(bounds)
+
+
+def _shown(value: object) -> str:
+    text = str(value) if isinstance(value, Real) else reprlib.repr(value)
+    return " ".join(text.split())
+
+
+def require_order(*, equal: bool = False, **values: float) -> None:
+    """Raise `ConfigError` unless each of `values` is below the next; with `equal` it may equal the next.
+
+    The text is like "need min_rpm < max_rpm, got 3.0 and 2.0".
+    """
+    for low, high in pairwise(values.values()):
+        if not (low <= high if equal else low < high):
+            order = (" <= " if equal else " < ").join(values)
+            raise ConfigError(f"need {order}, got {' and '.join(map(str, values.values()))}")

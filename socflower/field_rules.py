@@ -36,7 +36,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import (
     no_info_after_validator_function,
-    no_info_wrap_validator_function,
 )
 
 from socflower.errors import ConfigError
@@ -66,6 +65,8 @@ SchemaVersion = Annotated[
 ]
 Pairs = tuple[tuple[float, float], ...]
 Text = Annotated[str, Field(pattern=r"\S")]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
 
 _Checked = TypeVar("_Checked")
 _SHOWN_CHARS = 200
@@ -77,10 +78,10 @@ _ITEMS = {int: "whole numbers", float: "numbers", str: "names"}
 def checked(cls: type[_Checked]) -> type[_Checked]:
     """Decorate a class to be a frozen, keyword-only dataclass whose annotations are rules.
 
-    A number, text, choice (`OneOf`) or range (`Field(gt=0)`) in an annotation is checked when a value is
-    built; a method `check` may then compare fields. Both raise `ConfigError` with the class's name, or,
-    where a file is read, with the place in the file. NumPy's numbers become Python's (`plain_numbers`).
-    Not for values that are built by the thousand: a field costs about a microsecond.
+    A number, text, choice (`OneOf`) or range (`Field(gt=0)`) in an annotation is checked when a value is built; a
+    method `check` may then compare fields. Both raise `ConfigError` with the class's name, or, for values from a file,
+    with the place in the file. NumPy's numbers become Python's (`plain_numbers`). A field costs about a microsecond, so
+    values that are built by the thousand should not be checked.
     """
     prepare = cls.__dict__.get("__post_init__")
 
@@ -99,42 +100,37 @@ def checked(cls: type[_Checked]) -> type[_Checked]:
             try:
                 self.check()
             except (ConfigError, ValueError) as error:
-                raise ConfigError(f"{kind.__name__}: {error}") from None
-
-    def with_place(source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Let pydantic catch what `check` refuses, since it knows the place in the file."""
-
-        def build(value: Any, inner: Callable[[Any], Any]) -> Any:
-            try:
-                return inner(value)
-            except ConfigError as error:
-                raise ValueError(str(error).removeprefix(f"{cls.__name__}: ")) from None
-
-        return no_info_wrap_validator_function(build, handler(source))
+                raise _Misfit(f"{kind.__name__}: {error}") from None
 
     target = cast(Any, cls)
     target.__post_init__ = check_fields
-    target.__get_pydantic_core_schema__ = staticmethod(with_place)
+    target.__pydantic_config__ = _OF_FILES
     return plain_numbers(dataclass(frozen=True, kw_only=True, slots=True)(cls))
 
 
+class _Misfit(ConfigError, ValueError):
+    """Fields that do not fit each other. Pydantic catches a `ValueError`, and knows its place in the file."""
+
+
+_OF_FILES = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 _OF_PYTHON = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
 @cache
 def _adapters(kind: type) -> dict[str, TypeAdapter[Any]]:
-    """Return what checks each field of a class; fields of types that say nothing to check are left out."""
+    """Return an adapter for each field of a class whose annotation can be checked."""
     hints = get_type_hints(kind, include_extras=True)
-    return {
-        entry.name: TypeAdapter(hints[entry.name], config=_OF_PYTHON)
-        for entry in fields(cast(Any, kind))
-        if entry.init and _is_rule(hints[entry.name])
-    }
+    names = [entry.name for entry in fields(cast(Any, kind)) if entry.init]
+    rules = [name for name in names if _is_rule(hints[name])]
+    return {name: TypeAdapter(hints[name], config=_OF_PYTHON) for name in rules}
 
 
 def _is_rule(annotation: Any) -> bool:
-    """Whether a value can be checked against an annotation: not callables, protocols and type variables."""
-    if annotation in (Any, object) or isinstance(annotation, TypeVar):
+    """Return whether values can be checked against an annotation: not callables, protocols and type variables.
+
+    A dataclass has rules of its own.
+    """
+    if annotation in (Any, object) or isinstance(annotation, TypeVar) or is_dataclass(annotation):
         return False
     if get_origin(annotation) in (Callable, type) or getattr(annotation, "_is_protocol", False):
         return False
@@ -142,38 +138,37 @@ def _is_rule(annotation: Any) -> bool:
     return all(map(_is_rule, parts))
 
 
-# ------------------------------------------------------------------------------------------ what keys take
+# ------------------------------------------------------------------------------------------ values of keys
 def keys_of(kind: type) -> dict[str, FieldInfo]:
-    """Return the keys of a table with type, default, limits and description. `kind` may be a dataclass too."""
+    """Return the keys of a table, a model or a dataclass, with type, default, limits and description."""
     if is_dataclass(kind):
         hints = get_type_hints(kind, include_extras=True)
-        return {
-            entry.name: FieldInfo.from_annotated_attribute(hints[entry.name], entry.default)
-            for entry in fields(kind)
-        }
+        keys = {}
+        for entry in fields(kind):
+            hint = hints[entry.name]
+            keys[entry.name] = FieldInfo.from_annotated_attribute(hint, entry.default)
+        return keys
     assert issubclass(kind, BaseModel)
     return {entry.alias or name: entry for name, entry in kind.model_fields.items()}
 
 
 def allowed(annotation: Any, limits: Sequence[Any] = ()) -> str:
-    """Return in words what a key of this type takes, such as "a whole number above 0"."""
+    """Return the values of a key in words, such as "a whole number above 0"."""
     limits = tuple(_flat(limits))
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)
         return allowed(inner, (*limits, *more))
     if get_origin(annotation) in (Union, UnionType):
         kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
-        return " or ".join(
-            allowed(kind, limits) for kind in kinds if kind is not int or float not in kinds
-        )
+        if float in kinds and int in kinds:
+            kinds.remove(int)
+        return " or ".join(allowed(kind, limits) for kind in kinds)
     for limit in limits:
         if isinstance(limit, OneOf):
             values = [*limit.values]
-            return (
-                f"one of {', '.join(map(str, values))}"
-                if len(values) > 1
-                else json.dumps(values[0])
-            )
+            if len(values) == 1:
+                return json.dumps(values[0])
+            return f"one of {', '.join(map(str, values))}"
     if get_origin(annotation) is tuple:
         return f"a list of {_items(get_args(annotation)[0])}{_range(limits)}"
     return f"{_TYPES.get(annotation, 'a table')}{_range(limits)}"
@@ -199,41 +194,34 @@ def _flat(limits: Sequence[Any]) -> Iterator[Any]:
 
 
 def _range(limits: Sequence[Any]) -> str:
-    number = {
-        name: f"{getattr(limit, name):.15g}"
-        for limit in limits
-        for name in ("gt", "ge", "lt", "le")
-        if getattr(limit, name, None) is not None
-    }
-    is_filled = any(
-        getattr(limit, name, None) for limit in limits for name in ("min_length", "pattern")
-    )
+    number: dict[str, str] = {}
+    for limit in limits:
+        for name in ("gt", "ge", "lt", "le"):
+            if getattr(limit, name, None) is not None:
+                number[name] = f"{getattr(limit, name):.15g}"
     if {"ge", "le"} <= set(number):
         return f" from {number['ge']} to {number['le']}"
-    words = (
-        f"above {number['gt']}"
-        if "gt" in number
-        else f"of {number['ge']} or more"
-        if "ge" in number
-        else "",
-        f"below {number['lt']}"
-        if "lt" in number
-        else f"at most {number['le']}"
-        if "le" in number
-        else "",
-        "that is not empty" if is_filled else "",
-    )
-    return f" {' and '.join(filter(None, words))}".rstrip()
+    words = []
+    if "gt" in number:
+        words.append(f"above {number['gt']}")
+    elif "ge" in number:
+        words.append(f"of {number['ge']} or more")
+    if "lt" in number:
+        words.append(f"below {number['lt']}")
+    elif "le" in number:
+        words.append(f"at most {number['le']}")
+    if any(getattr(limit, name, None) for limit in limits for name in ("min_length", "pattern")):
+        words.append("that is not empty")
+    return f" {' and '.join(words)}".rstrip()
 
 
 # --------------------------------------------------------------------------------------------- refusals
 def refusal(kind: type, document: object, where: str, error: ValidationError) -> str:
-    """Return the line on the first unknown key, which explains a missing one, else on the first error."""
+    """Return the line about the first unknown key, which explains a missing one, else about the first error."""
     errors = error.errors(include_url=False, include_input=False)
     unknown = ("extra_forbidden", "unexpected_keyword_argument")
-    return _line(
-        kind, document, where, next((each for each in errors if each["type"] in unknown), errors[0])
-    )
+    first = next((each for each in errors if each["type"] in unknown), errors[0])
+    return _line(kind, document, where, first)
 
 
 def _line(kind: type, document: Any, where: str, error: Any) -> str:
@@ -242,7 +230,8 @@ def _line(kind: type, document: Any, where: str, error: Any) -> str:
     path: list[int | str] = []
     value, entry = document, None
     while loc:
-        if isinstance(value, date | time):  # which pydantic was handed as a table
+        if isinstance(value, date | time):
+            # pydantic got it as a table.
             return f"{_place(where, path)} must be a table, got {_shown(value)}"
         keys = keys_of(kind)
         name = str(loc.pop(0))
@@ -256,7 +245,8 @@ def _line(kind: type, document: Any, where: str, error: Any) -> str:
             return f"{_place(where, path[:-1])}: {name} is missing{form}"
         value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
         inner, shape = table_of(entry.annotation)
-        if inner is None and get_origin(entry.annotation) is dict:  # of plain values, by name
+        if inner is None and get_origin(entry.annotation) is dict:
+            # The key takes plain values by name.
             if not isinstance(value, Mapping):
                 return f"{_place(where, path)} must be a table, got {_shown(value)}"
             path.append(loc[0])
@@ -266,7 +256,8 @@ def _line(kind: type, document: Any, where: str, error: Any) -> str:
             )
         if inner is None:
             break
-        if loc and shape:  # an entry of a list of tables, or of tables by name
+        if loc and shape:
+            # An entry of a list of tables, or of tables by name.
             if isinstance(value, date | time):
                 return f"{_place(where, path)} must be a table, got {_shown(value)}"
             step = loc.pop(0)
@@ -274,10 +265,13 @@ def _line(kind: type, document: Any, where: str, error: Any) -> str:
             value = cast(Any, value)[step]
         kind = inner
     if error["type"] in ("value_error", "assertion_error"):
-        text = str(error["ctx"]["error"])
+        cause = error["ctx"]["error"]
+        text = str(cause)
+        if isinstance(cause, _Misfit):
+            text = text.partition(": ")[2]
         return _at(_place(where, path), text)
     if error["type"] == "json_invalid":
-        return f"{where}: is nested too deeply, or has characters that are none"
+        return f"{where}: is nested too deeply, or has invalid characters"
     if entry is None:
         return f"{where} must be a table, got {_shown(value)}"
     inner, shape = table_of(entry.annotation)
@@ -295,7 +289,7 @@ def _finite(error: Any) -> str:
 
 
 def unknown_key(name: str, value: object, keys: Collection[str], at: str) -> str:
-    """Return the line on an unknown key, with the closest known one, or all of them."""
+    """Return the line about an unknown key, with the closest known key, or all of them."""
     before = f"{at}: " if at else ""
     close = get_close_matches(name, keys, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(keys)}"
@@ -316,19 +310,16 @@ def _no_table(where: str, path: list[int | str], value: object, inner: type, sha
 
 def table_of(annotation: Any) -> tuple[Any, str]:
     """Return the table that a key takes, and "list" or "dict" if it takes several; None for a value."""
-    origin, inner = (
-        get_origin(annotation),
-        [kind for kind in get_args(annotation) if kind is not NoneType],
-    )
+    origin = get_origin(annotation)
+    inner = [kind for kind in get_args(annotation) if kind is not NoneType]
     if origin in (Annotated, Union, UnionType):
         found = [table_of(kind) for kind in (inner[:1] if origin is Annotated else inner)]
         return next((each for each in found if each[0]), (None, ""))
     if origin in (tuple, dict):
         table, _ = table_of(inner[0] if origin is tuple else inner[1])
         return (table, "list" if origin is tuple else "dict") if table else (None, "")
-    is_table = isinstance(annotation, type) and (
-        issubclass(annotation, BaseModel) or is_dataclass(annotation)
-    )
+    is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    is_table = is_model or (isinstance(annotation, type) and is_dataclass(annotation))
     return (annotation, "") if is_table else (None, "")
 
 
@@ -346,13 +337,10 @@ def _key(where: str, path: Sequence[int | str]) -> str:
 
 def _at(place: str, text: str) -> str:
     """Return a text after its place: "file.toml: seed", "file.toml [train] epochs"."""
-    return (
-        text
-        if not place
-        else f"{place} {text}"
-        if re.search(r"\](?: \d+)?$", place)
-        else f"{place}: {text}"
-    )
+    if not place:
+        return text
+    ends_with_table = re.search(r"\](?: \d+)?$", place)
+    return f"{place} {text}" if ends_with_table else f"{place}: {text}"
 
 
 def _shown(value: object) -> str:

@@ -22,7 +22,7 @@ _JOULES_PER_WH = 3600.0
 
 
 def number(value: Any) -> float | None:
-    """Return a number, NumPy's included, as float; None for text, booleans, NaN and numbers beyond a float's range."""
+    """Return a number, also NumPy's, as float; None for text, booleans, NaN and numbers beyond a float's range."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     try:
@@ -39,11 +39,11 @@ def finite(value: Any) -> float | None:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Return a number rounded to so many significant digits, without exponent up to 10**digits."""
+    """Return a number rounded to `digits` significant digits, without exponent up to 10**digits."""
     if value == 0.0 or not math.isfinite(value):
         return {math.inf: "∞", -math.inf: "-∞"}.get(value, "0")
     magnitude = math.floor(math.log10(abs(value)))
-    # Rounding can carry into the next power of ten (9.996 -> 10.0), which then has one decimal fewer.
+    # Rounding can carry into the next power of ten (9.996 -> 10.0), which has one decimal fewer.
     magnitude = math.floor(math.log10(abs(round(value, digits - 1 - magnitude)) or abs(value)))
     return f"{value:.{max(0, digits - 1 - magnitude)}f}"
 
@@ -58,14 +58,9 @@ def human_seconds(seconds: Any) -> str:
     if value == 0 or math.isinf(value):
         return f"{significant(value)} s"
     if value < 59.95:
-        scale, unit = next(
-            (
-                (scale, unit)
-                for limit, scale, unit in reversed(_TIME_STEPS)
-                if value >= 0.9995 * limit
-            ),
-            (_TIME_STEPS[0][1], _TIME_STEPS[0][2]),
-        )
+        # Below a microsecond, too, the unit is the microsecond.
+        fitting = [step for step in _TIME_STEPS if value >= 0.9995 * step[0]]
+        _, scale, unit = fitting[-1] if fitting else _TIME_STEPS[0]
         return f"{significant(value * scale)} {unit}"
     if round(value) < 3600:
         return "{} min {:02d} s".format(*divmod(round(value), 60))
@@ -80,9 +75,9 @@ def human_joules(joules: Any) -> str:
     if value is None:
         return MISSING
     text = _scaled(value, "J")
-    return (
-        text if abs(value) < _JOULES_PER_WH else f"{text} ({_scaled(value / _JOULES_PER_WH, 'Wh')})"
-    )
+    if abs(value) < _JOULES_PER_WH:
+        return text
+    return f"{text} ({_scaled(value / _JOULES_PER_WH, 'Wh')})"
 
 
 def human_bytes(num_bytes: Any) -> str:

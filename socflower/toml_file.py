@@ -3,20 +3,21 @@
 import json
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 
 from socflower.errors import ConfigError
 from socflower.field_rules import refusal
 from socflower.plain_numbers import plain
 
-_Kind = TypeVar("_Kind", bound="Table")
+_Kind = TypeVar("_Kind")
 
 
 class Table(BaseModel):
-    """A table of a file. Types are strict, but integers may stand for floats; NaN and infinity are refused."""
+    """A table of a file. Types are strict, except that a float may be an integer; NaN and infinity are refused."""
 
     model_config = ConfigDict(
         strict=True,
@@ -26,11 +27,12 @@ class Table(BaseModel):
         validate_by_name=True,
         validate_by_alias=True,
     )
-    FORM: ClassVar[str] = ""  # how to write such a table in one line, if that is how it is written
+    # The form of a table that is written in one line.
+    FORM: ClassVar[str] = ""
 
     @model_validator(mode="after")
     def _refuse_here(self) -> Self:
-        """Let pydantic say where the table is whose values do not fit each other."""
+        """Raise the error that pydantic expects, so that it adds the place in the file."""
         try:
             self.check()
         except ConfigError as error:
@@ -38,10 +40,10 @@ class Table(BaseModel):
         return self
 
     def check(self) -> None:
-        """Raise `ValueError` or `ConfigError` for values that do not fit each other."""
+        """Raise `ValueError` or `ConfigError` for values that contradict each other."""
 
     def replaced(self, **changes: Any) -> Self:
-        """Return a copy with other values, checked like the original; `ConfigError` if they do not fit."""
+        """Return a copy with other values, which are checked; `ConfigError` for invalid ones."""
         values = {**dict(self), **changes}
         try:
             return self.__class__.model_validate(values, by_name=True)
@@ -50,27 +52,20 @@ class Table(BaseModel):
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """Return a file's document; `ConfigError`, naming it as `what`, if it cannot be read or is not TOML.
+    """Return a file's document; `ConfigError`, which calls it `what`, if it cannot be read or is not TOML.
 
-    A byte-order mark, which editors on Windows write, is skipped, though TOML has none.
+    A byte-order mark, which editors on Windows write, is skipped.
     """
     try:
         return tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
-        raise ConfigError(
-            f"{what} {path}: cannot be read ({error.strerror}); check the path"
-        ) from None
+        problem = f"cannot be read ({error.strerror}); check the path"
     except UnicodeDecodeError:
-        raise ConfigError(f"{what} {path}: is not UTF-8 text; is it a TOML file?") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{what} {path}: not valid TOML: {error}") from None
-    except (
-        RecursionError,
-        ValueError,
-    ) as error:  # nesting; a number of more digits than Python converts
-        raise ConfigError(
-            f"{what} {path}: not valid TOML: {str(error).partition(';')[0]}"
-        ) from None
+        problem = "is not UTF-8 text; is it a TOML file?"
+    except (RecursionError, ValueError) as error:
+        # Besides wrong syntax, tables may be nested too deeply, and numbers may have too many digits for Python.
+        problem = f"not valid TOML: {str(error).partition(';')[0]}"
+    raise ConfigError(f"{what} {path}: {problem}")
 
 
 def parse_value(text: str) -> object:
@@ -81,13 +76,23 @@ def parse_value(text: str) -> object:
         return text
 
 
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
 def read_table(kind: type[_Kind], table: object, where: str) -> _Kind:
-    """Return a table's values as `kind`; `ConfigError` names `where`, the first wrong key, its value and the remedy."""
+    """Return a table's values as `kind`, a `Table` or a `checked` type.
+
+    `ConfigError` names `where`, the first wrong key, its value and the remedy.
+    """
     try:
         # The rules of JSON input are those of TOML: a list for a tuple, a table for a dataclass, and nothing else.
-        return kind.model_validate_json(
-            json.dumps(table, default=_plain), by_alias=True, by_name=False
+        document = json.dumps(table, default=_plain)
+        value: _Kind = _adapter(cast(Any, kind)).validate_json(
+            document, by_alias=True, by_name=False
         )
+        return value
     except ValidationError as error:
         raise ConfigError(refusal(kind, table, where, error)) from None
     except RecursionError:
@@ -95,7 +100,7 @@ def read_table(kind: type[_Kind], table: object, where: str) -> _Kind:
 
 
 def _plain(value: object) -> object:
-    """Return what JSON lacks: numbers of NumPy as Python's; dates as tables, which no key takes."""
+    """Return NumPy's numbers as Python's, and dates as tables, which no key takes: JSON lacks both."""
     number = plain(value)
     if number is not value:
         return number

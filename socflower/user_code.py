@@ -1,4 +1,4 @@
-"""Code of the user: functions and apps by `package.module:name`, and the files that such a module is made of."""
+"""Code of the user: functions and apps by `package.module:name`, and the source files of such a module."""
 
 import ast
 import importlib
@@ -19,17 +19,18 @@ _NOT_OF_USERS = (
     *{sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")},
     "<frozen",
 )
-"""What the files of this package, of installed ones and of Python itself begin with."""
+"""The beginnings of file names of this package, of installed packages and of Python itself."""
 
 
 def import_attribute(target: str, folder: Path | None, what: str, advice: str) -> Any:
     """Return the attribute of a module by `package.module:name`, with `folder` first on the import path.
 
-    `ConfigError` if it cannot be imported, for whatever reason, as "`what` cannot be loaded: reason; `advice`".
+    Raises `ConfigError` for any failure of the import: "`what` cannot be loaded: reason; `advice`".
     """
     if folder is not None and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    importlib.invalidate_caches()  # the module may have been written a moment ago
+    # The module may have been written a moment ago.
+    importlib.invalidate_caches()
     path, _, name = target.partition(":")
     try:
         module = importlib.import_module(path)
@@ -38,7 +39,7 @@ def import_attribute(target: str, folder: Path | None, what: str, advice: str) -
         raise ConfigError(f"{what} cannot be loaded: {error}; {advice}") from None
     except SystemExit as end:
         raise ConfigError(
-            f"{what} cannot be loaded: its module ends with sys.exit({end.code!r}); leave that to "
+            f"{what} cannot be loaded: its module calls sys.exit({end.code!r}) outside of "
             "`if __name__ == '__main__'`"
         ) from None
     except Exception as error:
@@ -54,13 +55,12 @@ def _require_place(module: ModuleType, folder: Path | None, what: str) -> None:
     for file in () if folder is None else (folder / f"{stem}.py", folder / stem / "__init__.py"):
         if file.is_file() and file.resolve() != actual:
             raise ConfigError(
-                f"{what} cannot be loaded: module {module.__name__!r} is {actual} already, not {file}; "
-                "rename it"
+                f"{what} cannot be loaded: module {module.__name__!r} is {actual}, not {file}; rename it"
             )
 
 
 def call(function: Callable[..., Any], arguments: Mapping[str, Any], what: str) -> Any:
-    """Return what a user's function returns; `ConfigError` in the name of `what` for any exception of another kind."""
+    """Return the result of a user's function; any exception of another kind becomes a `ConfigError` about `what`."""
     try:
         return function(**arguments)
     except SocflowerError:
@@ -75,20 +75,19 @@ def raised(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Return " (file, line n)" of the innermost call outside of installed packages, or of the innermost one at all."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__
-    ]
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_OF_USERS)]
-    return "".join(
-        f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in (own or frames)[-1:]
-    )
+    """Return " (file, line n)" of the innermost call in the user's code; without one, of the innermost call."""
+    frames = traceback.extract_tb(error.__traceback__)
+    others = [frame for frame in frames if frame.filename != __file__]
+    own = [frame for frame in others if not frame.filename.startswith(_NOT_OF_USERS)]
+    for frame in reversed(own or others):
+        return f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return ""
 
 
 def own_sources(folder: Path, targets: Iterable[str]) -> dict[str, Path]:
     """Return the Python files in `folder` that the modules of `targets` need, by their path in it.
 
-    These are the modules, the whole packages around them, and what their import statements name of the folder.
+    These are the modules, the packages around them, and the modules of the folder that they import.
     """
     found: dict[str, Path] = {}
     waiting = [target.partition(":")[0] for target in targets]
@@ -105,50 +104,47 @@ def own_sources(folder: Path, targets: Iterable[str]) -> dict[str, Path]:
 
 
 def _imported(file: Path) -> list[str]:
-    """Return the modules that a file's import statements name; none if it is not Python."""
+    """Return the modules in a file's import statements; none if it is not Python."""
+    names: list[str] = []
+    for node in _syntax(file):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.append(node.module or "")
+    return names
+
+
+def _syntax(file: Path) -> list[ast.AST]:
+    """Return all nodes of a file's syntax tree; none if it cannot be read now, which an import would report."""
     try:
-        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
-    except (SyntaxError, ValueError, OSError):  # its import says so
+        return [*ast.walk(ast.parse(file.read_bytes()))]
+    except (SyntaxError, ValueError, OSError):
         return []
-    return [
-        name
-        for node in nodes
-        for name in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module or ""]
-            if isinstance(node, ast.ImportFrom) and not node.level
-            else []
-        )
-    ]
 
 
 def require_main_guard(what: str, instead: str) -> None:
     """Raise `ConfigError` if this is called from a script's top level outside of `if __name__ == "__main__"`.
 
-    Processes that are not plain forks import the script again, so that each of them would start processes, too.
+    Processes that are not plain forks import the script again, so each of them would start processes, too.
     """
     main = sys.modules.get("__main__")
     frame = inspect.currentframe()
-    while frame is not None and not (
-        frame.f_code.co_name == "<module>" and frame.f_globals is vars(main)
-    ):
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals is vars(main):
+            break
         frame = frame.f_back
     file = Path(getattr(main, "__file__", None) or "")
-    # What is typed in or given by -c has no file, and is not imported again.
+    # Code that is typed in or given by -c has no file, and is not imported again.
     if frame is None or not file.is_file() or Path(frame.f_code.co_filename) != file:
         return
-    try:
-        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
-    except (SyntaxError, ValueError, OSError):  # changed since it was started
-        return
-    line = frame.f_lineno
-    if not any(
-        isinstance(node, ast.If)
-        and node.lineno <= line <= (node.end_lineno or line)
-        and "__name__" in ast.unparse(node.test)
+    nodes, line = _syntax(file), frame.f_lineno
+    branches = [
+        node
         for node in nodes
-    ):
+        if isinstance(node, ast.If) and node.lineno <= line <= (node.end_lineno or line)
+    ]
+    is_guarded = any("__name__" in ast.unparse(branch.test) for branch in branches)
+    if nodes and not is_guarded:
         raise ConfigError(
             f"{file.name}, line {line}: {what} outside of `if __name__ == '__main__':`, and each of them "
             f"would run the script again; put what the script does under that line, or {instead}"
@@ -157,7 +153,7 @@ def require_main_guard(what: str, instead: str) -> None:
 
 @contextmanager
 def forgotten_modules(folder: Path) -> Iterator[None]:
-    """Forget the modules in `folder` at exit, for the next folder may have others of the same names."""
+    """Forget the modules in `folder` at exit, since the next folder may have modules of the same names."""
     before = list(sys.path)
     try:
         yield

@@ -1,6 +1,5 @@
 """Every kind of saved state refuses damaged, old and foreign files in one line, and loses nothing."""
 
-import hashlib
 import json
 import logging
 import multiprocessing
@@ -41,12 +40,14 @@ class Store:
     """How a part writes its entries 1 and 2, and which one it goes on from."""
 
     write: Callable[[Path, int], None]
-    read: Callable[[Path, Say], int | None]  # `None`: from none, and the caller says so
-    file: str  # of entry 2
-    without_it: (
-        int | type[SocflowerError] | None
-    )  # what becomes of the training where entry 2 is damaged
-    lock: str | None  # held while it writes
+    # `None`: from none, and the caller says so.
+    read: Callable[[Path, Say], int | None]
+    # Of entry 2.
+    file: str
+    # What becomes of the training where entry 2 is damaged.
+    without_it: int | type[SocflowerError] | None
+    # Held while it writes.
+    lock: str | None
 
 
 # ---------------------------------------------------------------------------------------------- the stores
@@ -320,20 +321,6 @@ def test_a_whole_file_of_another_version_or_kind_is_refused(
         said.append(refused(lambda: store.read(folder, pytest.fail), error=SocflowerError))
     (line,) = said
     one_line(line, path.name, ";", says)
-
-
-def test_a_file_from_before_files_said_their_version_is_refused(store: Store, folder: Path) -> None:
-    path = folder / store.file
-    rest = b'{"schema":1}\npayload'
-    path.write_bytes(
-        b"socflower-sealed %s %d\n" % (hashlib.sha256(rest).hexdigest().encode(), len(rest)) + rest
-    )
-    said: list[str] = []
-    try:
-        store.read(folder, said.append)
-    except SocflowerError as error:
-        said.append(str(error))
-    one_line(said[0], path.name, ";", "older version", "schema 1")
 
 
 # ---------------------------------------------------------------------------------------------- writers in trouble

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from socflower.cluster import (
+    Board,
     Cluster,
     Device,
     GraphBuilder,
@@ -16,7 +17,6 @@ from socflower.cluster import (
     Processor,
     Usage,
 )
-from socflower.cluster.topology import uniform_cluster
 
 MakeCluster = Callable[..., Cluster]
 AddRing = Callable[..., list[int]]
@@ -45,13 +45,12 @@ def toy_cluster(
     message_s: float = 0.0,
 ) -> Cluster:
     """Toys, whose links carry 100 bytes/s unless said otherwise; handling is free."""
-    return uniform_cluster(
-        TOY,
-        slots,
-        soc_bytes_per_s=link,
-        board_bytes_per_s=uplink or link,
-        hub_bytes_per_s=hub or link,
-        message_s=message_s,
+    boards = [
+        Board(num_slots=count, device=TOY, soc_bytes_per_s=link, uplink_bytes_per_s=uplink or link)
+        for count in slots
+    ]
+    return Cluster(
+        name="toys", boards=tuple(boards), hub_bytes_per_s=hub or link, message_s=message_s
     )
 
 

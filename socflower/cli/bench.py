@@ -21,6 +21,7 @@ _NOT_BENCHMARKS = (
     "harness",
     "int8_settings",
     "int8_step_isolated",
+    "heat_calibration",
     "mapping_reference",
     "__init__",
 )

@@ -1,10 +1,12 @@
 """Clusters from TOML: `[cluster]` for a rack of one kind, `[[board]]` tables for a mixed one, `[[server]]` for a site.
 
-Devices are names of the catalogue, names of `[device.NAME]` tables of the same file, or paths of device profiles,
-which are read once and become such tables: the resolved tables need no other file.
+A device is named by the catalogue, by a `[device.NAME]` table of the same file, or by the path of a device profile.
+Profiles are read once and become such tables, so the resolved tables need no other file.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,12 +23,12 @@ from socflower.cluster.device_catalog import (
     read_device_file,
 )
 from socflower.cluster.topology import Board, Cluster, Server
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.field_rules import SchemaVersion
 from socflower.toml_file import Table, read_table, read_toml
 
 MOST_SOCS = 20_000
-"""Limit of a cluster: more than the largest deployment of which we know, with planning still done in seconds."""
+"""Limit of a cluster: above the largest deployment that we know, and still planned in seconds."""
 
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=1.0)]
@@ -34,22 +36,20 @@ Slots = tuple[Annotated[int, Field(ge=0)], ...]
 
 
 def _check_boards(table: Table, boards: int | Slots | None) -> None:
-    """Refuse a list of boards that has no SoCs, or a number of slots beside it."""
+    """Refuse a list of boards without SoCs, or with a number of slots beside it."""
     if boards is None or isinstance(boards, int):
         return
     if "socs_per_board" in table.model_fields_set:
-        raise ValueError(f"boards = {list(boards)} already lists the slots; drop socs_per_board")
+        raise ValueError(f"boards = {list(boards)} lists the slots; drop socs_per_board")
     if not any(boards):
-        raise ValueError(f"boards = {list(boards)} has no SoC in use; give at least one")
+        raise ValueError(f"boards = {list(boards)} has no SoC in use")
 
 
 def _slots(boards: int | Slots, socs_per_board: int) -> Sequence[int]:
     """Return the slots of each board that has any."""
-    return (
-        [socs_per_board] * boards
-        if isinstance(boards, int)
-        else [slots for slots in boards if slots]
-    )
+    if isinstance(boards, int):
+        return [socs_per_board] * boards
+    return [slots for slots in boards if slots]
 
 
 def _num_socs(boards: int | Slots, socs_per_board: int) -> int:
@@ -90,7 +90,7 @@ class ClusterTable(Table):
     )
 
     def check(self) -> None:
-        """Refuse a list of boards that has no SoCs, or a number beside it."""
+        """Refuse a list of boards without SoCs, or with a number of slots beside it."""
         _check_boards(self, self.boards)
 
     @property
@@ -110,7 +110,7 @@ class BoardTable(Table):
 
 
 class ServerTable(Table):
-    """`[[server]]`: servers of one kind, of a site; what is left out is as in `[cluster]`"""
+    """`[[server]]`: servers of one kind, of a site; keys that are left out are as in `[cluster]`"""
 
     count: Count = Field(1, description="how many servers like this one follow each other")
     boards: Count | Slots | None = Field(None, description="of each server, as in `[cluster]`")
@@ -123,7 +123,7 @@ class ServerTable(Table):
     )
 
     def check(self) -> None:
-        """Refuse a list of boards that has no SoCs, or a number beside it."""
+        """Refuse a list of boards without SoCs, or with a number of slots beside it."""
         _check_boards(self, self.boards)
 
 
@@ -146,55 +146,45 @@ class ClusterFile(Table):
     cluster: ClusterTable = ClusterTable()
     boards: tuple[BoardTable, ...] = Field((), alias="board")
     servers: tuple[ServerTable, ...] = Field((), alias="server")
-    site: SiteTable | None = None  # None: one server
+    # None: one server.
+    site: SiteTable | None = None
     devices: dict[str, DeviceTable] = Field({}, alias="device")
 
     def check(self) -> None:
-        """Refuse two lists of boards, too many SoCs, and devices that cannot be."""
+        """Refuse two lists of boards, too many SoCs, and invalid devices."""
         if self.boards and "boards" in self.cluster.model_fields_set:
             raise ValueError(
-                f"[cluster] boards = {self.cluster.boards} and [[board]] tables are both given; keep one"
+                f"[cluster] boards = {self.cluster.boards} and [[board]] tables exclude each other"
             )
         if self.boards and self.servers:
-            raise ValueError(
-                "[[board]] and [[server]] tables are both given; give each server a `boards` and `device`"
-            )
+            raise ValueError("[[board]] and [[server]] tables exclude each other")
         if self.site is not None and not self.servers:
-            raise ValueError(
-                "[site] joins servers, and there is no [[server]]; add some, or leave [site] out"
-            )
-        _require_few(_num_socs(self.cluster.boards, self.cluster.socs_per_board), "[cluster]")
-        num_socs = 0
-        for index, server in enumerate(self.servers):
-            num_socs += server.count * _num_socs(*self._boards_of(server))
-            _require_few(num_socs, f"[[server]] {index + 1}")
-        num_socs = 0
-        for index, board in enumerate(self.boards):
-            num_socs += board.count * board.socs
-            _require_few(num_socs, f"[[board]] {index + 1}")
-        for name in self.devices:
-            if name in device_names():
-                raise ValueError(
-                    f"[device.{name}] has a name of the catalogue; give yours another one, as in "
-                    f"[device.my-{name}]"
-                )
+            raise ValueError("[site] joins servers; add a [[server]], or leave [site] out")
+        own = _num_socs(self.cluster.boards, self.cluster.socs_per_board)
+        require_range("[cluster] boards", most=MOST_SOCS, num_socs=own)
+        servers = [each.count * _num_socs(*self._boards_of(each)) for each in self.servers]
+        _require_few(servers, "[[server]]")
+        _require_few([each.count * each.socs for each in self.boards], "[[board]]")
+        for name in self.devices.keys() & set(device_names()):
+            raise ValueError(f"[device.{name}] is in the catalogue; call yours [device.my-{name}]")
         check_devices(self.devices)
 
     def _boards_of(self, server: ServerTable) -> tuple[int | Slots, int]:
-        """Return the boards of each such server, and their slots if it is a number of boards."""
+        """Return the boards of each server of a table, and the slots per board if they are a number."""
         return (
             self.cluster.boards if server.boards is None else server.boards,
             server.socs_per_board or self.cluster.socs_per_board,
         )
 
     def slots_of(self, server: ServerTable) -> Sequence[int]:
-        """Return the slots of each board of such a server."""
+        """Return the slots of each board of a server."""
         return _slots(*self._boards_of(server))
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Return the cluster a TOML file describes; `ConfigError` if it is unreadable or invalid."""
-    return make_cluster(read_table(ClusterFile, cluster_document(Path(path)), str(path)), str(path))
+    """Return the cluster of a TOML file; `ConfigError` if it is unreadable or invalid."""
+    document = cluster_document(Path(path))
+    return make_cluster(read_table(ClusterFile, document, str(path)), str(path))
 
 
 def cluster_document(path: Path) -> dict[str, Any]:
@@ -213,14 +203,12 @@ def parse_cluster(
     site: Mapping[str, Any] | None = None,
     where: str = "scenario",
 ) -> Cluster:
-    """Return the cluster of a `[cluster]` table and of what a cluster file may have besides.
+    """Return the cluster of a `[cluster]` table, and of the other tables that a cluster file may have.
 
-    These are `[[board]]`, `[device.NAME]`, `[[server]]` and `[site]` tables.
-
-    `boards` in the table is a number of boards of `socs_per_board` slots, or a list of the slots in use. A device
-    profile given as a path is relative to the current folder. A profile's link is the default for the rates of its
-    boards, and for the cost of a message if it is the profile of `[cluster]`.
-    Raises `ConfigError` naming key and value for invalid input.
+    `boards` of the `[cluster]` table is a number of boards of `socs_per_board` slots, or a list of the slots in use. A
+    device profile's path is relative to the current folder. A profile's link is the default for the rates of its
+    boards; if it is the profile of `[cluster]`, also for the cost of a message. Raises `ConfigError`, which names key
+    and value, for invalid input.
     """
     document: dict[str, Any] = {
         "cluster": cluster,
@@ -236,32 +224,22 @@ def parse_cluster(
 def inline_devices(document: dict[str, Any], folder: Path, where: str) -> None:
     """Replace every `device = "file.toml"` of a document by the name of a device table, and add the table.
 
-    Paths are relative to `folder`. The profile's `[link]` goes with the device, as `[device.NAME.link]`. Raises
-    `ConfigError` if a file cannot be read, does not hold exactly one device, or if two different devices have the
-    same name. Tables of a wrong shape are left as they are, for the schema to refuse.
+    Paths are relative to `folder`. The profile's `[link]` becomes `[device.NAME.link]`. Raises `ConfigError` for a
+    file that cannot be read or does not hold exactly one device, and for two different devices of one name. Tables of
+    a wrong shape are left for the schema to refuse.
     """
 
     def resolved(table: Any) -> Any:
         named = table.get("device") if isinstance(table, Mapping) else None
         known = document.get("device", {})
-        if (
-            not isinstance(named, str)
-            or not named.endswith(".toml")
-            or not isinstance(known, Mapping)
-        ):
+        if not isinstance(named, str) or not named.endswith(".toml"):
             return table
-        path = folder / named
-        name, entry = _only_device(path)
-        if name in device_names():
-            raise ConfigError(
-                f"{path}: device {name!r} is a name of the catalogue; give yours another one, as in "
-                f"[device.my-{name}]"
-            )
+        if not isinstance(known, Mapping):
+            return table
+        name, entry = _only_device(folder / named)
+        # Two files may describe the same device, but not two devices of one name.
         if known.get(name, entry) != entry:
-            raise ConfigError(
-                f"{where}: two different devices are called {name!r}, one of them in {path}; "
-                "rename one"
-            )
+            raise ConfigError(f"{where}: {named} has another device {name!r}; rename one")
         document["device"] = {**known, name: entry}
         return {**table, "device": name}
 
@@ -273,87 +251,71 @@ def inline_devices(document: dict[str, Any], folder: Path, where: str) -> None:
 
 def make_cluster(file: ClusterFile, where: str) -> Cluster:
     """Return the cluster of validated tables; `ConfigError` if a device is unknown."""
-    own = {name: table.device(name) for name, table in file.devices.items()}
-    links = {name: table.link for name, table in file.devices.items() if table.link}
-    table = file.cluster
-
-    def device_of(name: str) -> Device:
-        try:
-            return own.get(name) or device(name)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
-
-    def board(num_slots: int, name: str, soc_rate: float | None, board_rate: float | None) -> Board:
-        link = links.get(name)
-        soc_rate_of_all = table.soc_bytes_per_s or (
-            link.bytes_per_s.value if link else link_bytes_per_s()
-        )
-        return Board(
-            num_slots=num_slots,
-            device=device_of(name),
-            soc_bytes_per_s=soc_rate or soc_rate_of_all,
-            uplink_bytes_per_s=board_rate or table.board_bytes_per_s or soc_rate_of_all,
-        )
-
-    def equal_boards(
-        slots_per_board: Sequence[int],
-        name: str,
-        soc_rate: float | None,
-        board_rate: float | None,
-    ) -> list[Board]:
-        kinds = {slots: board(slots, name, soc_rate, board_rate) for slots in set(slots_per_board)}
-        return [kinds[slots] for slots in slots_per_board]
-
+    table, makers = file.cluster, _BoardMaker(file, where)
     boards: list[Board] = []
     servers: list[Server] = []
     for group in file.boards:
-        boards += [
-            board(
-                group.socs,
-                group.device or table.device,
-                group.soc_bytes_per_s,
-                group.board_bytes_per_s,
-            )
-        ] * group.count
+        boards += makers.boards([group.socs], group) * group.count
     for kind in file.servers:
-        own_boards = equal_boards(
-            file.slots_of(kind),
-            kind.device or table.device,
-            kind.soc_bytes_per_s,
-            kind.board_bytes_per_s,
-        )
-        rate = kind.server_bytes_per_s or (file.site.server_bytes_per_s if file.site else None)
-        boards += own_boards * kind.count
-        servers += [
-            Server(
-                num_boards=len(own_boards),
-                uplink_bytes_per_s=rate or max(each.uplink_bytes_per_s for each in own_boards),
-            )
-        ] * kind.count
-    link = links.get(table.device)
+        own = makers.boards(file.slots_of(kind), kind)
+        site_rate = file.site.server_bytes_per_s if file.site else None
+        rate = kind.server_bytes_per_s or site_rate
+        uplink = rate or max(each.uplink_bytes_per_s for each in own)
+        boards += own * kind.count
+        servers += [Server(num_boards=len(own), uplink_bytes_per_s=uplink)] * kind.count
+    link = makers.links.get(table.device)
     return Cluster(
         name=table.name,
-        boards=tuple(boards or equal_boards(table.slots, table.device, None, None)),
+        boards=tuple(boards or makers.boards(table.slots, table)),
         servers=tuple(servers),
         message_s=link.message_s.value if link else message_s(),
         hub_bytes_per_s=table.hub_bytes_per_s or link_bytes_per_s(),
     )
 
 
+class _BoardMaker:
+    """Makes the boards of tables; a value that a table leaves out is that of `[cluster]`."""
+
+    def __init__(self, file: ClusterFile, where: str) -> None:
+        self._table, self._where = file.cluster, where
+        self._own = {name: table.device(name) for name, table in file.devices.items()}
+        self.links = {name: table.link for name, table in file.devices.items() if table.link}
+
+    def boards(
+        self, slots_per_board: Sequence[int], table: BoardTable | ServerTable | ClusterTable
+    ) -> list[Board]:
+        """Return a table's boards, one for each entry of `slots_per_board`."""
+        whole, name = self._table, table.device or self._table.device
+        link = self.links.get(name)
+        default = whole.soc_bytes_per_s or (link.bytes_per_s.value if link else link_bytes_per_s())
+        made = partial(
+            Board,
+            device=self._device(name),
+            soc_bytes_per_s=table.soc_bytes_per_s or default,
+            uplink_bytes_per_s=table.board_bytes_per_s or whole.board_bytes_per_s or default,
+        )
+        # Equal boards are one object, so that thousands of them are compared and checked quickly.
+        kinds = {slots: made(num_slots=slots) for slots in set(slots_per_board)}
+        return [kinds[slots] for slots in slots_per_board]
+
+    def _device(self, name: str) -> Device:
+        try:
+            return self._own.get(name) or device(name)
+        except ConfigError as error:
+            raise ConfigError(f"{self._where}: {error}") from None
+
+
 def _only_device(path: Path) -> tuple[str, Mapping[str, Any]]:
     """Return name and table of a profile's device, including its link."""
     profile = read_device_file(path)
-    if len(profile["device"]) != 1:
-        raise ConfigError(
-            f"{path}: a cluster needs a profile of exactly one device, this one has "
-            f"{', '.join(profile['device'])}; split the file"
-        )
-    ((name, table),) = profile["device"].items()
+    devices = profile["device"]
+    if len(devices) != 1:
+        raise ConfigError(f"{path}: needs exactly one device, has {', '.join(devices)}")
+    ((name, table),) = devices.items()
     return name, {**table, "link": profile["link"]} if "link" in profile else table
 
 
-def _require_few(num_socs: int, where: str) -> None:
-    if num_socs > MOST_SOCS:
-        raise ConfigError(
-            f"{where}: {num_socs} SoCs, of at most {MOST_SOCS} in a cluster; lower boards or their SoCs"
-        )
+def _require_few(num_socs: Sequence[int], where: str) -> None:
+    for number, total in enumerate(accumulate(num_socs), start=1):
+        if total > MOST_SOCS:
+            raise ConfigError(f"{where} {number}: {total} SoCs, the limit is {MOST_SOCS}")

@@ -14,11 +14,11 @@ from socflower.errors import ConfigError
 from socflower.plain_numbers import plain_numbers
 
 BACKWARD_TO_FORWARD = 2.0
-"""A backward pass multiplies twice per weight (input gradient, weight gradient) where a forward pass does once."""
+"""A backward pass multiplies twice per weight (input gradient, weight gradient), a forward pass once."""
 
 
 def bucket_starts(num_bytes: Sequence[float], num_buckets: int) -> list[int]:
-    """Return where buckets of about equal bytes begin in a sequence of tensors; at most one bucket a tensor (F8a).
+    """Return the index of the first tensor of each bucket of about equal bytes; at most one bucket per tensor (F8a).
 
     Rings and virtual time divide a model by this rule.
     """
@@ -26,6 +26,7 @@ def bucket_starts(num_bytes: Sequence[float], num_buckets: int) -> list[int]:
     starts: list[int] = []
     before = 0.0
     for index, own in enumerate(num_bytes):
+        # A tensor begins a bucket if its middle is past the bytes of the buckets so far.
         if not starts or before + own / 2 >= share * len(starts):
             starts.append(index)
         before += own
@@ -33,7 +34,7 @@ def bucket_starts(num_bytes: Sequence[float], num_buckets: int) -> list[int]:
 
 
 def forward_share(forward_flops: float, training_flops: float) -> float:
-    """Return the part of the forward pass in training; without operations, that of weights that are trained."""
+    """Return the forward pass's fraction of the training FLOPs; for no FLOPs, that of a layer whose weights train."""
     return forward_flops / training_flops if training_flops else 1.0 / (1.0 + BACKWARD_TO_FORWARD)
 
 
@@ -43,7 +44,8 @@ class Gradient:
     """The gradient of one trained tensor."""
 
     num_bytes: float
-    done: float  # the part of the backward pass after which it is complete
+    # The fraction of the backward pass after which it is complete.
+    done: float
 
 
 @plain_numbers
@@ -55,13 +57,15 @@ class LayerProfile:
     kind: str
     forward_flops: float
     output_bytes: float
-    weight_bytes: float  # of the weights that are trained
-    num_tensors: int  # that are trained
-    frozen_bytes: float = 0.0  # of the weights that are not
-    backward_to_forward: float = (
-        BACKWARD_TO_FORWARD  # FLOPs of the backward pass for each of the forward pass
-    )
-    in_backward: bool = True  # whether gradients pass through it, so that its outputs are kept
+    # Bytes and number of the weights that are trained.
+    weight_bytes: float
+    num_tensors: int
+    # Of the weights that are not trained.
+    frozen_bytes: float = 0.0
+    # FLOPs of the backward pass for each of the forward pass.
+    backward_to_forward: float = BACKWARD_TO_FORWARD
+    # Whether gradients pass through it, so that its outputs are kept.
+    in_backward: bool = True
 
     @property
     def training_flops(self) -> float:
@@ -70,7 +74,7 @@ class LayerProfile:
 
     @property
     def forward_share(self) -> float:
-        """The part of the forward pass in them; for a layer without operations, that of one that trains."""
+        """The forward pass's fraction of the training FLOPs; without FLOPs, that of a layer that trains."""
         return forward_share(self.forward_flops, self.training_flops)
 
 
@@ -81,13 +85,12 @@ class ModelProfile:
 
     name: str
     layers: tuple[LayerProfile, ...]
-    input_bytes: float  # of one sample
-    ran_on: str = field(
-        default="meta", compare=False
-    )  # device of the profiled pass; "meta" computes no values
-    gradients: tuple[
-        Gradient, ...
-    ] = ()  # in the order in which rings send them; empty: of no known sizes
+    # Of one sample.
+    input_bytes: float
+    # The device of the profiled pass; "meta" computes no values.
+    ran_on: str = field(default="meta", compare=False)
+    # In the order in which rings send them; empty if their sizes are not known.
+    gradients: tuple[Gradient, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -105,17 +108,15 @@ class ModelProfile:
 
     @property
     def forward_share(self) -> float:
-        """The part of the forward pass in them."""
+        """The forward pass's fraction of the training FLOPs."""
         return forward_share(self.forward_flops, self.training_flops)
 
     @property
     def trained_share(self) -> float:
-        """Its training FLOPs as a part of those with all weights trained, which measured timings are of."""
-        return (
-            self.training_flops / (self.forward_flops * (1.0 + BACKWARD_TO_FORWARD))
-            if self.forward_flops
-            else 1.0
-        )
+        """Training FLOPs, relative to those with all weights trained, for which timings were measured."""
+        if not self.forward_flops:
+            return 1.0
+        return self.training_flops / (self.forward_flops * (1.0 + BACKWARD_TO_FORWARD))
 
     @property
     def weight_bytes(self) -> float:
@@ -141,11 +142,8 @@ class ModelProfile:
     def activation_bytes(self) -> float:
         """Bytes of one sample's activations: those kept for the backward pass, and the largest of the others."""
         kept = sum(layer.output_bytes for layer in self.layers if layer.in_backward)
-        return (
-            self.input_bytes
-            + kept
-            + max((0.0, *(x.output_bytes for x in self.layers if not x.in_backward)))
-        )
+        passing = [layer.output_bytes for layer in self.layers if not layer.in_backward]
+        return self.input_bytes + kept + max(passing, default=0.0)
 
     def training_memory_bytes(self, batch_size: int, optimizer_copies: float = 1.0) -> float:
         """Return the peak memory of a training step: weights, gradients, optimiser state, activations.
@@ -153,6 +151,7 @@ class ModelProfile:
         `optimizer_copies` of the trained weights: 1 for SGD with momentum, 2 for Adam. Frozen weights have neither
         gradients nor optimiser state.
         """
+        # Weights, gradients and optimiser state.
         trained = self.weight_bytes * (2.0 + optimizer_copies)
         return trained + self.frozen_bytes + self.activation_bytes * batch_size
 
@@ -183,10 +182,10 @@ class StepCost:
     backward_s: float
     update_s: float
     processor: str
-    concurrent: tuple[
-        ProcessorCost, ...
-    ] = ()  # processors that compute other samples of the share concurrently
-    merge_s: float = 0.0  # of `processor`, to merge its gradients with theirs before the exchange
+    # Processors that compute other samples of the share at the same time.
+    concurrent: tuple[ProcessorCost, ...] = ()
+    # On `processor`, to merge its gradients with theirs before the exchange.
+    merge_s: float = 0.0
 
     @property
     def compute_s(self) -> float:
@@ -203,7 +202,7 @@ class StepCost:
 
 
 class Pricing(Protocol):
-    """The cost of an arithmetic on a device: FP32 here, others in `precision`, on which `hierarchy` does not depend."""
+    """What training in an arithmetic costs on a device: FP32 below, others in `socflower.precision`."""
 
     def step_cost(self, model: ModelProfile, device: Device, num_samples: int) -> StepCost:
         """Return a device's cost for `num_samples` of a batch and one update of the weights."""
@@ -218,7 +217,8 @@ class Pricing(Protocol):
 class OneProcessor:
     """Training on one processor of each device: the named one if the device has it, else its default."""
 
-    arithmetic: ClassVar[str] = ""  # as of `DeviceReport`: FP32
+    # As in `DeviceReport`: empty means FP32.
+    arithmetic: ClassVar[str] = ""
     processor: str | None = None
 
     def step_cost(self, model: ModelProfile, device: Device, num_samples: int) -> StepCost:
@@ -243,13 +243,12 @@ FP32 = OneProcessor()
 def step_cost(
     model: ModelProfile, device: Device, num_samples: int, processor: str | None = None
 ) -> StepCost:
-    """Return a device's cost for `num_samples` of a batch and one update of the weights.
+    """Return a device's cost for `num_samples` of a batch and one update of the weights (F1).
 
-    compute = samples x training FLOPs / sustained rate + layers x fixed overhead, so that T_train(BS) of F1 is less
-    than proportional in the batch; or, where the device's profile has timings of the model, the measured time, less
-    what frozen weights save.
-    Either is divided between the passes like the FLOPs. update = passes over the weights / memory bandwidth. A member
-    without samples only updates.
+    compute = samples x training FLOPs / sustained rate + layers x fixed overhead, so T_train(BS) of F1 grows less than
+    in proportion to the batch. If the device's profile has timings of the model, compute is the measured time, less
+    what frozen weights save. It is divided between the passes in proportion to their FLOPs.
+    update = passes over the weights / memory bandwidth. A member without samples only updates.
     """
     name = processor or device.default_processor
     compute_s = compute_seconds(model, device, num_samples, name)
@@ -263,17 +262,19 @@ def step_cost(
 
 def compute_seconds(model: ModelProfile, device: Device, num_samples: int, processor: str) -> float:
     """Return the seconds of forward and backward pass of `num_samples` on one processor."""
-    timings = device.processor(processor).timings.get(model.name)
+    own = device.processor(processor)
+    timings = own.timings.get(model.name)
     if timings is not None:
         return timings.seconds(num_samples) * model.trained_share
-    arithmetic_s = num_samples * model.training_flops / device.processor(processor).rate(model.name)
-    return arithmetic_s + (len(model.layers) * device.layer_overhead_s if num_samples else 0.0)
+    if not num_samples:
+        return 0.0
+    arithmetic_s = num_samples * model.training_flops / own.rate(model.name)
+    return arithmetic_s + len(model.layers) * device.layer_overhead_s
 
 
 def sustained_rates(
     cluster: Cluster, model_name: str = "", pricing: Pricing = FP32
 ) -> tuple[float, ...]:
     """Return every SoC's FLOP/s on a model, in SoC order: the capacities for shares and plans (F4)."""
-    return tuple(
-        pricing.rate(model_name, cluster.device_of(soc)) for soc in range(cluster.num_socs)
-    )
+    devices = map(cluster.device_of, range(cluster.num_socs))
+    return tuple(pricing.rate(model_name, device) for device in devices)

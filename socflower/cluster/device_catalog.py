@@ -9,17 +9,16 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
-from socflower.cluster.device import Device, LayerTimings, Processor, StepTimings
+from socflower.cluster.device import Device, LayerTimings, NumberFormat, Processor, StepTimings
 from socflower.errors import ConfigError
-from socflower.field_rules import OneOf, SchemaVersion, Text
+from socflower.field_rules import SchemaVersion, Text
 from socflower.toml_file import Table, read_table, read_toml
 
 SCHEMA = 1
@@ -67,7 +66,7 @@ class LayerTable(Table):
 
 
 class ModelFigure(PositiveFigure):
-    """A processor's rate on a model, and what whole steps took."""
+    """A processor's rate on a model, and the times of whole steps."""
 
     FORM: ClassVar[str] = ""
 
@@ -92,7 +91,7 @@ class ProcessorTable(Table):
 
     flops_per_s: PositiveFigure
     active_w: PositiveFigure
-    number_format: Annotated[str, OneOf(("fp32", "int8"))] = "fp32"
+    number_format: NumberFormat = "fp32"
     shares: Text | None = None
     model: dict[str, ModelFigure] = Field({})
 
@@ -118,9 +117,12 @@ class LinkTable(Table):
     """`[link]` of a profile, `[device.NAME.link]` of a cluster: the measurement of a device's link to a peer."""
 
     peer: Text
-    bytes_per_s: PositiveFigure  # of the slower direction
-    round_trip_s: Figure  # of a message of a few bytes
-    message_s: Figure  # handling of one small message, at one end
+    # Of the slower direction.
+    bytes_per_s: PositiveFigure
+    # Of a message of a few bytes.
+    round_trip_s: Figure
+    # Handling of one small message, at one end.
+    message_s: Figure
 
 
 class DeviceTable(Table):
@@ -144,10 +146,10 @@ class DeviceTable(Table):
 
 
 def check_devices(tables: Mapping[str, DeviceTable]) -> None:
-    """Raise `ConfigError` for a name that cannot be, or a device with values that do not fit each other."""
+    """Raise `ConfigError` for an invalid name, or a device with values that do not fit each other."""
     for name, table in tables.items():
         if not NAME_PATTERN.fullmatch(name):
-            raise ConfigError(f"device name {name!r} must be made of letters, digits, - and _")
+            raise ConfigError(f"device name {name!r} must have letters, digits, - and _ only")
         table.device(name)
 
 
@@ -159,11 +161,9 @@ class DeviceFile(Table):
     link: LinkTable | None = None
 
     def check(self) -> None:
-        """Refuse a profile of nothing, and let devices check themselves."""
+        """Refuse a profile without devices, and let devices check themselves."""
         if not self.device:
-            raise ConfigError(
-                "has no [device.NAME] table; `socflower profile --device snapdragon-865` prints one"
-            )
+            raise ConfigError("has no [device.NAME] table; `socflower profile --device` prints one")
         check_devices(self.device)
 
 
@@ -182,7 +182,7 @@ def figure(value: float, source: str) -> dict[str, Any]:
 def toml_text(document: Mapping[str, Any], *, comment: str = "") -> str:
     """Return a document of profile or catalogue as TOML; `tomllib.loads` gives back an equal one.
 
-    Tables of plain values, figures in one line, and lists of tables named "layer" are all there is.
+    Supports tables of plain values, figures in one line, and lists of tables of plain values.
     """
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     _write_table(document, (), lines)
@@ -191,12 +191,14 @@ def toml_text(document: Mapping[str, Any], *, comment: str = "") -> str:
 
 def _write_table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
     values = {key: value for key, value in table.items() if _is_value(value)}
+    # A table that has only sub-tables needs no header of its own.
     if path and (values or not table):
         lines += ["", f"[{_dotted(path)}]"]
     lines += [f"{_key(key)} = {_value(value)}" for key, value in values.items()]
     for key, value in table.items():
         if key in values:
             continue
+        # Sub-tables come after the values, which TOML would otherwise assign to the sub-table.
         if isinstance(value, Mapping):
             _write_table(value, (*path, key), lines)
             continue
@@ -214,16 +216,14 @@ def _is_value(value: object) -> bool:
 
 def _value(value: Any) -> str:
     if isinstance(value, Mapping):
-        return (
-            "{ "
-            + ", ".join(f"{_key(key)} = {_value(entry)}" for key, entry in value.items())
-            + " }"
-        )
+        entries = [f"{_key(key)} = {_value(entry)}" for key, entry in value.items()]
+        return f"{{ {', '.join(entries)} }}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, float):
         return _float(value)
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML's, but for DEL
+    # JSON's strings are TOML's, except that TOML also wants DEL to be escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _float(value: float) -> str:
@@ -232,11 +232,10 @@ def _float(value: float) -> str:
     if value == 0.0 or not math.isfinite(value):
         return plain
     exponent = 3 * math.floor(math.log10(abs(value)) / 3)
-    scaled = (
-        f"{repr(value / 10.0**exponent).removesuffix('.0')}e{exponent}"
-        if abs(exponent) < 300
-        else plain
-    )
+    # Beyond 300 the power itself would overflow or lose digits.
+    if abs(exponent) >= 300:
+        return plain
+    scaled = f"{repr(value / 10.0**exponent).removesuffix('.0')}e{exponent}"
     return scaled if len(scaled) < len(plain) and float(scaled) == value else plain
 
 
@@ -251,9 +250,8 @@ def _dotted(path: tuple[str, ...]) -> str:
 @cache
 def catalog() -> Mapping[str, Any]:
     """Return the whole catalogue, sources included."""
-    return tomllib.loads(
-        resources.files("socflower.cluster").joinpath("catalog.toml").read_text("utf-8")
-    )
+    file = resources.files("socflower.cluster").joinpath("catalog.toml")
+    return tomllib.loads(file.read_text("utf-8"))
 
 
 def device_names() -> tuple[str, ...]:
@@ -262,13 +260,12 @@ def device_names() -> tuple[str, ...]:
 
 
 def device_table(name: str) -> Mapping[str, Any]:
-    """Return a device's table with the sources; `ConfigError` lists the names if there is none of that name."""
+    """Return a device's table with the sources; `ConfigError` lists the names if `name` is unknown."""
     devices = catalog()["device"]
     if name not in devices:
-        close = get_close_matches(name, devices, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else "; a file of your own ends in .toml"
+        known = ", ".join(devices)
         raise ConfigError(
-            f"device {name!r} is unknown; the catalogue has {', '.join(devices)}{hint}"
+            f"device {name!r} is unknown; the catalogue has {known}; files of your own end in .toml"
         )
     table: Mapping[str, Any] = devices[name]
     return table
@@ -276,7 +273,7 @@ def device_table(name: str) -> Mapping[str, Any]:
 
 @cache
 def device(name: str) -> Device:
-    """Return a device of the catalogue; `ConfigError` lists the names if there is none of that name."""
+    """Return a device of the catalogue; `ConfigError` lists the names if `name` is unknown."""
     return read_table(DeviceTable, device_table(name), f"catalog.toml [device.{name}]").device(name)
 
 
@@ -291,9 +288,8 @@ def link_bytes_per_s() -> float:
 
 
 def usable_memory_bytes(kind: Device) -> float:
-    """Return the memory that training may use on a device, besides its system and runtime."""
+    """Return the memory that system and runtime leave for training on a device."""
     board = catalog()["board"]
-    reserved_bytes, least_part = (
-        float(board[key]["value"]) for key in ("reserved_memory_bytes", "least_part_for_training")
-    )
+    reserved_bytes = float(board["reserved_memory_bytes"]["value"])
+    least_part = float(board["least_part_for_training"]["value"])
     return max(kind.memory_bytes - reserved_bytes, kind.memory_bytes * least_part)

@@ -1,4 +1,4 @@
-"""Whether a device has the memory that its part of a training takes."""
+"""Checks that a device has enough memory for its part of a training."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,8 @@ from socflower.cluster.topology import Cluster
 from socflower.errors import InfeasiblePlan
 from socflower.quantities import counted, human_bytes
 
-_WIDTH_IN_INT8 = 0.25  # of FP32
+_WIDTH_IN_INT8 = 0.25
+"""Bytes of an int8 value for each byte of an FP32 value."""
 
 
 def require_memory(kind: Device, needed_bytes: float, what: str, remedy: str) -> None:
@@ -18,8 +19,7 @@ def require_memory(kind: Device, needed_bytes: float, what: str, remedy: str) ->
     if needed_bytes > usable_bytes:
         raise InfeasiblePlan(
             f"{what} takes at least {human_bytes(needed_bytes)} of memory, and {kind.name} has "
-            f"{human_bytes(kind.memory_bytes)}, of which system and runtime leave {human_bytes(usable_bytes)}; "
-            f"{remedy}"
+            f"{human_bytes(usable_bytes)} of {human_bytes(kind.memory_bytes)} left; {remedy}"
         )
 
 
@@ -34,7 +34,8 @@ def require_training_memory(
 ) -> None:
     """Raise `InfeasiblePlan` for the first SoC that has too little memory for its share of a step, in samples.
 
-    It needs weights, gradients, `optimizer_copies` of the weights and activations; in int8 at least a quarter of that.
+    A SoC needs memory for weights, gradients, `optimizer_copies` of the weights and activations; in int8 at least a
+    quarter of that.
     """
     width = _WIDTH_IN_INT8 if getattr(pricing, "arithmetic", "") == "int8" else 1.0
     for soc, share in shares.items():

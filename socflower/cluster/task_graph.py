@@ -1,4 +1,4 @@
-"""Task graphs: the form to which a plan is lowered, and the only input of the event clock."""
+"""Task graphs: plans are translated to them, and the event clock executes them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,8 @@ class Activity(StrEnum):
     SYNCHRONISATION = "synchronisation"
     UPDATE = "update"
     IDLE = "idle"
-    COOLING = "cooling"  # the rack's fans: joules, but no SoC's seconds
+    # The rack's fans: joules, but no SoC's seconds.
+    COOLING = "cooling"
 
 
 SOC_ACTIVITIES: tuple[Activity, ...] = tuple(
@@ -41,7 +42,8 @@ class Compute:
 
     name: str
     device: Endpoint
-    seconds: float  # at speed factor 1
+    # At speed factor 1.
+    seconds: float
     processor: str = "cpu"
     activity: Activity = Activity.COMPUTE
     after: tuple[int, ...] = ()
@@ -54,9 +56,9 @@ class Transfer:
 
     First both ends handle `num_messages` messages at the cluster's cost per message, then the bytes flow.
 
-    It takes place in `rounds` rounds, one after the other, such as the sub-steps of a ring, with `num_messages` and
-    `num_bytes` in each. The first follows `after`, every other one the previous rounds of this transfer and of those in
-    `after_round`, which may be later tasks; dependents wait for the last one.
+    It takes place in `rounds` rounds, such as the sub-steps of a ring, with `num_messages` and `num_bytes` in each. The
+    first round follows the tasks in `after`. Every other round follows the previous round of this transfer and of the
+    transfers in `after_round`, which may be later tasks. Dependents wait for the last round.
     """
 
     name: str
@@ -75,83 +77,73 @@ Task: TypeAlias = Compute | Transfer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskGraph:
-    """Tasks in an order in which each depends only on earlier ones, and the SoCs whose idle watts count.
+    """Tasks, each after the tasks on which it depends, and the SoCs whose idle watts count.
 
-    Where it is repeated, tasks from `num_repeated` on run once: after the last repetition of those that they follow.
+    When the graph is repeated, tasks from `num_repeated` on run only once: after the last repetition of the tasks that
+    they follow.
     """
 
     tasks: tuple[Task, ...]
     participants: tuple[int, ...]
-    num_repeated: int | None = None  # None: all
+    # None: all tasks are repeated.
+    num_repeated: int | None = None
 
     def __post_init__(self) -> None:
         for index, task in enumerate(self.tasks):
-            if any(not 0 <= other < index for other in task.after):
-                raise ConfigError(
-                    f"task graph: task {index} ({task.name}) must come after {task.after}, "
-                    f"which are not all earlier tasks"
-                )
-            if any(not 0 <= other < len(self.tasks) for other in task.after_previous):
-                raise ConfigError(
-                    f"task graph: task {index} ({task.name}) names previous tasks "
-                    f"{task.after_previous} of {len(self.tasks)}"
-                )
-            if isinstance(task, Transfer) and (task.rounds != 1 or task.after_round):
-                self._check_rounds(index, task)
+            fault = self._fault(index, task)
+            if fault:
+                raise ConfigError(f"task graph: task {index} ({task.name}) {fault}")
+
+    def _fault(self, index: int, task: Task) -> str:
+        """Return why a task cannot be in the graph; empty if it can."""
+        if any(not 0 <= other < index for other in task.after):
+            return f"must come after earlier tasks, not after {task.after}"
+        if any(not 0 <= other < len(self.tasks) for other in task.after_previous):
+            return f"follows previous tasks {task.after_previous} of {len(self.tasks)}"
+        if isinstance(task, Compute) or (task.rounds == 1 and not task.after_round):
+            return ""
+        if task.rounds < 1:
+            return f"has {task.rounds} rounds; it needs 1 or more"
+        for other in task.after_round:
+            before = self.tasks[other] if 0 <= other < len(self.tasks) else None
+            if not isinstance(before, Transfer) or before.rounds != task.rounds:
+                return f"follows rounds of {task.after_round}, not all transfers of {task.rounds} rounds"
+        return ""
 
     def followed_by(self, closing: "TaskGraph", waits: Mapping[int, Sequence[int]]) -> "TaskGraph":
-        """Return this graph, to be repeated, with `closing` once at its end, and no barrier between them.
+        """Return this graph, to be repeated, with the tasks of `closing` once at its end, without waiting for all.
 
-        A SoC computes and sends for `closing` when the last repetition has ended on the SoCs of its entry in `waits`.
+        A SoC computes and sends for `closing` once the last repetition has ended on the SoCs of its entry in `waits`.
         """
         first, ends = len(self.tasks), self._ends()
         tasks = list(self.tasks)
         for task in closing.tasks:
+            own: dict[int, None] = {}
             place = task.device if isinstance(task, Compute) else task.source
-            own = dict.fromkeys(
-                end
-                for soc in (waits.get(place, ()) if isinstance(place, int) else ())
-                for end in ends.get(soc, ())
-            )
+            if isinstance(place, int):
+                for soc in waits.get(place, ()):
+                    own |= dict.fromkeys(ends.get(soc, ()))
+            # Indices of the closing graph count from the end of this one.
             shifted = replace(task, after=(*own, *(first + other for other in task.after)))
             if isinstance(shifted, Transfer):
-                shifted = replace(
-                    shifted, after_round=tuple(first + other for other in shifted.after_round)
-                )
+                after_round = tuple(first + other for other in shifted.after_round)
+                shifted = replace(shifted, after_round=after_round)
             tasks.append(shifted)
-        return TaskGraph(
-            tasks=tuple(tasks),
-            participants=tuple(dict.fromkeys((*self.participants, *closing.participants))),
-            num_repeated=first,
-        )
+        participants = dict.fromkeys((*self.participants, *closing.participants))
+        return TaskGraph(tasks=tuple(tasks), participants=tuple(participants), num_repeated=first)
 
     def _ends(self) -> dict[int, list[int]]:
         """Return each SoC's tasks that no other task of the repetition follows."""
         followed = {other for task in self.tasks for other in task.after}
         ends: dict[int, list[int]] = {}
         for index, task in enumerate(self.tasks):
-            if index not in followed:
-                for place in (
-                    (task.device,) if isinstance(task, Compute) else (task.source, task.target)
-                ):
-                    if isinstance(place, int):
-                        ends.setdefault(place, []).append(index)
+            if index in followed:
+                continue
+            places = (task.device,) if isinstance(task, Compute) else (task.source, task.target)
+            for place in places:
+                if isinstance(place, int):
+                    ends.setdefault(place, []).append(index)
         return ends
-
-    def _check_rounds(self, index: int, task: Transfer) -> None:
-        if task.rounds < 1:
-            raise ConfigError(
-                f"task graph: task {index} ({task.name}) has {task.rounds} rounds; it needs 1 or more"
-            )
-        others = [
-            self.tasks[other] if 0 <= other < len(self.tasks) else None
-            for other in task.after_round
-        ]
-        if any(not isinstance(other, Transfer) or other.rounds != task.rounds for other in others):
-            raise ConfigError(
-                f"task graph: task {index} ({task.name}) follows the rounds of tasks {task.after_round}, "
-                f"which are not all transfers of {task.rounds} rounds"
-            )
 
 
 class GraphBuilder:

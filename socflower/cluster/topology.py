@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
+from typing import Annotated
+
+from pydantic import Field
 
 from socflower.cluster.device import Device
 from socflower.cluster.task_graph import Endpoint
 from socflower.errors import ConfigError, require_range
+from socflower.field_rules import checked
 from socflower.plain_numbers import plain_numbers
 
 
@@ -23,70 +27,53 @@ class Tier(StrEnum):
     WAN = "wan"
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+Rate = Annotated[float, Field(gt=0)]
+"""Bytes per second in each direction."""
+
+
+@checked
 class Board:
-    """One PCB: SoCs of one kind behind a switch that shares one uplink. Rates are per direction."""
+    """One PCB: SoCs of one kind behind a switch that shares one uplink."""
 
-    num_slots: int
+    num_slots: Annotated[int, Field(ge=1)]
     device: Device
-    soc_bytes_per_s: float
-    uplink_bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        if self.num_slots < 1:
-            raise ConfigError(f"board: needs at least one SoC slot, got {self.num_slots}")
-        require_range(
-            "board",
-            above=0,
-            soc_bytes_per_s=self.soc_bytes_per_s,
-            uplink_bytes_per_s=self.uplink_bytes_per_s,
-        )
+    soc_bytes_per_s: Rate
+    uplink_bytes_per_s: Rate
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class Server:
-    """Boards on one core switch, which shares one uplink to the site's switch. The rate is per direction."""
+    """Boards on one core switch, which shares one uplink to the site's switch."""
 
-    num_boards: int
-    uplink_bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        require_range("server", least=1, num_boards=self.num_boards)
-        require_range("server", above=0, uplink_bytes_per_s=self.uplink_bytes_per_s)
+    num_boards: Annotated[int, Field(ge=1)]
+    uplink_bytes_per_s: Rate
 
 
 @plain_numbers
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Boards on one core switch, or on those of several servers behind one switch of the site; and the hub.
+    """Boards on one core switch, or on the core switches of several servers; and the hub.
 
-    The hub is on the site's switch, or on the core switch where there is only one. SoCs are numbered through all boards
-    in order, and boards through all servers. Links are full duplex: each is two directed resources, `soc3/tx`,
-    `soc3/rx`, `board0/up`, `board0/down`, `server0/up`, `server0/down`, `hub/tx`, `hub/rx`. Switches themselves never
-    block.
+    The hub is attached to the core switch, or to the site's switch that joins several servers. SoCs are numbered
+    through all boards in order, and boards through all servers. Links are full duplex: each is two directed resources,
+    `soc3/tx`, `soc3/rx`, `board0/up`, `board0/down`, `server0/up`, `server0/down`, `hub/tx`, `hub/rx`. Switches
+    themselves never block.
     """
 
     name: str
     boards: tuple[Board, ...]
     hub_bytes_per_s: float
-    message_s: float  # handling of one message of one tensor at each end
-    servers: tuple[
-        Server, ...
-    ] = ()  # of a site, each with the next boards; empty: one server without an uplink
+    # Handling of one message of one tensor, at each end.
+    message_s: float
+    # The servers of a site, each with the next boards; empty: one server without an uplink.
+    servers: tuple[Server, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.boards:
-            raise ConfigError("cluster: needs at least one board")
         require_range("cluster", above=0, hub_bytes_per_s=self.hub_bytes_per_s)
-        if not self.message_s >= 0:
-            raise ConfigError(f"cluster: message_s must not be negative, got {self.message_s}")
-        if self.servers and sum(server.num_boards for server in self.servers) != len(self.boards):
-            raise ConfigError(
-                f"cluster: its servers have {sum(server.num_boards for server in self.servers)} boards, "
-                f"and {len(self.boards)} are described"
-            )
+        require_range("cluster", least=0, message_s=self.message_s)
+        num_boards = sum(server.num_boards for server in self.servers) or max(1, len(self.boards))
+        if num_boards != len(self.boards):
+            raise ConfigError(f"cluster: needs {num_boards} boards, got {len(self.boards)}")
 
     @cached_property
     def _first_soc(self) -> tuple[int, ...]:
@@ -113,7 +100,7 @@ class Cluster:
         return tuple(accumulate((server.num_boards for server in self.servers), initial=0))
 
     def server_of(self, board: int) -> int:
-        """Return the index of the server that has a board; 0 where there is only one."""
+        """Return the index of the server that has a board; 0 if there is only one server."""
         return bisect_right(self._first_board, board) - 1 if self.servers else 0
 
     def socs_of(self, board: int) -> range:
@@ -140,7 +127,9 @@ class Cluster:
         """Return the directed links between two endpoints, in order; `ConfigError` for an unknown one."""
         if source == target:
             raise ConfigError(f"cluster {self.name}: a transfer from {source} to itself")
-        leaving, arriving = self._to_top(source, "tx", "up"), self._to_top(target, "rx", "down")
+        leaving = self._to_top(source, "tx", "up")
+        arriving = self._to_top(target, "rx", "down")
+        # Paths go up only as far as the lowest switch above both ends.
         num_links = {Tier.INTRA_BOARD: 1, Tier.INTER_BOARD: 2}.get(self.tier(source, target))
         return (*leaving[:num_links], *reversed(arriving[:num_links]))
 
@@ -151,12 +140,11 @@ class Cluster:
         near, far = self.board_of(source), self.board_of(target)
         if near == far:
             return Tier.INTRA_BOARD
-        return (
-            Tier.INTER_BOARD if self.server_of(near) == self.server_of(far) else Tier.INTER_SERVER
-        )
+        same_server = self.server_of(near) == self.server_of(far)
+        return Tier.INTER_BOARD if same_server else Tier.INTER_SERVER
 
     def _to_top(self, endpoint: Endpoint, port: str, uplink: str) -> tuple[str, ...]:
-        """Return the links from an endpoint to the switch that all share."""
+        """Return the links from an endpoint to the switch that all endpoints share."""
         if isinstance(endpoint, int):
             board = self.board_of(endpoint)
             links = f"soc{endpoint}/{port}", f"board{board}/{uplink}"

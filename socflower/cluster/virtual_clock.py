@@ -1,4 +1,4 @@
-"""Protocols between planners and the simulator of virtual time; neither imports the other, `scenario` joins them."""
+"""Protocols between planners and the simulator of virtual time: neither imports the other; `scenario` joins them."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,9 +32,10 @@ class Usage:
     def bytes_by_tier(self) -> dict[str, float]:
         """The bytes of every tier by its name, 0 without traffic; between servers only if there is some."""
         found = {tier.value: self.num_bytes.get(tier, 0.0) for tier in Tier}
-        return {
-            tier: count for tier, count in found.items() if count or tier != Tier.INTER_SERVER.value
-        }
+        # Most clusters have one server; their results have no entry for traffic between servers.
+        if not found[Tier.INTER_SERVER]:
+            del found[Tier.INTER_SERVER]
+        return found
 
     def __add__(self, other: "Usage") -> "Usage":
         """Return the usage of both, one after the other."""
@@ -49,9 +50,9 @@ class Usage:
         """Return the usage of `count` of these, one after the other."""
         return Usage(
             duration_s=self.duration_s * count,
-            soc_seconds={key: value * count for key, value in self.soc_seconds.items()},
-            energy_j={key: value * count for key, value in self.energy_j.items()},
-            num_bytes={key: value * count for key, value in self.num_bytes.items()},
+            soc_seconds=_scaled(self.soc_seconds, count),
+            energy_j=_scaled(self.energy_j, count),
+            num_bytes=_scaled(self.num_bytes, count),
         )
 
 
@@ -59,27 +60,23 @@ class Usage:
 class Pace:
     """The progress of SoCs in a repeated graph with independent parts, while speeds change.
 
-    SoCs of one part have equal progress. A repetition in progress when speeds change is finished at its initial speeds;
-    its part is then ahead of the clock.
+    SoCs of one part have equal progress. A repetition that is in progress when speeds change is finished at its initial
+    speeds; its part is then ahead of the clock.
     """
 
-    remaining: dict[int, int]  # repetitions that each SoC has not started
-    ahead_s: dict[int, float] = field(
-        default_factory=dict
-    )  # from the clock to the end of the repetition in progress
-    in_progress_w: dict[int, float] = field(
-        default_factory=dict
-    )  # each SoC's power during that time
-    ended_s: dict[int, float] = field(
-        default_factory=dict
-    )  # by the clock: when a SoC without remaining work ends
+    # Repetitions that each SoC has not started.
+    remaining: dict[int, int]
+    # Seconds from the clock to the end of the repetition in progress.
+    ahead_s: dict[int, float] = field(default_factory=dict)
+    # Each SoC's power during that time.
+    in_progress_w: dict[int, float] = field(default_factory=dict)
+    # Clock time at which a SoC without remaining work ends.
+    ended_s: dict[int, float] = field(default_factory=dict)
 
     @property
     def done(self) -> bool:
         """Whether all SoCs have finished."""
-        return not any(self.remaining.values()) and not any(
-            ahead_s > 0.0 for ahead_s in self.ahead_s.values()
-        )
+        return not any(self.remaining.values()) and max(self.ahead_s.values(), default=0.0) <= 0.0
 
 
 class VirtualClock(Protocol):
@@ -100,7 +97,7 @@ class VirtualClock(Protocol):
         ...
 
     def taken_socs(self) -> Collection[int]:
-        """Return the SoCs that users have now and training must not use."""
+        """Return the SoCs that users have taken; training must not use them."""
         ...
 
     def run(
@@ -108,7 +105,7 @@ class VirtualClock(Protocol):
     ) -> Usage:
         """Execute `graph` `repeat` times, repetitions overlapping as its dependencies allow, and advance.
 
-        With `head_start_s` the graph began so long ago, beside what was run since then, in which the SoCs that it uses
+        `head_start_s`: how long before now the graph started. It overlaps what ran since then, during which its SoCs
         were idle.
         """
         ...
@@ -122,12 +119,13 @@ class VirtualClock(Protocol):
         repeat: int,
         labels: tuple[str, str] = ("", ""),
     ) -> Usage | None:
-        """Execute `graph` so many times and `closing` once, without a barrier between them, and advance.
+        """Execute `graph` `repeat` times and `closing` once, without waiting for all between them, and advance.
 
-        For `closing` a SoC computes and sends when the last repetition has ended on the SoCs of its entry in `waits`.
-        Return None, and let no time pass, where that would be a barrier because all end together, where speeds or
-        users change before the end, and for rings so large that their rounds are not simulated one by one.
-        `labels` name both in the trace.
+        A SoC computes and sends for `closing` once the last repetition has ended on the SoCs of its entry in `waits`.
+        `labels` name both graphs in the trace.
+
+        Returns None, and lets no time pass, in three cases: all SoCs end together, so that nothing would overlap;
+        speeds or users change before the end; or rings are so large that their rounds are not simulated one by one.
         """
         ...
 
@@ -136,7 +134,7 @@ class VirtualClock(Protocol):
         ...
 
     def predicted_ends_s(self, graph: TaskGraph, *, repeat: int = 1) -> Mapping[int, float]:
-        """Return after how many seconds of such a run each SoC would have done its last repetition; no time passes."""
+        """Return after how many seconds of that run each SoC would end its last repetition; no time passes."""
         ...
 
     def run_while_steady(
@@ -144,7 +142,7 @@ class VirtualClock(Protocol):
     ) -> Usage:
         """Execute `graph` until speeds or users change, or all is done; advance `pace` and return the usage.
 
-        All tasks of `graph` are of SoCs in `pace`. It also ends once a part has done `at_most` repetitions.
+        Also ends once a part has done `at_most` repetitions. All tasks of `graph` belong to SoCs in `pace`.
         """
         ...
 
@@ -165,15 +163,15 @@ class DeviceDynamics(Protocol):
         ...
 
     def taken_socs(self) -> Collection[int]:
-        """Return the SoCs that users have now and training must not use."""
+        """Return the SoCs that users have taken; training must not use them."""
         ...
 
     def steady_s(self, power_w: Sequence[float]) -> float:
-        """Return how long these stay constant under this load (watts per SoC); `math.inf` if always."""
+        """Return how long speeds and users stay constant under this load (watts per SoC); `math.inf` if always."""
         ...
 
     def until_reading_s(self) -> float:
-        """Return the time until speeds may change at the earliest, whatever the load; `math.inf` if they never do."""
+        """Return the least time until speeds may change, under any load; `math.inf` if they never do."""
         ...
 
     def advance(self, duration_s: float, power_w: Sequence[float]) -> float:
@@ -191,3 +189,7 @@ class DeviceDynamics(Protocol):
 
 def _sum(left: Mapping[_Key, float], right: Mapping[_Key, float]) -> dict[_Key, float]:
     return {key: left.get(key, 0.0) + right.get(key, 0.0) for key in (*left, *right)}
+
+
+def _scaled(values: Mapping[_Key, float], count: int) -> dict[_Key, float]:
+    return {key: value * count for key, value in values.items()}

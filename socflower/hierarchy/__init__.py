@@ -1,4 +1,4 @@
-"""SoCFlow: group count, mapping, communication groups, delayed synchronisation, aggregation, and lowering.
+"""SoCFlow: group count, mapping, communication groups, delayed synchronisation, aggregation, and task graphs.
 
 Pure planners: from `cluster` values to frozen plans, and from plans to task graphs.
 """

@@ -17,16 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from socflower import _native
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 
 Tensor = NDArray[Any]
 Model = Mapping[str, Tensor]
 Average = TypeVar("Average")
 
-_THREADED_BYTES = (
-    32e6  # of all models together; below this, starting threads takes longer than they save
-)
-_NUM_THREADS = min(4, os.cpu_count() or 1)  # more threads do not increase memory throughput
+# Of all models together; below this, starting threads takes longer than they save.
+_THREADED_BYTES = 32e6
+# More threads do not increase memory throughput.
+_NUM_THREADS = min(4, os.cpu_count() or 1)
 
 
 def average_tensors(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
@@ -39,6 +39,7 @@ def average_tensors(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tenso
         )
     elif np.issubdtype(dtype, np.inexact):
         total = np.zeros(average.shape, np.result_type(dtype, np.float64))
+        # The order of the sum is fixed, so that results are bit-identical.
         for tensor, share in zip(tensors, shares, strict=True):
             total += tensor * total.dtype.type(share)
         np.copyto(average, total, casting="same_kind")
@@ -76,30 +77,26 @@ def averaged_by(
     models: Sequence[Model],
     weights: Sequence[float],
 ) -> dict[str, Average]:
-    """Like `weighted_average`, but with tensors computed by `average` and returned in its form, without a copy."""
+    """Return the result of `weighted_average`, with tensors computed and returned by `average`, without a copy."""
     shares = _shares(weights, len(models))
     _require_alike(models)
+    # Names are in the order of the first model.
     by_tensor = {name: [model[name] for model in models] for name in models[0]}
     if len(models) * sum(tensor.nbytes for tensor in models[0].values()) < _THREADED_BYTES:
         return {name: average(tensors, shares) for name, tensors in by_tensor.items()}
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         # Largest first, so that no thread starts a large tensor when the others have finished.
         order = sorted(by_tensor, key=lambda name: -by_tensor[name][0].nbytes)
-        averages = dict(
-            zip(
-                order,
-                threads.map(lambda name: average(by_tensor[name], shares), order),
-                strict=True,
-            )
-        )
+        done = threads.map(lambda name: average(by_tensor[name], shares), order)
+        averages = dict(zip(order, done, strict=True))
     return {name: averages[name] for name in by_tensor}
 
 
 def first_non_finite(model: Model, sent: Model | None = None) -> str | None:
     """Return the name of the first tensor that holds a NaN or an infinity, or None if all are finite.
 
-    Infinities that were in `sent` already are constants, such as the -inf of an attention mask; they do not count. A
-    NaN always does: it is of a training that diverged before.
+    Infinities that `sent` has too are constants, such as the -inf of an attention mask; they do not count. A NaN always
+    counts: the training diverged before.
     """
     for name, tensor in model.items():
         if not _is_finite(tensor) and not _is_infinite_by_design(tensor, (sent or {}).get(name)):
@@ -132,40 +129,29 @@ def is_native_float32(tensor: Tensor) -> bool:
 
 def _shares(weights: Sequence[float], num_models: int) -> list[float]:
     """Return `weights` divided by their sum; `ConfigError` unless they are `num_models` usable weights."""
-    if num_models == 0:
-        raise ConfigError("aggregation: need at least one model, got 0")
+    require_range("aggregation", least=1, num_models=num_models)
     if len(weights) != num_models:
-        raise ConfigError(
-            f"aggregation: need one weight per model, got {len(weights)} for {num_models} models"
-        )
+        raise ConfigError(f"aggregation: got {len(weights)} weights for {num_models} models")
     values = [float(weight) for weight in weights]
-    for index, value in enumerate(values):
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(
-                f"aggregation: weights[{index}] is {value}, need a finite number of at least 0"
-            )
+    named: dict[str, Any] = {f"weights[{index}]": value for index, value in enumerate(values)}
+    require_range("aggregation", least=0, **named)
     total = math.fsum(values)
-    if not 0 < total < math.inf:
-        raise ConfigError(
-            f"aggregation: the {num_models} weights sum to {total}, need a finite sum above 0"
-        )
+    require_range("aggregation", above=0, sum_of_weights=total)
     return [value / total for value in values]
 
 
 def _require_alike(models: Sequence[Model]) -> None:
     """Raise `ConfigError`, naming the tensor, unless all models have equal names, shapes and dtypes."""
-    first = models[0]
+    first = _forms(models[0])
     for index, model in enumerate(models[1:], start=1):
-        if model.keys() != first.keys():
-            name = next(iter(sorted(model.keys() ^ first.keys())))
-            having, lacking = (index, 0) if name in model else (0, index)
-            raise ConfigError(
-                f"aggregation: tensor '{name}' is in model {having} but not in model {lacking}"
-            )
-        for name, tensor in first.items():
-            other = model[name]
-            if other.shape != tensor.shape or other.dtype != tensor.dtype:
+        own = _forms(model)
+        for name in sorted(own.keys() | first.keys()):
+            form, expected = own.get(name, "missing"), first.get(name, "missing")
+            if form != expected:
                 raise ConfigError(
-                    f"aggregation: tensor '{name}' is {other.dtype}{list(other.shape)} in model {index} "
-                    f"but {tensor.dtype}{list(tensor.shape)} in model 0"
+                    f"aggregation: tensor {name!r} is {form} in model {index} and {expected} in model 0"
                 )
+
+
+def _forms(model: Model) -> dict[str, str]:
+    return {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in model.items()}

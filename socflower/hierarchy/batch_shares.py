@@ -14,7 +14,7 @@ ends where each t_i is within the mean time of one sample, t_i / n_i, of T.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,29 +28,28 @@ def split_batch(batch_size: int, capacities: Sequence[float]) -> tuple[int, ...]
     all members compute the same split. A member without capacity gets no samples. Raises `ConfigError` for a
     negative batch, and for capacities that are negative, not finite, or all zero.
     """
-    if batch_size < 0:
-        raise ConfigError(f"shares: batch_size must not be negative, got {batch_size}")
-    if not all(0.0 <= capacity < math.inf for capacity in capacities):
-        raise ConfigError(
-            f"shares: capacities must be finite and not negative, got {list(capacities)}"
-        )
-    largest = max(capacities, default=0.0)
-    if not largest > 0.0:
-        raise ConfigError(
-            f"shares: no member has capacity for {batch_size} samples, got {list(capacities)}; "
-            "give at least one above 0"
-        )
-    relative = [capacity / largest for capacity in capacities]  # their sum cannot overflow
+    require_range("shares", least=0, batch_size=batch_size)
+    require_capacities("shares", capacities)
+    largest = max(capacities)
+    # Relative to the largest, so that the sum cannot overflow.
+    relative = [capacity / largest for capacity in capacities]
     total = sum(relative)
     quotas = [batch_size * capacity / total for capacity in relative]
     shares = [math.floor(quota) for quota in quotas]
-    by_remainder = sorted(
-        (index for index, capacity in enumerate(relative) if capacity),
-        key=lambda index: (shares[index] - quotas[index], index),
-    )
+    able = [index for index, capacity in enumerate(relative) if capacity]
+    by_remainder = sorted(able, key=lambda index: (shares[index] - quotas[index], index))
+    # The rounded-down quotas leave fewer samples than there are members.
     for index in by_remainder[: batch_size - sum(shares)]:
         shares[index] += 1
     return tuple(shares)
+
+
+def require_capacities(where: str, capacities: Collection[float]) -> None:
+    """Raise `ConfigError` unless capacities are finite and not negative, and one is above 0."""
+    if not any(capacities) or not all(0.0 <= capacity < math.inf for capacity in capacities):
+        raise ConfigError(
+            f"{where}: capacities {list(capacities)} must be 0 or more, finite, and one above 0"
+        )
 
 
 _SETTLED = 0.2
@@ -60,16 +59,17 @@ _MAX_FOLLOW_UPS = 4
 """Most successive moves without patience; after that, patience applies again."""
 
 _FIRST_PROBE, _LAST_PROBE = 8, 128
-"""Observations between probes of a member without samples: initially and at most; each failed probe doubles them."""
+"""Observations between probes of a member without samples: at first and at most; each failed probe doubles them."""
 
 
 @dataclass(slots=True)
 class _Member:
-    rate: float  # basis of the shares; relative as given until the first move, then samples per second
-    recent: list[float] = field(
-        default_factory=list
-    )  # samples per second, observed under the present shares
-    num_idle: int = 0  # observations in a row without samples
+    # Basis of the shares; as given until the first move, then in samples per second.
+    rate: float
+    # Samples per second, observed under the present shares.
+    recent: list[float] = field(default_factory=list)
+    # Observations in a row without samples.
+    num_idle: int = 0
     probe_after: int = _FIRST_PROBE
 
     @property
@@ -82,21 +82,21 @@ class _Member:
 
 
 class CapacityFilter:
-    """Rates of members that follow only lasting changes; deterministic in the observations.
+    """Rates of members that follow only lasting changes (F20); deterministic in the observations.
 
-    A member's rate is the median of its newest `window` observations. Shares are constant until some member's
-    fraction of all rates has differed from its accepted fraction by more than `threshold`, relative and in either
-    direction, for `patience` successive observations. Then all rates are accepted, and again every few observations
-    until they agree to a fifth of the threshold, since fixed costs weigh more in small shares. So unequal shares cost
-    at most about `threshold` of a step.
+    A member's rate is the median of its newest `window` observations. Shares are constant until some member's fraction
+    of all rates has differed from its accepted fraction by more than `threshold`, relative and in either direction, for
+    `patience` successive observations. Then all rates are accepted, and again every few observations until they agree
+    to a fifth of the threshold, since fixed costs weigh more in small shares. So unequal shares cost at most about
+    `threshold` of a step.
 
     A member without samples for eight observations is due for a probe: the shares must give it at least one sample. If
-    it is no faster than assumed, the next probe comes after twice as many observations, at most 128; else it stays due
-    until it has been observed often enough. A member with nominal capacity 0 is always left out.
+    it is no faster than assumed, the next probe comes after twice as many observations, at most 128; otherwise it stays
+    due until it has been observed often enough. A member with nominal capacity 0 is always left out.
 
     Shares are also constant until all members with samples have been observed `enough` times under them: the median of
-    three observations ignores one outlier. Where each observation is the median of many steps, as in
-    `RingOutcome.rates`, `enough` and `patience` may be 1.
+    three observations ignores one outlier. If each observation is the median of many steps, as in `RingOutcome.rates`,
+    `enough` and `patience` may be 1.
 
     Parameters
     ----------
@@ -113,25 +113,12 @@ class CapacityFilter:
         window: int = 5,
         enough: int = 3,
     ) -> None:
-        if not all(0.0 <= capacity < math.inf for capacity in nominal.values()) or not any(
-            nominal.values()
-        ):
-            raise ConfigError(
-                "capacities: nominal values must be finite and not negative, and one above 0, got "
-                f"{dict(nominal)}"
-            )
-        require_range("capacities", above=0.0, advice="such as 0.1", threshold=threshold)
-        require_range("capacities", least=1, patience=patience)
-        if not 1 <= enough <= window:
-            raise ConfigError(
-                f"capacities: need 1 <= enough <= window, got enough = {enough}, window = {window}"
-            )
-        self._threshold, self._patience, self._window, self._enough = (
-            threshold,
-            patience,
-            window,
-            enough,
-        )
+        require_capacities("nominal", nominal.values())
+        require_range("capacities", above=0.0, threshold=threshold)
+        require_range("capacities", least=1, patience=patience, enough=enough)
+        require_range("capacities", least=enough, window=window)
+        self._threshold, self._patience = threshold, patience
+        self._window, self._enough = window, enough
         self._members = {ident: _Member(rate) for ident, rate in nominal.items()}
         self._num_away = self._num_follow_ups = 0
         self.num_noted = 0
@@ -156,11 +143,10 @@ class CapacityFilter:
         """
         unknown = passes.keys() - self._members.keys()
         if unknown:
-            raise ConfigError(
-                f"capacities: observed {sorted(unknown)}; the members are {sorted(self._members)}"
-            )
+            raise ConfigError(f"capacities: {sorted(unknown)} are not of {sorted(self._members)}")
         self.num_noted += 1
         observed: set[int] = set()
+        # Sorted, so that the result does not depend on the order of the replies.
         for ident in sorted(passes):
             if self._observe(self._members[ident], *passes[ident]):
                 observed.add(ident)
@@ -181,9 +167,7 @@ class CapacityFilter:
         """Restore the state of another filter of the same members; raises `ConfigError` for other members."""
         members = {ident: _Member(**values) for ident, values in state["members"]}
         if members.keys() != self._members.keys():
-            raise ConfigError(
-                f"capacities: a state of members {sorted(members)}; here are {sorted(self._members)}"
-            )
+            raise ConfigError(f"capacities: {sorted(members)} are not {sorted(self._members)}")
         self._members = members
         self._num_away, self._num_follow_ups = state["away"], state["to_mend"]
         self.num_noted, self.num_moves = state["noted"], state["moves"]
@@ -196,6 +180,7 @@ class CapacityFilter:
         rate = num_samples / seconds if num_samples > 0.0 and seconds > 0.0 else 0.0
         if not 0.0 < rate < math.inf:
             return False
+        # A member that is due stays so until its probe has succeeded or failed.
         if not member.is_due:
             member.num_idle, member.probe_after = 0, _FIRST_PROBE
         member.recent = [*member.recent, rate][-self._window :]
@@ -210,15 +195,14 @@ class CapacityFilter:
 
     def _decide(self, ready: set[int]) -> bool:
         """Move if it is due, by the members that had samples, all of which need enough observations."""
-        if len(ready) < 2 or any(
-            len(self._members[ident].recent) < self._enough for ident in ready
-        ):
+        fewest = min((len(self._members[ident].recent) for ident in ready), default=0)
+        if len(ready) < 2 or fewest < self._enough:
             return False
         away = self._distance(ready)
+        # Fixed costs weigh more in small shares, so the first move is only an approximation.
         if self._num_follow_ups:
-            self._num_follow_ups = (
-                self._num_follow_ups - 1 if away > _SETTLED * self._threshold else 0
-            )
+            is_settled = away <= _SETTLED * self._threshold
+            self._num_follow_ups = 0 if is_settled else self._num_follow_ups - 1
             moves = self._num_follow_ups > 0
         else:
             self._num_away = self._num_away + 1 if away > self._threshold else 0
@@ -234,13 +218,10 @@ class CapacityFilter:
         order = sorted(ready)
         accepted = _parts([self._members[ident].rate for ident in order])
         measured = _parts([_median(self._members[ident].recent) for ident in order])
-        return max(
-            (
-                max(old / new, new / old) - 1.0 if old and new else math.inf
-                for old, new in zip(accepted, measured, strict=True)
-            ),
-            default=0.0,
-        )
+        largest = 0.0
+        for old, new in zip(accepted, measured, strict=True):
+            largest = max(largest, max(old / new, new / old) - 1.0 if old and new else math.inf)
+        return largest
 
     def _move(self, ready: set[int]) -> None:
         """Accept the rates of `ready`; the others keep their rates relative to these."""
@@ -250,6 +231,7 @@ class CapacityFilter:
                 member.rate = _median(member.recent)
                 member.postpone_probe(_FIRST_PROBE)
             else:
+                # Absent members keep their place relative to the others.
                 member.rate *= scale
                 member.recent.clear()
         self._num_away = 0
@@ -260,9 +242,8 @@ class CapacityFilter:
         order = [ident for ident in sorted(ready) if self._members[ident].rate]
         if not order:
             return 1.0
-        return math.fsum(_median(self._members[ident].recent) for ident in order) / math.fsum(
-            self._members[ident].rate for ident in order
-        )
+        observed = math.fsum(_median(self._members[ident].recent) for ident in order)
+        return observed / math.fsum(self._members[ident].rate for ident in order)
 
 
 def _median(rates: list[float]) -> float:
@@ -273,6 +254,7 @@ def _parts(rates: list[float]) -> list[float]:
     largest = max(rates, default=0.0)
     if not largest > 0.0:
         return rates
-    relative = [rate / largest for rate in rates]  # their sum cannot overflow
+    # Relative to the largest, so that the sum cannot overflow.
+    relative = [rate / largest for rate in rates]
     total = math.fsum(relative)
     return [rate / total for rate in relative]

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from socflower.cluster import Endpoint, Gradient, GraphBuilder, bucket_starts
-from socflower.errors import ConfigError
+from socflower.errors import require_range
 
 PER_TENSOR, BUCKETS = "per-tensor", "buckets"
 FUSIONS = (PER_TENSOR, BUCKETS)
@@ -25,28 +25,25 @@ class Exchange:
 
     num_bytes: float
     num_tensors: int
-    fused: bool = False  # in one message instead of one for each tensor (F8a)
-    gradients: tuple[
-        Gradient, ...
-    ] = ()  # of the tensors, in the order in which they are sent; empty: not known
+    # Whether it is one message instead of one for each tensor (F8a).
+    fused: bool = False
+    # Of the tensors, in the order in which they are sent; empty: not known.
+    gradients: tuple[Gradient, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.num_bytes >= 0.0 or self.num_tensors < 1:
-            raise ConfigError(
-                f"exchange: need num_bytes >= 0 and num_tensors >= 1, got {self.num_bytes} and "
-                f"{self.num_tensors}"
-            )
+        require_range("exchange", least=0, num_bytes=self.num_bytes)
+        require_range("exchange", least=1, num_tensors=self.num_tensors)
 
     @property
     def num_messages(self) -> int:
-        """How many messages each transfer of it takes."""
+        """The number of messages of each transfer."""
         return 1 if self.fused else self.num_tensors
 
     def buckets(self, count: int) -> "tuple[Bucket, ...]":
-        """Return at most `count` buckets, as rings of real machines form them; no more than tensors.
+        """Return at most `count` buckets, no more than tensors, by the rule of real rings (F8a).
 
-        Where sizes of tensors are not known: of equal bytes, about equal numbers of tensors, and completed at equal
-        intervals of the backward pass.
+        If the sizes of tensors are not known, buckets have equal bytes and about equal numbers of tensors, and are
+        completed at equal intervals of the backward pass.
         """
         if self.gradients:
             starts = bucket_starts([gradient.num_bytes for gradient in self.gradients], count)
@@ -69,7 +66,7 @@ class Exchange:
         buckets: list[Bucket] = []
         done = 0.0
         for part in parts:
-            # What is computed after the last gradient, if anything, is waited for as well.
+            # The last bucket waits for the whole backward pass.
             done = (
                 1.0
                 if len(buckets) == len(parts) - 1
@@ -182,9 +179,9 @@ def gather(
     name: str,
     processor: str = "cpu",
 ) -> int:
-    """Add an upload from every leader but `center` to it; return the task that waits for all, and for its own.
+    """Add an upload to `center` from every other leader; return the task that waits for all of them.
 
-    `processor` is one of the center's.
+    `processor` is a processor of `center`.
     """
     uploads = [
         builder.transfer(
@@ -213,7 +210,7 @@ def scatter(
     after: int,
     name: str,
 ) -> dict[int, int]:
-    """Add a download from `center` to every other leader; return what ends each leader's wait."""
+    """Add a download from `center` to every other leader; return the task after which each leader has the model."""
     return {
         leader: after
         if leader == center
@@ -236,11 +233,10 @@ def broadcast(
     after: Sequence[int],
     name: str,
 ) -> dict[int, tuple[int, ...]]:
-    """Add a broadcast by a binomial tree from the first SoC to all, and return the last task of each: ceil(log2 n)
-    rounds.
+    """Add a broadcast by a binomial tree from the first SoC, in ceil(log2 n) rounds; return the last task of each SoC.
 
     Each holder is responsible for a range of `order`. It sends to the SoC in the middle, which takes over the second
-    half, and repeats this with the first half. With `order` contiguous by board, few of the sends cross boards.
+    half, and repeats this with the first half. If `order` is contiguous by board, few transfers cross boards.
     """
     needs = {order[0]: tuple(after)}
     for holder, receiver in _halvings(order):

@@ -55,6 +55,7 @@ def communication_groups(groups: Sequence[PlacedGroup]) -> tuple[tuple[int, ...]
     colours: dict[int, int] = {}
     for nodes in nx.connected_components(graph):
         chain = graph.subgraph(sorted(nodes))
+        # Greedy colouring may need three colours for a path, for which two suffice.
         if nx.is_bipartite(chain):
             found = nx.bipartite.color(chain)
             first = found[min(nodes)]

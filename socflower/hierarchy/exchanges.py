@@ -1,4 +1,4 @@
-"""How the groups of a plan exchange gradients, and their leaders models: as asked, or as predicted to be quickest."""
+"""How groups exchange gradients and leaders exchange models: as asked, or in the way predicted to be fastest."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,7 +57,7 @@ def unpredicted_exchanges(
     compression: str = NONE,
     kinds: Sequence[str] = KINDS,
 ) -> Exchanges:
-    """Return the choices where nothing tells what a step costs."""
+    """Return the choices if the cost of a step is not known."""
     return Exchanges(
         turns=choose_turns(plan, uplink_turns, None),
         leaders=choose_leaders(plan, leaders, None, compression, kinds),

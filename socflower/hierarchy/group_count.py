@@ -12,10 +12,10 @@ class GroupCountChoice:
     """The chosen number of groups, and the accuracies measured for it."""
 
     num_groups: int
-    accuracies: Mapping[
-        int, float
-    ]  # after the first epoch, by number of groups, in the order tried
-    stopped_at: int | None  # the first number of groups whose accuracy fell; None if none did
+    # After the first epoch, by number of groups, in the order tried.
+    accuracies: Mapping[int, float]
+    # The first number of groups whose accuracy fell; None if none did.
+    stopped_at: int | None
 
 
 @plain_numbers
@@ -25,8 +25,7 @@ def default_candidates(num_socs: int) -> tuple[int, ...]:
     Divisors of the number of SoCs are not preferred: groups whose sizes differ by one cost little, and the planner
     minimises the contention. Raises `ConfigError` below one SoC.
     """
-    if num_socs < 1:
-        raise ConfigError(f"group count: needs at least one SoC, got {num_socs}")
+    require_range("group count", least=1, num_socs=num_socs)
     return tuple(1 << exponent for exponent in range(num_socs.bit_length()))
 
 
@@ -41,24 +40,21 @@ def choose_group_count(
     """Return the largest number of groups before first-epoch accuracy drops clearly (F2).
 
     Candidates are tried in ascending order, each once; the smallest one's accuracy is the reference. The search ends at
-    the first candidate whose accuracy is more than `relative_drop` (a fraction of the reference) below the reference,
-    below the absolute `floor` while the reference is not, or NaN. The largest number is wanted because an epoch takes
-    less time with more groups.
+    the first candidate whose accuracy is NaN, or more than `relative_drop` (a fraction of the reference) below the
+    reference, or below the absolute `floor` while the reference is not. The largest number is best because an epoch
+    takes less time with more groups.
 
     Raises `ConfigError` for no candidates, candidates below 1 and settings outside [0, 1], `TrainingFailed` if
     the reference diverges.
     """
     ordered = sorted(set(candidates))
     if not ordered or ordered[0] < 1:
-        raise ConfigError(
-            f"group count: candidates must be one or more numbers of 1 or more, got {ordered}"
-        )
+        raise ConfigError(f"group count: candidates = {ordered} must be numbers of 1 or more")
     require_range("group count", least=0.0, most=1.0, relative_drop=relative_drop, floor=floor)
     reference = first_epoch_accuracy(ordered[0])
     if not reference >= 0.0:
         raise TrainingFailed(
-            f"group count: accuracy with {ordered[0]} groups is {reference} after the first "
-            "epoch; lower the learning rate"
+            f"group count: accuracy = {reference} with {ordered[0]} groups; lower the learning rate"
         )
     least = max((1.0 - relative_drop) * reference, floor if reference >= floor else 0.0)
     accuracies, best = {ordered[0]: reference}, ordered[0]

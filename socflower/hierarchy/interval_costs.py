@@ -1,4 +1,4 @@
-"""Costs of training under a plan: lowers intervals to task graphs, for strategies and for predictions."""
+"""Costs of training under a plan: intervals as task graphs on the clock, for strategies and for predictions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,17 +41,23 @@ class IntervalCosts:
     plan: GroupPlan
     profile: ModelProfile
     num_samples: int
-    batch_size: int  # of a group
+    # Of a group.
+    batch_size: int
     steps_per_epoch: int
-    uplink_turns: bool  # communication groups take turns; `choose_turns` says whether they should
+    # Whether communication groups take turns; `choose_turns` says whether they should.
+    uplink_turns: bool
     reshuffle: bool = True
     overlap_buckets: int = 1
-    pricing: Pricing = FP32  # of the arithmetic that members train in
+    # Of the arithmetic in which members train.
+    pricing: Pricing = FP32
     rebalancing: Rebalancing | None = None
-    leaders: str = STAR  # how leaders exchange models; `choose_leaders` says how they should
+    # How leaders exchange models; `choose_leaders` says how they should.
+    leaders: str = STAR
     leader_compression: str = NONE
-    fusion: str = PER_TENSOR  # how tensors are sent
-    hub_decides: bool = False  # whether an outer strategy makes the next model
+    # How tensors are sent.
+    fusion: str = PER_TENSOR
+    # Whether an outer strategy makes the next model.
+    hub_decides: bool = False
 
     @cached_property
     def _rates(self) -> tuple[float, ...]:
@@ -63,19 +69,13 @@ class IntervalCosts:
         return self.shares_of(self.plan, {})
 
     def shares_of(self, plan: GroupPlan, parts: Mapping[int, float]) -> Mapping[int, int]:
-        """Return the shares with fractions `parts` of nominal capacities; SoCs without an entry have all of it."""
-        return {
-            soc: share
-            for group in plan.groups
-            for soc, share in zip(
-                group.members,
-                split_batch(
-                    self.batch_size,
-                    [self._rates[soc] * parts.get(soc, 1.0) for soc in group.members],
-                ),
-                strict=True,
-            )
-        }
+        """Return the shares with fractions `parts` of nominal capacities; SoCs without an entry have all (F4)."""
+        shares: dict[int, int] = {}
+        for group in plan.groups:
+            capacities = [self._rates[soc] * parts.get(soc, 1.0) for soc in group.members]
+            own = split_batch(self.batch_size, capacities)
+            shares |= zip(group.members, own, strict=True)
+        return shares
 
     def require_memory(self, optimizer_copies: float = 0.0) -> None:
         """Raise `InfeasiblePlan` for a SoC with too little memory for its share; see `require_training_memory`."""
@@ -100,13 +100,13 @@ class IntervalCosts:
         pricings: Mapping[int, Pricing],
     ) -> Mapping[int, StepCost]:
         """Return the members' costs; `pricings` overrides the pricing of single groups."""
-        return {
-            soc: pricings.get(group.group_id, self.pricing).step_cost(
-                self.profile, self.cluster.device_of(soc), shares[soc]
-            )
-            for group in plan.groups
-            for soc in group.members
-        }
+        costs: dict[int, StepCost] = {}
+        for group in plan.groups:
+            pricing = pricings.get(group.group_id, self.pricing)
+            for soc in group.members:
+                device = self.cluster.device_of(soc)
+                costs[soc] = pricing.step_cost(self.profile, device, shares[soc])
+        return costs
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -144,9 +144,9 @@ class IntervalCosts:
         leaders: str | None = None,
         delays_s: Mapping[int, float] | None = None,
     ) -> TaskGraph | None:
-        """Return a synchronisation between groups, of all or of each server; None where no two groups take part.
+        """Return a synchronisation between all groups, or those of each server; None if no two groups take part.
 
-        `leaders` overrides how they exchange models, `delays_s` says how long after its beginning they have them.
+        `leaders` overrides how they exchange models. `delays_s`: how long after the start each leader has its model.
         """
         alone = max(map(len, self.plan.by_server.values())) == 1
         if len(self.plan.groups) == 1 or (alone and not across_servers):
@@ -163,19 +163,18 @@ class IntervalCosts:
         )
 
     def synchronisation_s(self, clock: VirtualClock, leaders: str) -> float:
-        """Return the predicted seconds of a synchronisation of all groups whose leaders exchange models in this way.
+        """Return the predicted seconds of a synchronisation of all groups with this kind of `leaders`.
 
-        They begin together: it is for comparing these ways, not for adding to the time of steps.
+        All groups start together, so it serves to compare kinds, not to add to the time of steps.
         """
         graph = self.synchronisation(leaders=leaders)
         return 0.0 if graph is None else clock.predicted_s(graph)
 
     def begins_with_deal(self, interval: SyncInterval) -> bool:
         """Return whether groups get other data at this interval's start; the first distribution is part of setup."""
-        is_new = (
-            interval.index > 0 and interval.first_step == interval.deal_epoch * self.steps_per_epoch
-        )
-        return self.reshuffle and is_new and len(self.plan.groups) > 1
+        is_new_epoch = interval.first_step == interval.deal_epoch * self.steps_per_epoch
+        is_dealt = is_new_epoch and interval.index > 0
+        return self.reshuffle and is_dealt and len(self.plan.groups) > 1
 
     def run(
         self,
@@ -186,21 +185,15 @@ class IntervalCosts:
     ) -> Usage:
         """Run an interval and the synchronisation at its end on the clock.
 
-        In a star or tree each leader sends its model as soon as its group has done its steps, in a ring all wait for
-        the slowest group. Where speeds or users change in the interval, or a group has a ring of more than 20 SoCs,
-        what slower groups exchange meanwhile does not share links with these models.
+        In a star or tree each leader sends its model as soon as its group has done its steps; in a ring all leaders
+        wait for the slowest group. If speeds or users change in the interval, or a group has a ring of more than 20
+        SoCs, these models do not share links with what slower groups exchange meanwhile.
 
         `phases` are needed if the cost of a step changed within the interval; together they have all its steps. On a
         clock with changing speeds, `capacities` are those in use at the start; they are updated to those at the end.
         """
-        usage = Usage()
-        if self.begins_with_deal(interval):
-            bytes_per_soc = (
-                self.num_samples / len(self.plan.participants) * self.profile.input_bytes
-            )
-            usage += clock.run(deal_graph(self.plan, bytes_per_soc), label="deal data")
+        usage = self._deal(clock) if self.begins_with_deal(interval) else Usage()
         labels = (f"to epoch {interval.epoch_end:g}", "synchronisation")
-        synchronisation = self.synchronisation(across_servers=interval.across_servers)
         steps_of = (
             partial(_ChangingSteps, self, clock, capacities or CapacitiesInUse(1.0))
             if clock.changes
@@ -210,25 +203,24 @@ class IntervalCosts:
         for before, own in earlier:
             usage += steps_of(own).run(before, labels[0])
         steps = steps_of(pricings)
-        is_overlapped = synchronisation is not None and self.leaders != RING
-        if (
-            synchronisation is not None
-            and is_overlapped
-            and (graph := steps.steady_graph()) is not None
-        ):
-            members = {group.leader: group.members for group in self.plan.groups}
+        synchronisation = self.synchronisation(across_servers=interval.across_servers)
+        if synchronisation is None:
+            return usage + steps.run(num_steps, labels[0])
+        graph = steps.steady_graph() if self.leaders != RING else None
+        # Simulated as a whole, so that models share links with the exchanges of slower groups.
+        if graph is not None:
+            waits = {group.leader: group.members for group in self.plan.groups}
             whole = clock.run_overlapped(
-                graph, synchronisation, members, repeat=num_steps, labels=labels
+                graph, synchronisation, waits, repeat=num_steps, labels=labels
             )
             if whole is not None:
                 return usage + whole
+        # Otherwise the steps run first, and early leaders get a head start.
         begin_s = clock.now_s
         usage += steps.run(num_steps, labels[0])
-        if synchronisation is None:
-            return usage
-        delays_s, head_start_s = (
-            self._delays_s(steps.ended_s(), begin_s, clock.now_s) if is_overlapped else ({}, 0.0)
-        )
+        head_start_s = 0.0
+        if self.leaders != RING:
+            delays_s, head_start_s = self._delays_s(steps.ended_s(), begin_s, clock.now_s)
         if head_start_s:
             synchronisation = self.synchronisation(
                 across_servers=interval.across_servers, delays_s=delays_s
@@ -236,15 +228,20 @@ class IntervalCosts:
             assert synchronisation is not None
         return usage + clock.run(synchronisation, label=labels[1], head_start_s=head_start_s)
 
+    def _deal(self, clock: VirtualClock) -> Usage:
+        """Distribute the training data among the SoCs again."""
+        bytes_per_soc = self.num_samples / len(self.plan.participants) * self.profile.input_bytes
+        return clock.run(deal_graph(self.plan, bytes_per_soc), label="deal data")
+
     def _delays_s(
         self,
         ended_s: Mapping[int, float],
         begin_s: float,
         now_s: float,
     ) -> tuple[Mapping[int, float], float]:
-        """Return how long after the first group the others have done their steps, by leader, and how long ago that was.
+        """Return by leader how long after the first group each group ended its steps, and how long ago the first ended.
 
-        Differences by rounding count as none.
+        Differences by rounding count as 0.
         """
         done_s = {
             group.leader: max(ended_s.get(soc, now_s) for soc in group.members)
@@ -275,13 +272,9 @@ class _SteadySteps:
         return self._clock.run(self._graph, repeat=num_steps, label=label)
 
     def ended_s(self) -> Mapping[int, float]:
-        """Return by the clock when each SoC had done its last step."""
-        return {
-            soc: self._begin_s + end_s
-            for soc, end_s in self._clock.predicted_ends_s(
-                self._graph, repeat=self._num_steps
-            ).items()
-        }
+        """Return the clock time at which each SoC ended its last step."""
+        ends_s = self._clock.predicted_ends_s(self._graph, repeat=self._num_steps)
+        return {soc: self._begin_s + end_s for soc, end_s in ends_s.items()}
 
 
 class _ChangingSteps:
@@ -301,48 +294,41 @@ class _ChangingSteps:
     ) -> None:
         self._work, self._clock, self._pricings = work, clock, pricings
         self._capacities = capacities
-        # Where data are not redistributed, shares are fixed by each member's data.
+        # If data are not redistributed, shares are fixed by each member's data.
         balancing = work.rebalancing if work.reshuffle else None
-        self._check_interval_steps = (
-            balancing.steps if balancing is not None and balancing.within_groups else 0
-        )
+        is_balanced = balancing is not None and balancing.within_groups
+        self._check_interval_steps = balancing.steps if balancing and is_balanced else 0
         self._graphs: dict[tuple[object, ...], TaskGraph] = {}
         self._ended_s: dict[int, float] = {}
 
     def steady_graph(self) -> TaskGraph | None:
-        """Return the graph of all steps if nothing changes; None where a SoC is preempted or shares are to change."""
-        plan, speeds = self._work.plan, self._clock.speed_factors()
-        measured = {soc: speeds[soc] for soc in plan.participants}
-        is_off = self._check_interval_steps > 0 and self._capacities.is_off(measured)
+        """Return the graph of all steps if nothing changes; None if a SoC is preempted or shares are to change."""
+        plan = self._work.plan
+        measured, is_off = self._measured(plan)
         if is_off or not measured.keys().isdisjoint(self._clock.taken_socs()):
             return None
         return self._graph(plan, plan.participants)
+
+    def _measured(self, plan: GroupPlan) -> tuple[dict[int, float], bool]:
+        """Return the speeds of a plan's SoCs, and whether shares should be adapted to them."""
+        speeds = self._clock.speed_factors()
+        measured = {soc: speeds[soc] for soc in plan.participants}
+        return measured, self._check_interval_steps > 0 and self._capacities.is_off(measured)
 
     def run(self, num_steps: int, label: str) -> Usage:
         """Run the steps."""
         work, clock, usage = self._work, self._clock, Usage()
         pace = Pace({soc: num_steps for soc in work.plan.participants})
-        num_behind = 0  # steps since the measured speeds deviated
+        # Steps since the measured speeds deviated from those in use.
+        num_behind = 0
         while not pace.done:
             present = without_members(work.plan, clock.taken_socs())
-            groups = tuple(
-                group
-                for group in present.groups
-                if any(
-                    pace.remaining[soc] or pace.ahead_s.get(soc, 0.0) > 0.0 for soc in group.members
-                )
-            )
-            if not groups:
+            plan = _unfinished(present, pace)
+            if not plan.groups:
                 usage += clock.idle(work.plan.participants)
                 continue
-            plan = replace(
-                present,
-                groups=groups,
-                participants=tuple(sorted(soc for group in groups for soc in group.members)),
-            )
-            speeds = clock.speed_factors()
-            measured = {soc: speeds[soc] for soc in plan.participants}
-            is_off = self._check_interval_steps > 0 and self._capacities.is_off(measured)
+            measured, is_off = self._measured(plan)
+            # A real ring notices a new speed only at its next check.
             if is_off and num_behind >= self._check_interval_steps:
                 self._capacities.take(measured)
                 is_off, num_behind = False, 0
@@ -360,19 +346,18 @@ class _ChangingSteps:
         return usage
 
     def ended_s(self) -> Mapping[int, float]:
-        """Return by the clock when each SoC had done its last step."""
+        """Return the clock time at which each SoC ended its last step."""
         return self._ended_s
 
     def _align_members(self, pace: Pace, worked: GroupPlan) -> None:
         """Set the progress of preempted members to that of their groups."""
         members_of = {group.group_id: group.members for group in self._work.plan.groups}
         for group in worked.groups:
-            present = group.members[0]  # all present members have equal progress
+            # All present members have equal progress.
+            present = group.members[0]
             for soc in members_of[group.group_id]:
-                pace.remaining[soc], pace.ahead_s[soc] = (
-                    pace.remaining[present],
-                    pace.ahead_s.get(present, 0.0),
-                )
+                pace.remaining[soc] = pace.remaining[present]
+                pace.ahead_s[soc] = pace.ahead_s.get(present, 0.0)
                 if present in pace.ended_s:
                     pace.ended_s[soc] = pace.ended_s[present]
 
@@ -391,3 +376,14 @@ class _ChangingSteps:
             )
             self._graphs[key] = replace(graph, participants=present)
         return self._graphs[key]
+
+
+def _unfinished(plan: GroupPlan, pace: Pace) -> GroupPlan:
+    """Return the plan of the groups whose members have steps left or in progress."""
+    groups = [
+        group
+        for group in plan.groups
+        if any(pace.remaining[soc] or pace.ahead_s.get(soc, 0.0) > 0.0 for soc in group.members)
+    ]
+    members = sorted(soc for group in groups for soc in group.members)
+    return replace(plan, groups=tuple(groups), participants=tuple(members))

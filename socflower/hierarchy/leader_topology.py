@@ -1,4 +1,4 @@
-"""How the leaders of groups exchange their models (F8): in a ring, in a tree of boards and servers, or in a star."""
+"""How the leaders of groups exchange their models (F8): in a ring, in a tree over boards and servers, or in a star."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +14,16 @@ AUTO = "auto"
 
 NONE, FP16, INT8 = "none", "fp16", "int8"
 COMPRESSIONS = (NONE, FP16, INT8)
-"""In which leaders exchange the changes of their models; see `peers/leaders/model_changes.py`."""
+"""Formats of the model changes that leaders exchange; see `peers/leaders/model_changes.py`."""
 
 COMPRESSING = (RING, TREE)
-"""The kinds of exchange that can be compressed: of the star, every reply to the hub would have to be."""
+"""The kinds of exchange that can be compressed; in a star every reply to the hub would have to be."""
 
-MOST_GROUPS_INT8 = 63  # of which each has a sign and a zero among the levels of a byte's sum
-_STEP_ELEMENTS = 4096  # of a block that shares a step
+MOST_GROUPS_INT8 = 63
+"""Limit of an int8 sum: each group needs a sign and a zero among the levels of a byte."""
+
+_STEP_ELEMENTS = 4096
+"""Elements of a block that share a quantisation step."""
 
 ASKED, PREDICTED, ALONE, NOT_PREDICTED = "asked", "predicted", "one-group", "not-predicted"
 
@@ -31,9 +34,8 @@ class LeaderExchange:
 
     kind: str = STAR
     decided_by: str = ASKED
-    predicted_s: Mapping[str, float] = field(
-        default_factory=dict
-    )  # of a synchronisation of all groups, by kind
+    # Of a synchronisation of all groups, by kind.
+    predicted_s: Mapping[str, float] = field(default_factory=dict)
     compression: str = NONE
 
     def to_document(self) -> dict[str, Any]:
@@ -53,29 +55,24 @@ def choose_leaders(
     compression: str = NONE,
     kinds: Sequence[str] = KINDS,
 ) -> LeaderExchange:
-    """Return the kind that is asked for, or with "auto" that of `kinds` for which `predict` returns the fewest seconds.
+    """Return the kind that is asked for, or with "auto" the one of `kinds` for which `predict` returns the least (F8).
 
-    On a tie, and without `predict`, it is the first of `kinds`; with compression, of those that have it. Raises
-    `ConfigError` for an unknown kind, and for more groups than eight bits can sum.
+    On a tie, and without `predict`, it is the first of `kinds`. With compression, only kinds that can be compressed are
+    candidates. Raises `ConfigError` for an unknown kind, and for more groups than eight bits can sum.
     """
     if asked not in (AUTO, *KINDS):
-        raise ConfigError(
-            f"leaders = {asked!r} is unknown; use {', '.join(map(repr, (AUTO, *KINDS)))}"
-        )
+        known = ", ".join(map(repr, (AUTO, *KINDS)))
+        raise ConfigError(f"leaders = {asked!r} is unknown; use {known}")
     if compression == INT8 and len(plan.groups) > MOST_GROUPS_INT8:
         raise ConfigError(
-            f"leader_compression = {INT8!r} sums at most {MOST_GROUPS_INT8} groups, and there are "
-            f"{len(plan.groups)}; use {FP16!r}, or fewer groups"
+            f"leader_compression = {INT8!r} sums at most {MOST_GROUPS_INT8} groups, not {len(plan.groups)}"
         )
     if asked != AUTO:
         return LeaderExchange(kind=asked, decided_by=ASKED, compression=compression)
     kinds = kinds if compression == NONE else COMPRESSING
     if len(plan.groups) == 1 or predict is None:
-        return LeaderExchange(
-            kind=kinds[0],
-            decided_by=ALONE if len(plan.groups) == 1 else NOT_PREDICTED,
-            compression=compression,
-        )
+        reason = ALONE if len(plan.groups) == 1 else NOT_PREDICTED
+        return LeaderExchange(kind=kinds[0], decided_by=reason, compression=compression)
     predicted_s = {kind: predict(kind) for kind in kinds}
     best = min(kinds, key=predicted_s.__getitem__)
     return LeaderExchange(
@@ -84,9 +81,10 @@ def choose_leaders(
 
 
 def tree_levels(places: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    """Return which leaders meet at each level of a tree, as positions; the first of those that meet sums for them.
+    """Return which leaders exchange at each level of a tree, as tuples of positions; the first of a tuple sums for all.
 
-    `places` are where leaders are, such as (board, server), narrowest first; at the last level all that are left meet.
+    `places` has the place of each leader, such as (board, server), narrowest first. At the last level all leaders that
+    are left exchange.
     """
     present, levels = list(range(len(places))), []
     for level in range(len(places[0]) + 1):
@@ -94,20 +92,19 @@ def tree_levels(places: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]
         for position in present:
             meeting.setdefault((*places[position], 0)[level], []).append(position)
         levels.append([tuple(own) for own in meeting.values()])
+        # Only the leaders that sum exchange at the next level.
         present = [own[0] for own in meeting.values()]
     return levels
 
 
 def compression_fault(leaders: str, compression: str) -> str:
-    """Return why leaders that exchange in this way cannot compress, and the way out; empty if they can."""
+    """Return why leaders of this kind cannot compress; empty if they can."""
     if compression == NONE or leaders in (AUTO, *COMPRESSING):
         return ""
-    return (
-        f"leader_compression = {compression!r} is for leaders = {' or '.join(map(repr, (*COMPRESSING, AUTO)))}, "
-        f"and leaders is {leaders!r}; set one of them, or leave the compression out"
-    )
+    able = " or ".join(map(repr, (*COMPRESSING, AUTO)))
+    return f"leader_compression = {compression!r} needs leaders = {able}, not {leaders!r}"
 
 
 def exchanged_bytes(num_bytes: float, compression: str) -> float:
-    """Return what leaders exchange of a float32 model of `num_bytes`: half of it, or a quarter and the steps."""
+    """Return the bytes exchanged for a float32 model of `num_bytes`: all, half, or a quarter and the steps."""
     return num_bytes * {NONE: 1.0, FP16: 1 / 2, INT8: 1 / 4 + 1 / _STEP_ELEMENTS}[compression]

@@ -22,10 +22,13 @@ class Group:
     """A logical group: SoCs that train synchronously, in the order of their ring."""
 
     group_id: int
-    members: tuple[int, ...]  # SoC indices, contiguous by board: one flow each way per uplink
+    # SoC indices, contiguous by board, so that the ring has one flow each way per uplink.
+    members: tuple[int, ...]
     leader: int
-    boards: tuple[int, ...]  # ascending
-    server: int = 0  # that has its boards; 0 where groups span servers
+    # Ascending.
+    boards: tuple[int, ...]
+    # The server that has its boards; 0 if groups span servers.
+    server: int = 0
 
     @property
     def split(self) -> bool:
@@ -39,13 +42,16 @@ class GroupPlan:
     """All groups of a cluster, as strategies, the simulator and the real runtime execute them."""
 
     groups: tuple[Group, ...]
-    communication_groups: tuple[
-        tuple[int, ...], ...
-    ]  # group ids; conflicting groups in different ones (F6)
-    contention: int  # C of F5: split groups on the fullest board
-    slots_per_board: tuple[int, ...]  # slots available for training
-    participants: tuple[int, ...]  # all members, ascending
-    proven_optimal: bool  # no mapping has a smaller objective (F5) in any server
+    # Group ids; conflicting groups are in different communication groups (F6).
+    communication_groups: tuple[tuple[int, ...], ...]
+    # C of F5: split groups on the fullest board.
+    contention: int
+    # Slots available for training.
+    slots_per_board: tuple[int, ...]
+    # All members, ascending.
+    participants: tuple[int, ...]
+    # Whether no mapping has a smaller objective (F5) in any server.
+    proven_optimal: bool
 
     @property
     def by_server(self) -> Mapping[int, Sequence[Group]]:
@@ -85,22 +91,16 @@ def plan_groups(
 ) -> GroupPlan:
     """Return `num_groups` groups of `num_socs` SoCs (default all): mapping by F5, turns by F6, leaders by F8.
 
-    No group spans servers, unless there are fewer groups than servers: then all boards count as one server's.
+    No group spans servers, unless there are fewer groups than servers: then all boards count as those of one server.
 
-    `capacities`, one per SoC of the cluster in any unit (rates, speed factors): a SoC at 0 is unavailable, the
-    slowest SoCs stay idle first, and the SoCs of a board are assigned so that groups are about equally fast (F20).
+    `capacities` has one entry per SoC of the cluster, in any unit. A SoC at 0 is unavailable, the slowest SoCs stay
+    idle first, and the SoCs of a board are assigned so that groups are about equally fast (F20).
 
     Raises `InfeasiblePlan` for more groups than SoCs or more SoCs than slots, `ConfigError` for capacities that
     are negative, not finite or of the wrong number.
     """
     capacities = (1.0,) * cluster.num_socs if capacities is None else capacities
-    if len(capacities) != cluster.num_socs or not all(
-        0.0 <= value < math.inf for value in capacities
-    ):
-        raise ConfigError(
-            f"plan: need {cluster.num_socs} capacities, finite and not negative, got "
-            f"{list(capacities)}"
-        )
+    require_one_per_soc("plan", cluster, capacities)
     available = {
         board: [soc for soc in cluster.socs_of(board) if capacities[soc] > 0.0]
         for board in range(len(cluster.boards))
@@ -108,12 +108,12 @@ def plan_groups(
     board_of = {soc: board for board, socs in available.items() for soc in socs}
     slots = tuple(map(len, available.values()))
     placement, servers = map_to_servers(_by_server(cluster, slots), num_groups, num_socs)
-    members = deal_in_order(placement.groups, fastest_socs(placement.groups, available, capacities))
+    # The placement says how many SoCs a group has on each board; now they are chosen.
+    chosen = fastest_socs(placement.groups, available, capacities)
+    members = deal_in_order(placement.groups, chosen)
     members = balance_capacities(members, board_of, capacities)
-    groups = tuple(
-        _group(group_id, socs, board_of, server)
-        for group_id, (socs, server) in enumerate(zip(members, servers, strict=True))
-    )
+    placed = enumerate(zip(members, servers, strict=True))
+    groups = tuple(_group(group_id, socs, board_of, server) for group_id, (socs, server) in placed)
     return GroupPlan(
         groups=groups,
         communication_groups=communication_groups(groups),
@@ -160,18 +160,24 @@ def plan_without(
 ) -> GroupPlan:
     """Return a plan of the SoCs of `whole` that are not away, by the same rules (F5, F6); `whole` if none is away.
 
-    It has as many groups as `whole`, or one per SoC if there are fewer SoCs. SoCs that are idle in `whole` stay idle:
-    they have no nodes. `capacities` has one entry for each SoC of the cluster. Raises `InfeasiblePlan` if all are away.
+    It has as many groups as `whole`, or one per SoC if there are fewer SoCs. SoCs that are idle in `whole` have no
+    nodes, so they stay idle. `capacities` has one entry for each SoC of the cluster. Raises `InfeasiblePlan` if all are
+    away.
     """
     present = [soc for soc in whole.participants if soc not in away]
     if len(present) == len(whole.participants):
         return whole
     if not present:
-        raise InfeasiblePlan("no SoC is left to train: all are gone, or preempted by their users")
-    available = set(present)
-    return plan_groups(
-        cluster,
-        min(len(whole.groups), len(present)),
-        None,
-        [capacity if soc in available else 0.0 for soc, capacity in enumerate(capacities)],
-    )
+        raise InfeasiblePlan("no SoC is left to train: all have gone or are preempted")
+    left = set(present)
+    rates = [capacity if soc in left else 0.0 for soc, capacity in enumerate(capacities)]
+    return plan_groups(cluster, min(len(whole.groups), len(present)), None, rates)
+
+
+def require_one_per_soc(where: str, cluster: Cluster, capacities: Sequence[float]) -> None:
+    """Raise `ConfigError` unless there is a capacity of 0 or more, finite, for each SoC of the cluster."""
+    usable = [capacity for capacity in capacities if 0.0 <= capacity < math.inf]
+    if len(usable) != cluster.num_socs or len(capacities) != len(usable):
+        raise ConfigError(
+            f"{where}: need {cluster.num_socs} capacities of 0 or more, got {list(capacities)}"
+        )

@@ -1,39 +1,32 @@
 """Re-balancing: shares in a group follow measured capacities (F4), and SoCs of one board change groups (F20)."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from socflower.cluster import Cluster
 from socflower.errors import ConfigError, require_range
+from socflower.field_rules import checked
 from socflower.hierarchy.mapping.placement import balance_capacities
-from socflower.hierarchy.plan import GroupPlan
-from socflower.plain_numbers import plain_numbers
+from socflower.hierarchy.plan import GroupPlan, require_one_per_soc
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class Rebalancing:
-    """Settings of re-balancing by measured capacities, and its tolerance.
+    """Settings of re-balancing by measured capacities, and its tolerance (F20).
 
     With `within_groups`, shares of a group's batch are adapted every `steps` steps (0: only between intervals). With
-    `across_groups`, SoCs of one board change groups between intervals, and shares are adapted then in any case, since
+    `across_groups`, SoCs of one board change groups between intervals; shares are adapted then in any case, since
     otherwise no swap would make a group faster. A capacity that differs by at most `tolerance`, relative, from the one
     in use counts as unchanged, and a change of groups must speed up the slowest one by more than `tolerance`.
     """
 
     within_groups: bool = True
     across_groups: bool = True
-    steps: int = 10
-    tolerance: float = 0.05
-
-    def __post_init__(self) -> None:
-        if self.steps < 0:
-            raise ConfigError(
-                f"re-balancing: steps = {self.steps} must not be negative; 0 means only between "
-                "intervals"
-            )
-        require_range("re-balancing", above=0.0, below=1.0, tolerance=self.tolerance)
+    steps: Annotated[int, Field(ge=0)] = 10
+    tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.05
 
 
 @dataclass(slots=True)
@@ -59,11 +52,8 @@ class CapacitiesInUse:
         return moved
 
     def _is_off(self, soc: int, part: float) -> bool:
-        if not 0.0 < part < math.inf:
-            raise ConfigError(
-                f"re-balancing: SoC {soc} has a measured capacity of {part} of its nominal one; need one "
-                "above 0"
-            )
+        named: dict[str, Any] = {f"capacity of SoC {soc}": part}
+        require_range("re-balancing", above=0.0, **named)
         return abs(part / self.part(soc) - 1.0) > self.tolerance
 
 
@@ -74,19 +64,14 @@ def reordered(
 
     The number of SoCs of each group on each board is unchanged, and so are contention and communication groups (F5,
     F6). Leaders stay in their groups, since they hold the optimiser state. Returns `plan` itself unless the slowest
-    group gains more than `min_gain`.
-    `capacities` has one entry for each SoC of the cluster.
+    group gains more than `min_gain`. `capacities` has one entry for each SoC of the cluster.
     """
-    if len(capacities) != cluster.num_socs:
-        raise ConfigError(
-            f"re-balancing: need {cluster.num_socs} capacities, got {len(capacities)}"
-        )
+    require_one_per_soc("re-balancing", cluster, capacities)
     board_of = {soc: cluster.board_of(soc) for soc in plan.participants}
     leaders = {group.leader for group in plan.groups}
-    members = balance_capacities(
-        [group.members for group in plan.groups], board_of, capacities, fixed=leaders
-    )
-    before = slowest(capacities, (group.members for group in plan.groups))
+    present = [group.members for group in plan.groups]
+    members = balance_capacities(present, board_of, capacities, fixed=leaders)
+    before = slowest(capacities, present)
     if slowest(capacities, members) <= before * (1.0 + min_gain):
         return plan
     groups = tuple(
@@ -107,9 +92,9 @@ def with_members(plan: GroupPlan, members: Sequence[Sequence[int]]) -> GroupPlan
         replace(group, members=tuple(socs))
         for group, socs in zip(plan.groups, members, strict=True)
     )
-    if sorted(soc for group in groups for soc in group.members) != list(plan.participants) or any(
-        group.leader not in group.members for group in groups
-    ):
+    socs = sorted(soc for group in groups for soc in group.members)
+    is_led = all(group.leader in group.members for group in groups)
+    if socs != list(plan.participants) or not is_led:
         raise ConfigError(
             f"re-balancing: members {[list(socs) for socs in members]} are not those of this plan"
         )
@@ -130,8 +115,5 @@ def without_members(plan: GroupPlan, taken: Iterable[int]) -> GroupPlan:
         if members:
             leader = group.leader if group.leader in members else members[0]
             groups.append(replace(group, members=members, leader=leader))
-    return replace(
-        plan,
-        groups=tuple(groups),
-        participants=tuple(soc for soc in plan.participants if soc not in gone),
-    )
+    participants = tuple(soc for soc in plan.participants if soc not in gone)
+    return replace(plan, groups=tuple(groups), participants=participants)

@@ -1,4 +1,4 @@
-"""Lowering a plan to task graphs: a training step of all groups, and a synchronisation between them.
+"""Task graphs of a plan: a training step of all groups, and a synchronisation between them.
 
 The graphs define dependencies and costs; the clock determines the times.
 """
@@ -48,15 +48,14 @@ def step_graph(
     require_range("step", least=1, overlap_buckets=overlap_buckets)
     missing = [soc for soc in plan.participants if soc not in costs]
     if missing:
-        raise ConfigError(
-            f"step: members {missing} have no cost; give one for each of the plan's participants"
-        )
+        raise ConfigError(f"step: members {missing} have no cost")
     builder = GraphBuilder()
     turn_of = {
         group_id: turn for turn, ids in enumerate(plan.communication_groups) for group_id in ids
     }
     neighbours = conflicts(plan.groups) if uplink_turns else {}
-    first: dict[int, tuple[int, ...]] = {}  # the transfers that begin a group's exchange
+    # The transfers that begin and end a group's exchange.
+    first: dict[int, tuple[int, ...]] = {}
     last: dict[int, tuple[int, ...]] = {}
     for group in sorted(plan.groups, key=lambda group: (turn_of[group.group_id], group.group_id)):
         before = [
@@ -178,19 +177,20 @@ def synchronisation_graph(
     compression: str = NONE,
     delays_s: Mapping[int, float] | None = None,
 ) -> TaskGraph:
-    """Return a synchronisation between groups (F8): leaders exchange models, then each hands the mean to its group.
+    """Return a synchronisation between groups (F8): leaders exchange models, then each sends the mean to its group.
 
-    `leaders` is how they do: in a "ring" all-reduce in the order of the plan; in a "tree", by uploads to the first
-    leader of each board, of each server and of all, and downloads the same way back; or in a "star" at the hub, in
-    which, where groups are in several servers, the leader of each server's first group takes the hub's place for its
-    server. With `across_servers` servers exchange too, and the hub gets one model from a ring or tree. With
-    `hub_decides` it makes the next model of that, as an outer strategy does, and sends it back to all leaders.
-    `compression` is that of what leaders exchange among themselves, not of models to or from the hub or in groups.
+    `leaders` is the kind of exchange. "ring": an all-reduce in the order of the plan. "tree": uploads to the first
+    leader of each board, of each server and of all, and downloads the same way back. "star": at the hub; if groups are
+    in several servers, the leader of each server's first group replaces the hub for its server.
 
-    A leader has its model `delays_s` after the beginning; without an entry, and in a ring, it has it at once.
+    With `across_servers` servers exchange too, and the hub gets one model from a ring or tree. With `hub_decides` the
+    hub makes the next model of it, as an outer strategy does, and sends it back to all leaders. `compression` applies
+    to what leaders exchange among themselves, not to models to or from the hub or in groups.
+
+    A leader has its model `delays_s` after the start; without an entry, and in a ring, it has it at once.
     """
     builder = GraphBuilder()
-    # At the hub, where a delay costs no energy, each with a processor of its own.
+    # Delays are tasks of the hub, where they cost no energy, each on a processor of its own.
     ready: Arrivals = {
         leader: (builder.compute("steps", HUB, delay_s, processor=f"waits for SoC {leader}"),)
         for leader, delay_s in (delays_s or {}).items()
@@ -317,7 +317,7 @@ def _through_hub(
     *,
     hub_decides: bool,
 ) -> Arrivals:
-    """Add the upload of the mean by the first leader, and where the hub decides, the next model's way to all."""
+    """Add the upload of the mean by the first leader and, if the hub decides, the download of the next model to all."""
     first = leaders[0]
     uploaded = builder.transfer(
         "model to the hub",
@@ -365,8 +365,7 @@ def exchange_graph(
     """Return a single gradient exchange among SoCs; with kind "server" the first SoC is the server."""
     if kind not in ("ring", "server") or len(socs) < 2:
         raise ConfigError(
-            f"exchange: kind = {kind!r} among {len(socs)} SoCs; need 'ring' or 'server' among 2 "
-            "or more"
+            f"exchange: {len(socs)} SoCs by {kind!r}; use 'ring' or 'server', 2 SoCs or more"
         )
     builder = GraphBuilder()
     add = ring_all_reduce if kind == "ring" else server_exchange

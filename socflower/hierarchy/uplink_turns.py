@@ -1,13 +1,13 @@
 """Whether communication groups take turns (F6), decided by the predicted time of a step with and without turns.
 
-Turns overlap computation with exchanges, and cost time where uplinks are idle while messages are handled (F7).
+Turns overlap computation with exchanges, but uplinks are idle while messages are handled (F7).
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from socflower.cluster import VirtualClock
+from socflower.cluster import TaskGraph, VirtualClock
 from socflower.errors import ConfigError
 from socflower.hierarchy.communication_groups import conflicts
 from socflower.hierarchy.interval_costs import IntervalCosts
@@ -50,11 +50,13 @@ def step_times(work: IntervalCosts, lengths: Mapping[int, int], clock: VirtualCl
     `lengths` maps a number of steps to the number of intervals with that many.
     """
     num_steps = sum(length * count for length, count in lengths.items())
-    with_turns_s, without_turns_s = (
-        sum(count * clock.predicted_s(graph, repeat=length) for length, count in lengths.items())
-        / num_steps
-        for graph in (work.step(uplink_turns=True), work.step(uplink_turns=False))
-    )
+
+    def mean_s(graph: TaskGraph) -> float:
+        times_s = (count * clock.predicted_s(graph, repeat=n) for n, count in lengths.items())
+        return sum(times_s) / num_steps
+
+    with_turns_s = mean_s(work.step(uplink_turns=True))
+    without_turns_s = mean_s(work.step(uplink_turns=False))
     return StepTimes(with_turns_s=with_turns_s, without_turns_s=without_turns_s)
 
 
@@ -68,9 +70,8 @@ def choose_turns(
     value of `uplink_turns`.
     """
     if not isinstance(uplink_turns, bool) and uplink_turns != AUTO:
-        raise ConfigError(
-            f"uplink_turns = {uplink_turns!r} is unknown; use true, false or {AUTO!r}"
-        )
+        raise ConfigError(f"uplink_turns = {uplink_turns!r} must be true, false or {AUTO!r}")
+    # Without a shared uplink, turns would only delay exchanges.
     if not any(conflicts(plan.groups).values()):
         return UplinkTurns(enabled=False, decided_by=NO_SHARED_UPLINK)
     if isinstance(uplink_turns, bool):

@@ -1,6 +1,6 @@
 """Batches of any form: tensors in tuples, lists and dicts, as a collate function returns them.
 
-The first dimension of every tensor counts samples. `()` is the batch of none.
+The first dimension of every tensor counts samples. `()` is the batch without samples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,14 +24,11 @@ def num_samples(batch: Batch) -> int:
 
 
 def pair_of(batch: Batch, reader: str) -> tuple[Tensor, Tensor]:
-    """Return `batch` as a pair (inputs, labels) of tensors; `ConfigError` in the name of `reader` if it is none."""
+    """Return `batch` as a pair (inputs, labels) of tensors; `ConfigError` in the name of `reader` for other batches."""
     if not num_samples(batch):
         return torch.empty(0), torch.empty(0, dtype=torch.int64)
-    if (
-        isinstance(batch, tuple | list)
-        and len(batch) == 2
-        and all(isinstance(part, Tensor) for part in batch)
-    ):
+    is_pair = isinstance(batch, tuple | list) and len(batch) == 2
+    if is_pair and all(isinstance(part, Tensor) for part in batch):
         return batch[0], batch[1]
     raise ConfigError(
         f"{reader}: takes batches (inputs, labels) of two tensors, and the data give {form_of(batch)}; "
@@ -40,21 +37,19 @@ def pair_of(batch: Batch, reader: str) -> tuple[Tensor, Tensor]:
 
 
 def concatenated(batches: Sequence[Batch]) -> Batch | None:
-    """Return one batch of all samples, or None if forms, shapes or types differ, as those of padded sequences do."""
+    """Return one batch of all samples, or None if forms, shapes or types differ, as for padded sequences."""
     if len({_signature(batch) for batch in batches}) != 1:
         return None
     return _combine(batches, lambda tensors: torch.cat(tensors) if tensors[0].dim() else tensors[0])
 
 
 def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
-    """Return the batches of the first, the next, ... `sizes` samples."""
+    """Return consecutive parts of a batch with `sizes` samples."""
 
     def rows(first: int, end: int) -> Batch:
-        return (
-            mapped(batch, lambda tensor: tensor[first:end] if tensor.dim() else tensor)
-            if end > first
-            else NOTHING
-        )
+        if first == end:
+            return NOTHING
+        return mapped(batch, lambda tensor: tensor[first:end] if tensor.dim() else tensor)
 
     return [rows(first, end) for first, end in pairwise(accumulate(sizes, initial=0))]
 
@@ -65,7 +60,7 @@ def mapped(batch: Batch, change: Callable[[Tensor], Any]) -> Batch:
 
 
 def output_entry(output: Any, name: str) -> Any:
-    """Return what a model calls `name`, such as its loss: of a dict the entry, else the attribute; None without."""
+    """Return a dict's entry or an attribute of a model's output, such as its loss; None without it."""
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
@@ -91,13 +86,9 @@ def tensors_in(batch: Batch) -> list[Tensor]:
     """Return the tensors of `batch` in order."""
     if isinstance(batch, Tensor):
         return [batch]
-    parts = (
-        batch.values()
-        if isinstance(batch, Mapping)
-        else batch
-        if isinstance(batch, tuple | list)
-        else ()
-    )
+    parts = batch.values() if isinstance(batch, Mapping) else batch
+    if not isinstance(batch, Mapping | tuple | list):
+        return []
     return [leaf for part in parts for leaf in tensors_in(part)]
 
 
@@ -118,10 +109,9 @@ def _combine(batches: Sequence[Batch], join: Callable[[list[Tensor]], Any]) -> B
     if isinstance(first, Tensor):
         return join(list(batches))
     if isinstance(first, Mapping):
-        # A mapping of the same type, which takes a dict: a dict itself, or a BatchEncoding of transformers.
-        return type(first)(
-            {key: _combine([batch[key] for batch in batches], join) for key in first}
-        )  # type: ignore[call-arg]
+        entries = {key: _combine([batch[key] for batch in batches], join) for key in first}
+        # A type that takes a dict: a dict itself, or a BatchEncoding of transformers.
+        return type(first)(entries)  # type: ignore[call-arg]
     if isinstance(first, tuple | list):
         parts = [_combine(parts, join) for parts in zip(*batches, strict=True)]
         # A named tuple takes its fields one by one.

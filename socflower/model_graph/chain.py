@@ -1,7 +1,7 @@
-"""A model as a chain of pieces: what runs between two positions of its captured graph, for stages of a pipeline.
+"""A model as a chain of pieces, each between two positions of its captured graph, for stages of a pipeline.
 
-A cut of a `SplitModel` is crossed by one tensor. A cut of a chain is crossed by all tensors that operations behind it
-read from before it, so that it may lie inside a residual block.
+One tensor crosses a cut of a `SplitModel`. A cut of a chain may lie inside a residual block: all tensors cross it that
+operations behind the cut read from before it.
 """
 
 import math
@@ -51,13 +51,17 @@ _VIEW_MODULES = (nn.Flatten, nn.Unflatten, nn.Identity, nn.Dropout)
 class Piece:
     """Consecutive operations of a graph, and the tensors that enter and leave them.
 
-    A tensor that is read further behind passes through: it enters and leaves.
+    A tensor for a later piece passes through: it enters and leaves.
     """
 
-    name: str  # of its first module with weights, else of its last operation
-    operations: tuple[Operation, ...]  # with the constants that they need, in order
-    entering: tuple[Operation, ...]  # of which results enter; none: the model's input
-    leaving: tuple[Operation, ...]  # of which results leave; none: the model's output
+    # The name of its first module with weights, else of its last operation.
+    name: str
+    # The operations with the constants that they need, in order.
+    operations: tuple[Operation, ...]
+    # The operations whose results enter; empty: the model's input enters.
+    entering: tuple[Operation, ...]
+    # The operations whose results leave; empty: the model's output leaves.
+    leaving: tuple[Operation, ...]
 
     @property
     def output_bytes(self) -> float:
@@ -84,60 +88,55 @@ class ModelChain:
         model's output. Only the modules that it runs are in it, under their paths in the model. Raises ConfigError for
         pieces that do not exist.
         """
-        if not 0 <= first <= last < len(self.pieces):
+        most = len(self.pieces) - 1
+        if not 0 <= first <= last <= most:
             raise ConfigError(
-                f"model {self.graph.name}: has pieces 0 to {len(self.pieces) - 1}, not {first} to {last}"
+                f"model {self.graph.name}: has pieces 0 to {most}, not {first} to {last}"
             )
         whole = joined(self.graph, self.pieces[first : last + 1])
-        return piece_of(
-            model, self.graph, whole.operations, starts=whole.entering, ends=whole.leaving
-        )
+        operations, starts, ends = whole.operations, whole.entering, whole.leaving
+        return piece_of(model, self.graph, operations, starts=starts, ends=ends)
 
     def coarsened(self, is_heavy: Callable[[Operation], bool]) -> "ModelChain":
         """Return the chain with one heavy operation in each piece, as far as the model can be cut there.
 
-        Between two heavy operations it is cut where the fewest bytes cross, and of equal places at the last.
+        Between two heavy operations it is cut where the fewest bytes cross; among equal places, at the last one.
         """
         ends: list[int] = []
-        places: list[int] = []  # pieces behind which it can be cut, since the last heavy operation
+        # Pieces behind which it can be cut, since the last heavy operation.
+        places: list[int] = []
         seen = False
         for number, piece in enumerate(self.pieces):
             if any(is_heavy(operation) for operation in piece.operations):
                 if seen and places:
-                    ends.append(
-                        min(reversed(places), key=lambda place: self.pieces[place].output_bytes)
-                    )
+                    end = min(reversed(places), key=lambda place: self.pieces[place].output_bytes)
+                    ends.append(end)
                 seen, places = True, []
             places.append(number)
         return self.merged(ends)
 
     def merged(self, ends: Sequence[int]) -> "ModelChain":
-        """Return the chain with pieces joined up to each of `ends`, which rise; the last piece of all is added."""
-        bounds = [-1, *ends, len(self.pieces) - 1]
-        if any(after <= before for before, after in pairwise(bounds)):
+        """Return the chain with pieces joined up to each of `ends`, which rise, and to the last piece."""
+        last = len(self.pieces) - 1
+        bounds = [*pairwise([-1, *ends, last])]
+        if any(after <= before for before, after in bounds):
             raise ConfigError(
-                f"model {self.graph.name}: ends of pieces must rise from 0 and stay below "
-                f"{len(self.pieces) - 1}, got {list(ends)}"
+                f"model {self.graph.name}: ends of pieces must rise from 0 to below {last}, got {ends}"
             )
-        return replace(
-            self,
-            pieces=tuple(
-                joined(self.graph, self.pieces[before + 1 : after + 1])
-                for before, after in pairwise(bounds)
-            ),
-        )
+        groups = [self.pieces[before + 1 : after + 1] for before, after in bounds]
+        return replace(self, pieces=tuple(joined(self.graph, group) for group in groups))
 
 
 def capture_chain(model: nn.Module, example: Example, *, name: str = "") -> ModelChain:
     """Return the finest chain of `model`: a piece ends wherever the model can be cut.
 
-    `example` is a batch, of which the first sample is used, or the shape of one float32 sample. A cut is crossed by
-    tensors only, each with the batch as first dimension, that no operation behind it overwrites (autograd refuses
-    that); a weight is used on one side only, and so is a constant that is drawn.
+    `example` is a batch, whose first sample is used, or the shape of one float32 sample. Only tensors cross a cut, each
+    with the batch as first dimension. No operation behind the cut overwrites them, which autograd would refuse. A
+    weight is used on one side only, and so is a constant that is drawn.
 
-    A module that torch.fx cannot follow, such as an adapter of PEFT, is not cut, nor are others of its type.
+    If torch.fx cannot follow a module, such as an adapter of PEFT, no module of its type is cut.
 
-    Raises ConfigError where torch.fx cannot follow the model itself, and where it cannot be cut at all.
+    Raises ConfigError if torch.fx cannot follow the model itself, and if it cannot be cut at all.
     """
     graph = _captured(model, example, name)
     running = [operation for operation in graph.operations if not operation.is_constant]
@@ -145,8 +144,8 @@ def capture_chain(model: nn.Module, example: Example, *, name: str = "") -> Mode
     ends = _ends(model, graph, running, constants)
     if not ends:
         raise NoParts(
-            f"model {graph.name}: cannot be cut; behind every operation a weight or a value that is no batch "
-            "of tensors would be needed on both sides"
+            f"model {graph.name}: cannot be cut: every cut would separate uses of a weight or of a value that "
+            "is no batch"
         )
     pieces: list[Piece] = []
     before: tuple[Operation, ...] = ()
@@ -154,49 +153,48 @@ def capture_chain(model: nn.Module, example: Example, *, name: str = "") -> Mode
         operations = running[start:end]
         leaving = _crossing(graph, running, end) if end < len(running) else ()
         needed = {constant for operation in operations for constant in constants[operation]}
-        own = tuple(sorted((*needed, *operations), key=lambda operation: operation.position))
-        pieces.append(
-            Piece(name=_piece_name(graph, own), operations=own, entering=before, leaving=leaving)
-        )
+        own = _in_order({*needed, *operations})
+        name = _piece_name(graph, own)
+        pieces.append(Piece(name=name, operations=own, entering=before, leaving=leaving))
         before = leaving
     return ModelChain(graph=graph, pieces=tuple(pieces))
 
 
 def _captured(model: nn.Module, example: Example, name: str) -> ModelGraph:
+    """Capture a model, with modules that torch.fx cannot follow as leaves."""
     whole: set[str] = set()
     while True:
         try:
             return capture(model, example, name=name, leaves=whole)
         except CaptureFailed as failed:
-            if not failed.module and isinstance(
-                getattr(getattr(model, "base_model", None), "model", None), nn.Module
-            ):
+            inner = getattr(getattr(model, "base_model", None), "model", None)
+            if not failed.module and isinstance(inner, nn.Module):
                 raise NoParts(
                     f"{failed}; give its .base_model.model, which has the same adapters"
                 ) from None
-            kind = type(model.get_submodule(failed.module))
-            # A piece gets the samples of a batch in several calls, so what is kept between calls would be another.
+            # Pieces are called once for each micro-batch, so a module that keeps state would compute something else.
             if failed.module in ("", *whole) or isinstance(failed, KeepsState):
                 raise
-            whole.update(
-                path for path, module in model.named_modules() if path and type(module) is kind
-            )
+            kind = type(model.get_submodule(failed.module))
+            for path, module in model.named_modules():
+                if path and type(module) is kind:
+                    whole.add(path)
 
 
 def joined(graph: ModelGraph, pieces: Sequence[Piece]) -> Piece:
     """Return consecutive pieces as one."""
-    operations = tuple(
-        sorted(
-            {operation for piece in pieces for operation in piece.operations},
-            key=lambda operation: operation.position,
-        )
-    )
+    chosen = {operation for piece in pieces for operation in piece.operations}
+    operations = _in_order(chosen)
     return Piece(
         name=_piece_name(graph, operations),
         operations=operations,
         entering=pieces[0].entering,
         leaving=pieces[-1].leaving,
     )
+
+
+def _in_order(operations: Collection[Operation]) -> tuple[Operation, ...]:
+    return tuple(sorted(operations, key=lambda operation: operation.position))
 
 
 def _constants_of(graph: ModelGraph) -> Mapping[Operation, Collection[Operation]]:
@@ -215,48 +213,57 @@ def _ends(
     constants: Mapping[Operation, Collection[Operation]],
 ) -> list[int]:
     """Return the positions among the running operations behind which the model can be cut."""
-    numbers = {operation: number for number, operation in enumerate(running)}
-    refused: set[int] = set()
+    refused = _separating_users(running, constants) | _separating_writers(model, running)
+    first = next(
+        number for number, operation in enumerate(running) if operation.node.op != "placeholder"
+    )
+    ends = []
+    for number in range(first, len(running) - 2):
+        crossing = _crossing(graph, running, number + 1)
+        if number not in refused and all(map(_can_cross, crossing)):
+            ends.append(number)
+    return ends
+
+
+def _separating_users(
+    running: Sequence[Operation], constants: Mapping[Operation, Collection[Operation]]
+) -> set[int]:
+    """Return the positions between the first and the last use of a weight, or of a constant that is drawn."""
     users: dict[str, list[int]] = {}
     for number, operation in enumerate(running):
         for own in (operation, *constants[operation]):
             drawn = [f"drawn {own.node.name}"] if own.is_constant and own.draws else []
             for key in (*own.tensors, *drawn):
                 users.setdefault(key, []).append(number)
+    positions = [range(used[0], used[-1]) for used in users.values()]
+    return set().union(*positions)
+
+
+def _separating_writers(model: nn.Module, running: Sequence[Operation]) -> set[int]:
+    """Return the positions between the operation that makes a tensor and one that overwrites it."""
+    numbers = {operation: number for number, operation in enumerate(running)}
+    refused: set[int] = set()
+    for number, operation in enumerate(running):
         if operation.writes_in_place:
-            # The tensor that it overwrites must have been made on its own side.
-            made = [
-                numbers[_origin(model, other)]
-                for other in operation.inputs
-                if not other.is_constant
-            ]
+            inputs = [other for other in operation.inputs if not other.is_constant]
+            made = [numbers[_origin(model, other)] for other in inputs]
             refused.update(range(min(made, default=number), number))
-    for positions in users.values():
-        refused.update(range(positions[0], positions[-1]))
-    first = next(
-        number for number, operation in enumerate(running) if operation.node.op != "placeholder"
-    )
-    return [
-        number
-        for number in range(first, len(running) - 2)
-        if number not in refused and all(map(_can_cross, _crossing(graph, running, number + 1)))
-    ]
+    return refused
 
 
 def _origin(model: nn.Module, operation: Operation) -> Operation:
-    """Return the operation that made the memory of a result, which may be a view of another's."""
-    while (
-        operation.inputs and not operation.inputs[0].is_constant and _may_be_view(model, operation)
-    ):
+    """Return the operation that allocated the memory of a result, which may be a view."""
+    while operation.inputs and _may_be_view(model, operation):
+        if operation.inputs[0].is_constant:
+            break
         operation = operation.inputs[0]
     return operation
 
 
 def _may_be_view(model: nn.Module, operation: Operation) -> bool:
-    if operation.module is not None and isinstance(
-        model.get_submodule(operation.module), _VIEW_MODULES
-    ):
-        return True
+    if operation.module is not None:
+        module = model.get_submodule(operation.module)
+        return operation.writes_in_place or isinstance(module, _VIEW_MODULES)
     return operation.writes_in_place or operation.function in _VIEWS
 
 
@@ -269,27 +276,23 @@ def _crossing(graph: ModelGraph, running: Sequence[Operation], end: int) -> tupl
 
 
 def _can_cross(operation: Operation) -> bool:
-    return (
-        bool(operation.shape) and operation.shape is not None and operation.shape[0] == NUM_SAMPLES
-    )
+    return bool(operation.shape) and operation.shape[0] == NUM_SAMPLES  # type: ignore[index]
 
 
 def _piece_name(graph: ModelGraph, operations: Sequence[Operation]) -> str:
-    named = [
-        operation for operation in operations if operation.module is not None and operation.tensors
-    ]
-    return graph.name_of((named or operations)[0 if named else -1])
+    for operation in operations:
+        if operation.module is not None and operation.tensors:
+            return graph.name_of(operation)
+    return graph.name_of(operations[-1])
 
 
 def result_bytes(operations: Sequence[Operation]) -> float:
     """Return the bytes of one sample of several results."""
-    return float(
-        sum(
-            math.prod(operation.shape[1:]) * _item_bytes(operation.dtype)
-            for operation in operations
-            if operation.shape is not None and operation.dtype is not None
-        )
-    )
+    num_bytes = 0
+    for operation in operations:
+        if operation.shape is not None and operation.dtype is not None:
+            num_bytes += math.prod(operation.shape[1:]) * _item_bytes(operation.dtype)
+    return float(num_bytes)
 
 
 def _item_bytes(dtype: torch.dtype) -> int:

@@ -1,9 +1,10 @@
-"""The points at which a torch model can be cut in two, and the two halves, which share the model's weights."""
+"""The points at which a torch model can be cut in two, and its halves, which share the model's weights."""
 
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -90,7 +91,8 @@ _NAMES = frozenset(
         "adaptive_avg_pool2d",
         "adaptive_avg_pool3d",
         "mean",
-        "amax",  # global pooling without a module
+        # Global pooling without a module.
+        "amax",
     }
 )
 _SUMS = frozenset({"add", "iadd"})
@@ -100,20 +102,26 @@ _SUMS = frozenset({"add", "iadd"})
 class CutPoint:
     """A point of the graph where exactly one tensor passes from the front layers to the back layers."""
 
-    name: str  # of the front half's last layer: a module's path, or the graph's name of a function's result
-    feature_shape: tuple[int, ...]  # of one sample; its elements are float32
-    layout: tuple[
-        int, ...
-    ]  # dimensions, the batch's included, from the outermost in memory to the innermost
-    front_layers: frozenset[str]  # modules that run in the front half, by path
-    front_names: frozenset[str]  # entries of the model's state_dict that the front half has
-    front_weight_bytes: float  # weights and buffers
-    front_trained_bytes: float  # of these, weights that are trained
-    front_trains: bool  # False: all before the cut is frozen
+    # The name of the front half's last layer: a module's path, or the graph's name of a function's result.
+    name: str
+    # The shape of one sample's features, which are float32.
+    feature_shape: tuple[int, ...]
+    # Dimensions, with the batch's, from the outermost in memory to the innermost.
+    layout: tuple[int, ...]
+    # Paths of the modules that run in the front half.
+    front_layers: frozenset[str]
+    # Entries of the model's state_dict in the front half.
+    front_names: frozenset[str]
+    # Size of its weights and buffers.
+    front_weight_bytes: float
+    # Size of its trained weights.
+    front_trained_bytes: float
+    # False: all layers before the cut are frozen.
+    front_trains: bool
 
     @property
     def feature_elements(self) -> int:
-        """Elements per sample that are sent across the cut."""
+        """Elements per sample that cross the cut."""
         return math.prod(self.feature_shape)
 
     def num_layers(self, profile: ModelProfile) -> int:
@@ -125,29 +133,33 @@ class CutPoint:
 class SplitModel:
     """A model and its cuts, numbered in the order of its layers.
 
-    `num_cuts` as a cut means that everything is in the front half. The halves are modules that share parameters and
-    buffers with `model`, under the same names. Frozen layers stay in evaluation mode, so that their batch statistics
-    do not change.
+    The cut `num_cuts` puts all layers into the front half. The halves share parameters and buffers with `model`, under
+    the same names. Frozen layers stay in evaluation mode, so that their batch statistics do not change.
     """
 
     model: nn.Module
     name: str
     cuts: tuple[CutPoint, ...]
     example: Example | None
-    graph: ModelGraph | None  # None: the model is one half as a whole
-    places: tuple[Operation, ...] = ()  # behind which the model is cut
-    frozen_until: int = -1  # position of the last frozen operation
-    frozen_layers: frozenset[str] = frozenset()  # by path; they stay in evaluation mode
-    writes_in_place: bool = True  # a layer may overwrite its input
+    # None: the model is one half as a whole.
+    graph: ModelGraph | None
+    # The operation before each cut.
+    places: tuple[Operation, ...] = ()
+    # Position of the last frozen operation; -1: none is frozen.
+    frozen_until: int = -1
+    # Paths of the layers that stay in evaluation mode.
+    frozen_layers: frozenset[str] = frozenset()
+    # Whether a layer may overwrite its input.
+    writes_in_place: bool = True
     digest: str
-    origin: "SplitModel | None" = None  # of which it is a copy
+    # The model that this is a copy of.
+    origin: "SplitModel | None" = None
     specs: Mapping[str, torch.Tensor] = field(init=False)
     """Shape, strides and type of every tensor, without values. A half releases tensors that only the other uses."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "specs", {key: spec_of(tensor) for key, tensor in self.tensors().items()}
-        )
+        specs = {key: spec_of(tensor) for key, tensor in self.tensors().items()}
+        object.__setattr__(self, "specs", specs)
 
     @property
     def num_cuts(self) -> int:
@@ -156,7 +168,7 @@ class SplitModel:
 
     @property
     def random_layers(self) -> Mapping[int, str]:
-        """Layers that draw random numbers in training: number of the stream, and path.
+        """The paths of layers that draw random numbers in training, by the number of their stream.
 
         A model that was not captured draws from one stream.
         """
@@ -170,41 +182,35 @@ class SplitModel:
         if cut == self.num_cuts:
             return part_of(self.model, self.graph, self.graph.operations, self.frozen_until)
         place = self.places[cut]
-        return part_of(
-            self.model, self.graph, _front(self.graph, place), self.frozen_until, end=place
-        )
+        operations = _front(self.graph, place)
+        return part_of(self.model, self.graph, operations, self.frozen_until, end=place)
 
     def back(self, cut: int) -> nn.Module:
         """Return the layers behind the cut, from the features to the model's output."""
         self.check(cut)
         if cut == self.num_cuts:
-            raise ConfigError(
-                f"model {self.name}: nothing is behind cut {cut}, which stands for the whole model"
-            )
+            raise ConfigError(f"model {self.name}: nothing is behind cut {cut}, the whole model")
         if self.graph is None:
             return self.model
         place = self.places[cut]
-        return part_of(
-            self.model, self.graph, _back(self.graph, place), self.frozen_until, start=place
-        )
+        operations = _back(self.graph, place)
+        return part_of(self.model, self.graph, operations, self.frozen_until, start=place)
 
     def front_names(self, cut: int) -> tuple[str, ...]:
-        """Return which entries of the model's state_dict the front half has, in their order there."""
+        """Return the entries of the model's state_dict in the front half, in their order there."""
         self.check(cut)
-        names = tuple(self.tensors())
-        return (
-            names
-            if cut == self.num_cuts
-            else tuple(key for key in names if key in self.cuts[cut].front_names)
-        )
+        if cut == self.num_cuts:
+            return tuple(self.tensors())
+        front = self.cuts[cut].front_names
+        return tuple(key for key in self.tensors() if key in front)
 
     def back_names(self, cut: int) -> tuple[str, ...]:
-        """Return the other entries; this includes entries that no layer uses."""
+        """Return the other entries, also those that no layer uses."""
         front = set(self.front_names(cut))
         return tuple(key for key in self.tensors() if key not in front)
 
     def front_trains(self, cut: int) -> bool:
-        """Return whether anything before the cut is trained, so that the back half must return a gradient."""
+        """Return whether any layer before the cut is trained, so that the back half must return a gradient."""
         self.check(cut)
         return cut == self.num_cuts or self.cuts[cut].front_trains
 
@@ -213,14 +219,14 @@ class SplitModel:
         return tensors_of(self.model)
 
     def set_training_mode(self) -> None:
-        """Put all layers except frozen ones into training mode; an evaluation may have changed the mode."""
+        """Put all layers except frozen ones into training mode, for instance after an evaluation."""
         for path, module in self.model.named_modules():
             module.training = path not in self.frozen_layers
 
     def fingerprint(self) -> str:
-        """Return a digest of the graph, its layers' settings, names, shapes and what is frozen, without values.
+        """Return a digest of the graph, its layers' settings, names, shapes and frozen layers, without values.
 
-        Edge and cloud compare it, which ensures that both cut the same model at the same points.
+        Edge and cloud compare it to ensure that both cut the same model at the same points.
         """
         return self.digest
 
@@ -229,22 +235,19 @@ class SplitModel:
         for number, point in enumerate(self.cuts):
             if point.name == name:
                 return number
-        raise ConfigError(
-            f"model {self.name}: has no cut {name!r}; there are {', '.join(p.name for p in self.cuts)}"
-        )
+        names = ", ".join(point.name for point in self.cuts)
+        raise ConfigError(f"model {self.name}: has no cut {name!r}; there are {names}")
 
     def samples(self, num_samples: int) -> torch.Tensor:
         """Return a batch of identical inputs that the model accepts; `ConfigError` if no example is known."""
         if self.example is None:
-            raise ConfigError(
-                f"model {self.name}: is a back half as a whole, of whose features no example is known"
-            )
+            raise ConfigError(f"model {self.name}: is a back half, without an example of features")
         return first_samples(self.model, self.example, self.name, num_samples)
 
     def copy(self) -> "SplitModel":
-        """Return a copy with its own weights; each half of a training takes ownership of one.
+        """Return a copy with its own weights, for one half of a training.
 
-        Raises ConfigError once a half has taken ownership of this one.
+        Raises ConfigError if this model belongs to a half already.
         """
         if any(tensor.shape != self.specs[key].shape for key, tensor in self.tensors().items()):
             raise ConfigError(
@@ -254,10 +257,11 @@ class SplitModel:
 
     def check(self, cut: int) -> None:
         """Raise `ConfigError` for a cut that does not exist."""
-        if not 0 <= cut <= self.num_cuts:
+        most = self.num_cuts
+        if not 0 <= cut <= most:
             raise ConfigError(
-                f"model {self.name}: cut = {cut} does not exist; use 0 to {self.num_cuts - 1}, or "
-                f"{self.num_cuts} for all layers in the front half"
+                f"model {self.name}: cut = {cut} does not exist; use 0 to {most - 1}, or {most} for the "
+                "whole model"
             )
 
 
@@ -270,34 +274,34 @@ def capture_split(
 ) -> SplitModel:
     """Return the cuts of `model`: after an activation, a norm, a pooling or a residual block, not inside branches.
 
-    `example` is a batch, of which the first sample is used, or the shape of one float32 sample. Every module or
-    function of those kinds is a separate cut: a normalisation as well as the activation and the pooling behind it.
-    Operations that follow (dropout, flattening) belong to the back half. A residual block ends with its sum, or with
-    the activation or norm of the sum. There is no cut where a second value would cross (a shortcut, or a size read
-    from the input), where a weight is used on both sides, where one side has no weights, or where the crossing tensor
-    is not float32 with the batch as first dimension. The model is captured in training mode.
+    `example` is a batch, whose first sample is used, or the shape of one float32 sample. Every module or function of
+    those kinds is a separate cut: a normalisation as well as the activation and the pooling behind it. Operations that
+    follow (dropout, flattening) belong to the back half. A residual block ends with its sum, or with the activation or
+    norm of the sum. A cut needs weights on both sides, and no weight on both; only one float32 tensor, whose first
+    dimension is the batch, may cross it: no shortcut, and no size that was read from the input. The model is captured
+    in training mode.
 
-    `frozen` is the number of a cut, or the path of a cut, layer or block; nothing up to and including it is trained
-    (transfer learning): the weights stop requiring gradients, and the layers stay in evaluation mode.
+    `frozen` is the number of a cut, or the path of a cut, layer or block. No layer up to it is trained (transfer
+    learning): the weights stop requiring gradients, and the layers stay in evaluation mode.
 
-    Raises ConfigError where torch.fx cannot follow the model, naming the line, where the model fails for the example,
-    where no weight is trained, where there is no cut, and for a layer in evaluation mode inside a model in training
-    mode that `frozen` does not reach.
+    Raises ConfigError if torch.fx cannot follow the model, naming the line, if the model fails for the example, if no
+    weight is trained, if there is no cut, and for a layer in evaluation mode inside a model in training mode that
+    `frozen` does not reach.
     """
     graph = capture(model, example, name=name or "")
-    places = tuple(
-        one
-        for one in graph.operations
-        if (_is_place(model, one) or _ends_block(model, graph, one)) and _can_cut(model, graph, one)
-    )
+    places = []
+    for one in graph.operations:
+        is_end = _is_place(model, one) or _ends_block(model, graph, one)
+        if is_end and _can_cut(model, graph, one):
+            places.append(one)
     if not places:
         raise NoParts(
             f"model {graph.name}: has no place to cut it; a cut lies after an activation, a normalisation, a "
-            "pooling or a residual block through whose result all must pass, with weights on both sides"
+            "pooling or a residual block, with weights on both sides"
         )
     frozen_until = _frozen_until(graph, places, frozen)
     frozen_operations = graph.operations[: frozen_until + 1]
-    _freeze(model, graph.name, _tensor_names(frozen_operations), frozen)
+    _freeze(model, graph.name, _tensor_names(frozen_operations))
     frozen_layers = _layers_within(model, graph, frozen_operations)
     _require_training_mode(model, graph.name, frozen_layers)
     if frozen_operations:
@@ -309,7 +313,7 @@ def capture_split(
         cuts=cuts,
         example=example,
         graph=graph,
-        places=places,
+        places=tuple(places),
         frozen_until=frozen_until,
         frozen_layers=frozen_layers,
         writes_in_place=any(one.writes_in_place for one in graph.operations),
@@ -325,15 +329,14 @@ def whole_front(
     evaluating: Set[str] = frozenset(),
     may_be_frozen: bool = False,
 ) -> SplitModel:
-    """Return a model that is a front half as a whole, with one cut at its end: a party's model in vertical training.
+    """Return an undivided model as a front half with one cut at its end: a party's model in vertical training.
 
-    torch.fx need not be able to follow it, and `example` may be inputs in a dict or tuple. Layers in `evaluating` stay
-    in evaluation mode. Raises ConfigError where its output is not one float32 tensor whose first dimension is the
-    batch, and where nothing of it is trained, unless it `may_be_frozen`.
+    torch.fx does not follow it, and `example` may be inputs in a dict or tuple. Layers in `evaluating` stay in
+    evaluation mode. Raises ConfigError if its output is not one float32 tensor whose first dimension is the batch, and
+    if it has no trained weight, unless it `may_be_frozen`.
     """
-    return _whole(
-        model, example, name or type(model).__name__, evaluating, may_be_frozen=may_be_frozen
-    )
+    name = name or type(model).__name__
+    return _whole(model, example, name, evaluating, may_be_frozen=may_be_frozen)
 
 
 def whole_back(
@@ -344,18 +347,13 @@ def whole_back(
     may_be_frozen: bool = False,
     front_trains: bool = True,
 ) -> SplitModel:
-    """Return a model that is a back half as a whole, for any features: the cloud's model in vertical training.
+    """Return an undivided model as a back half, for any features: the cloud's model in vertical training.
 
-    Unless `front_trains` it returns no gradients.
+    Unless `front_trains`, it returns no gradients.
     """
-    return _whole(
-        model,
-        None,
-        name or type(model).__name__,
-        evaluating,
-        may_be_frozen=may_be_frozen,
-        front_trains=front_trains,
-    )
+    name = name or type(model).__name__
+    trains = {"may_be_frozen": may_be_frozen, "front_trains": front_trains}
+    return _whole(model, None, name, evaluating, **trains)
 
 
 def _is_place(model: nn.Module, operation: Operation) -> bool:
@@ -365,24 +363,18 @@ def _is_place(model: nn.Module, operation: Operation) -> bool:
 
 
 def _ends_block(model: nn.Module, graph: ModelGraph, operation: Operation) -> bool:
-    """Return whether a residual block ends with this sum; a block's activation or norm is its end instead."""
-    parts = [
-        other for other in operation.inputs if other.shape is not None and not other.is_constant
-    ]
+    """Return whether a residual block ends with this sum, and not with the activation or norm behind it."""
+    if operation.function not in _SUMS:
+        return False
+    inputs = [one for one in operation.inputs if one.shape is not None and not one.is_constant]
     readers = graph.readers[operation]
-    followed = (
-        len(readers) == 1 and _is_place(model, readers[0]) and readers[0].shape == operation.shape
-    )
-    return operation.function in _SUMS and len(parts) > 1 and not followed
+    is_followed = len(readers) == 1 and _is_place(model, readers[0])
+    return len(inputs) > 1 and not (is_followed and readers[0].shape == operation.shape)
 
 
 def _can_cut(model: nn.Module, graph: ModelGraph, place: Operation) -> bool:
-    if (
-        place.is_constant
-        or place.dtype is not torch.float32
-        or not place.shape
-        or place.shape[0] != NUM_SAMPLES
-    ):
+    is_batch = bool(place.shape) and place.shape[0] == NUM_SAMPLES  # type: ignore[index]
+    if not is_batch or place.is_constant or place.dtype is not torch.float32:
         return False
     front, back = _front(graph, place), _back(graph, place)
     before, behind = set(front), set(back)
@@ -422,57 +414,49 @@ def _frozen_until(graph: ModelGraph, places: Sequence[Operation], frozen: int | 
     if frozen is None:
         return -1
     if isinstance(frozen, int):
-        if not 0 <= frozen < len(places):
-            raise ConfigError(
-                f"model {graph.name}: frozen = {frozen} is no cut; they are numbered 0 to "
-                f"{len(places) - 1}"
-            )
-        return places[frozen].position
+        if 0 <= frozen < len(places):
+            return places[frozen].position
+        raise ConfigError(
+            f"model {graph.name}: frozen = {frozen} is no cut; they are numbered 0 to {len(places) - 1}"
+        )
     cuts = [place for place in places if graph.name_of(place) == frozen]
     within = [one for one in graph.operations if f"{one.layer}.".startswith(f"{frozen}.")]
-    if not cuts and not within:
-        layers = dict.fromkeys(one.layer for one in graph.operations if one.module is not None)
-        raise ConfigError(
-            f"model {graph.name}: frozen = {frozen!r} is no layer; there are {', '.join(layers)}"
-        )
-    return (cuts or within)[-1].position
+    if cuts or within:
+        return (cuts or within)[-1].position
+    layers = dict.fromkeys(one.layer for one in graph.operations if one.module is not None)
+    raise ConfigError(
+        f"model {graph.name}: frozen = {frozen!r} is no layer; there are {', '.join(layers)}"
+    )
 
 
-def _freeze(model: nn.Module, name: str, names: frozenset[str], frozen: int | str | None) -> None:
+def _freeze(model: nn.Module, name: str, names: frozenset[str]) -> None:
     parameters = dict(model.named_parameters())
-    if not any(weight.requires_grad and key not in names for key, weight in parameters.items()):
-        what = "" if frozen is None else f" with everything frozen up to {frozen!r}; freeze less"
-        raise ConfigError(f"model {name}: nothing of it is trained{what}")
+    trained = {key for key, weight in parameters.items() if weight.requires_grad}
+    if not trained - names:
+        raise ConfigError(f"model {name}: nothing of it is trained; freeze less")
     for key in names & set(parameters):
         parameters[key].requires_grad_(False)
 
 
 def _require_same_in_evaluation(graph: ModelGraph) -> None:
-    """Raise `ConfigError` where evaluation runs other operations, since frozen ones are taken from there."""
-    if [(n.op, n.target) for n in graph.evaluation] != [
-        (one.node.op, one.node.target) for one in graph.operations
-    ]:
+    """Raise `ConfigError` if evaluation runs other operations, since frozen operations are taken from there."""
+    in_training = [(one.node.op, one.node.target) for one in graph.operations]
+    if [(node.op, node.target) for node in graph.evaluation] != in_training:
         raise ConfigError(
-            f"model {graph.name}: runs other operations in training than in evaluation, so no part of "
-            "it can be frozen; use modules such as nn.Dropout in place of `if self.training`"
+            f"model {graph.name}: runs other operations in training than in evaluation, so no part of it "
+            "can be frozen; use nn.Dropout in place of `if self.training`"
         )
 
 
 def _require_training_mode(model: nn.Module, name: str, frozen_layers: frozenset[str]) -> None:
     """Raise `ConfigError` for a layer in evaluation mode that is not frozen, since halves train all such layers."""
-    kept = [
-        path for path, module in model.named_modules() if model.training and not module.training
-    ]
-    unexpected = [
-        path
-        for path in kept
-        if not any(f"{layer}.".startswith(f"{path}.") for layer in frozen_layers)
-    ]
-    if unexpected:
-        raise ConfigError(
-            f"model {name}: layer {unexpected[0]!r} is in evaluation mode, but the model is in training "
-            "mode; put it into training mode, or name the last layer that is not trained with frozen=…"
-        )
+    for path, module in model.named_modules():
+        is_frozen = any(f"{layer}.".startswith(f"{path}.") for layer in frozen_layers)
+        if model.training and not module.training and not is_frozen:
+            raise ConfigError(
+                f"model {name}: layer {path!r} is in evaluation mode, but the model is in training mode; "
+                "put it into training mode, or freeze it with frozen=…"
+            )
 
 
 def _layers_within(
@@ -481,26 +465,18 @@ def _layers_within(
     """Return the paths of the modules that run only in these operations, and of their submodules."""
     here = {one.module for one in operations if one.module is not None}
     roots = here - {one.layer for one in set(graph.operations) - set(operations)}
-    return frozenset(
-        path
-        for path, _ in model.named_modules()
-        if any(f"{path}.".startswith(f"{root}.") for root in roots)
-    )
+    starts = tuple(f"{root}." for root in roots)
+    return frozenset(path for path, _ in model.named_modules() if f"{path}.".startswith(starts))
 
 
 def _cut_point(model: nn.Module, graph: ModelGraph, place: Operation) -> CutPoint:
     assert place.shape is not None
     front = _front(graph, place)
-    used = _tensor_names(front)
-    ids = {
-        id(tensor)
-        for key, tensor in [*model.named_buffers(), *model.named_parameters()]
-        if key in used
-    }
+    named = dict([*model.named_buffers(), *model.named_parameters()])
+    ids = {id(named[key]) for key in _tensor_names(front) if key in named}
     entries = {key: tensor for key, tensor in tensors_of(model).items() if id(tensor) in ids}
-    tensors = list(
-        {id(tensor): tensor for tensor in entries.values()}.values()
-    )  # a shared one counts once
+    # A shared tensor counts once.
+    tensors = list({id(tensor): tensor for tensor in entries.values()}.values())
     trained = [tensor for tensor in tensors if tensor.requires_grad]
     # The root's own operations appear in a profile under its class's name.
     layers = {one.layer or type(model).__name__ for one in front if one.node.op != "placeholder"}
@@ -528,12 +504,10 @@ def _digest(model: nn.Module, graph: ModelGraph, cuts: Sequence[str], frozen_unt
         if node.op == "placeholder":
             lines.append(node.op)
             continue
-        target = (
-            node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        )
-        arguments = fx.node.map_arg(
-            (node.args, node.kwargs), lambda other: f"%{graph.by_node[other].position}"
-        )
+        is_name = isinstance(node.target, str)
+        target = node.target if is_name else getattr(node.target, "__name__", "")
+        own = (node.args, node.kwargs)
+        arguments = fx.node.map_arg(own, lambda other: f"%{graph.by_node[other].position}")
         layer = ""
         if operation.module is not None:
             module = model.get_submodule(operation.module)
@@ -560,26 +534,18 @@ def _whole(
     may_be_frozen: bool,
     front_trains: bool = True,
 ) -> SplitModel:
-    """Return a front half as a whole, or without an example a back half."""
+    """Return a front half, or without an example a back half."""
     tensors = tensors_of(model)
-    trained = [tensor for tensor in tensors.values() if tensor.requires_grad]
-    if not trained and not may_be_frozen:
+    is_trained = any(tensor.requires_grad for tensor in tensors.values())
+    if not is_trained and not may_be_frozen:
         raise ConfigError(f"model {name}: nothing of it is trained")
     _require_training_mode(model, name, frozenset(evaluating))
-    features = None if example is None else _whole_features(model, example, name)
-    front = {} if features is None else tensors
-    point = CutPoint(
-        name="start" if features is None else "end",
-        feature_shape=() if features is None else tuple(features.shape[1:]),
-        layout=() if features is None else layout_of(features),
-        front_layers=frozenset()
-        if features is None
-        else frozenset(path for path, _ in model.named_modules()),
-        front_names=frozenset(front),
-        front_weight_bytes=_num_bytes(front.values()),
-        front_trained_bytes=_num_bytes(tensor for tensor in front.values() if tensor.requires_grad),
-        front_trains=front_trains if features is None else bool(trained),
-    )
+    if example is None:
+        point = _point("start", None, {}, frozenset(), front_trains)
+    else:
+        features = _whole_features(model, example, name)
+        layers = frozenset(path for path, _ in model.named_modules())
+        point = _point("end", features, tensors, layers, is_trained)
     return SplitModel(
         model=model,
         name=name,
@@ -587,36 +553,55 @@ def _whole(
         graph=None,
         frozen_layers=frozenset(evaluating),
         example=example if _is_example(example) else None,
-        digest=_sha256([f"{point.feature_shape} {features is not None}"], model),
+        digest=_sha256([f"{point.feature_shape} {example is not None}"], model),
+    )
+
+
+def _point(
+    name: str,
+    features: torch.Tensor | None,
+    front: Mapping[str, torch.Tensor],
+    layers: frozenset[str],
+    front_trains: bool,
+) -> CutPoint:
+    trained = [tensor for tensor in front.values() if tensor.requires_grad]
+    return CutPoint(
+        name=name,
+        feature_shape=() if features is None else tuple(features.shape[1:]),
+        layout=() if features is None else layout_of(features),
+        front_layers=layers,
+        front_names=frozenset(front),
+        front_weight_bytes=_num_bytes(front.values()),
+        front_trained_bytes=_num_bytes(trained),
+        front_trains=front_trains,
     )
 
 
 def _is_example(example: object) -> bool:
-    return isinstance(example, torch.Tensor) or (
-        isinstance(example, tuple) and all(isinstance(size, int) for size in example)
-    )
+    if isinstance(example, tuple):
+        return all(isinstance(size, int) for size in example)
+    return isinstance(example, torch.Tensor)
 
 
 def _whole_features(model: nn.Module, example: Example | Batch, name: str) -> torch.Tensor:
     samples = first_samples(model, example, name) if _is_example(example) else example
     own = copied(model, name).train()
+    features: Any
     try:
         with forked_generators(), torch.no_grad():
             features = output_of(own, samples)
-    except Exception as error:  # layers raise various types for a wrong shape
+    except Exception as error:
+        # Layers raise various types for a wrong shape.
         if isinstance(samples, torch.Tensor):
             raise refused_samples(name, samples, error) from error
         raise ConfigError(
             f"model {name}: does not take {form_of(samples)}: {reason(error)}"
         ) from error
-    if not (
-        isinstance(features, torch.Tensor)
-        and features.dtype is torch.float32
-        and features.ndim > 0
-        and features.shape[0] == num_samples(samples)
-    ):
-        raise ConfigError(
-            f"model {name}: a front half yields one float32 tensor with the batch in front, not "
-            f"{getattr(features, 'shape', type(features).__name__)}"
-        )
-    return features
+    is_float32 = isinstance(features, torch.Tensor) and features.dtype is torch.float32
+    if is_float32 and features.ndim and len(features) == num_samples(samples):
+        found: torch.Tensor = features
+        return found
+    raise ConfigError(
+        f"model {name}: a front half yields one float32 tensor with the batch in front, not "
+        f"{form_of(features)}"
+    )

@@ -1,7 +1,7 @@
 """Following a model's `forward` with torch.fx: the graph of one call, if every call computes the same.
 
-torch.fx calls `forward` once, with symbols in place of tensors. What does not depend on the input happens at that call
-and is not in the graph: a buffer that counts, a random number, a value that is stored for the next call.
+torch.fx calls `forward` once, with symbols in place of tensors. Work that does not depend on the input is done during
+that call, and is not in the graph: a buffer that counts, a random number, a value that is stored for the next call.
 """
 
 import operator
@@ -25,7 +25,7 @@ class NoParts(ConfigError):
 
 
 class CaptureFailed(NoParts):
-    """torch.fx cannot follow a model: `why` says so without the model's name, `module` is the path of the module."""
+    """torch.fx cannot follow a model. `module` is the path of the module that it failed in, `why` the reason."""
 
     def __init__(self, name: str, module: str, why: str) -> None:
         self.module, self.why = module, why
@@ -33,7 +33,7 @@ class CaptureFailed(NoParts):
 
 
 class KeepsState(CaptureFailed):
-    """A module changes with each call what is not in a graph: a buffer, or an attribute that the next call reads."""
+    """A call of a module changes a buffer, or an attribute that the next call reads, outside of the graph."""
 
 
 def follow(own: nn.Module, name: str, leaves: Set[str]) -> tuple[fx.Node, ...]:
@@ -45,14 +45,12 @@ def follow(own: nn.Module, name: str, leaves: Set[str]) -> tuple[fx.Node, ...]:
 
 
 def follow_repeatable(own: nn.Module, name: str, leaves: Set[str]) -> tuple[fx.Node, ...]:
-    """Return the operations like `follow`, where each call performs the same.
+    """Return the operations of a model as `follow` does, if each call performs the same ones.
 
     Raises CaptureFailed for a model that draws random numbers without its input, and KeepsState.
     """
-    before, tensors = (
-        {path: dict(vars(module)) for path, module in own.named_modules()},
-        list(_held_tensors(own)),
-    )
+    attributes = {path: dict(vars(module)) for path, module in own.named_modules()}
+    tensors = list(_held_tensors(own))
     tracer, states = _Tracer(leaves), generator_states()
     nodes = _followed(own, name, tracer)
     tracer.note_draws(states, "")
@@ -60,59 +58,63 @@ def follow_repeatable(own: nn.Module, name: str, leaves: Set[str]) -> tuple[fx.N
         raise CaptureFailed(
             name,
             tracer.draws_in,
-            f"forward of {_type_name(own, tracer.draws_in)} draws random "
-            "numbers that do not depend on its input, of which torch.fx keeps the first; draw them "
-            "with torch.rand_like or .bernoulli() of a tensor that does",
+            f"forward of {_type_name(own, tracer.draws_in)} draws random numbers that do not depend on "
+            "its input; draw them with torch.rand_like of a tensor that does",
         )
-    for path, tensor, version in tensors:
-        module, _, key = path.rpartition(".")
-        if tensor._version != version or (
-            key in dict(own.get_submodule(module).named_buffers(recurse=False))
-            and operator.attrgetter(path)(own) is not tensor
-        ):
-            raise KeepsState(
-                name,
-                module,
-                f"forward of {_type_name(own, module)} changes {path!r} by something that "
-                f"does not depend on its input, which torch.fx leaves out; {_AS_IT_IS}",
-            )
-    form, num_nodes = _form(own, nodes), len(nodes)
-    try:
-        repeats = _form(own, _followed(own, name, _Tracer(leaves))) == form
-    except CaptureFailed:
-        repeats = False
-    # A call that reads a symbol of the first one adds to the graph of the first one.
-    if not repeats or len(nodes[0].graph.nodes) != num_nodes:
-        stored = [
-            (path, key)
-            for path, module in own.named_modules()
-            for key, value in vars(module).items()
-            if before[path].get(key, before) is not value and not key.startswith("_tensor_constant")
-        ]
-        module, key = stored[0] if stored else ("", "")
-        what = (
-            f"stores {f'{module}.{key}'.strip('.')!r}, and its next call reads that"
-            if stored
-            else "computes something else at its second call"
-        )
-        raise KeepsState(
-            name,
-            module,
-            f"forward of {_type_name(own, module)} {what}, which is not in the graph of "
-            f"torch.fx; pass it as input and output. {_AS_IT_IS}",
-        )
+    kept = _written(own, tensors) or _remembered(own, name, nodes, leaves, attributes)
+    if kept is not None:
+        module, what = kept
+        raise KeepsState(name, module, f"forward of {_type_name(own, module)} {what}; {_AS_IT_IS}")
     return nodes
 
 
 _AS_IT_IS = "SoCFlow with FP32Trainer runs a model as it is"
 
 
+def _written(
+    own: nn.Module, tensors: Sequence[tuple[str, torch.Tensor, int]]
+) -> tuple[str, str] | None:
+    """Return the module and the change if a call has written to a tensor, or replaced a buffer."""
+    for path, tensor, version in tensors:
+        module, _, key = path.rpartition(".")
+        is_buffer = key in dict(own.get_submodule(module).named_buffers(recurse=False))
+        is_replaced = is_buffer and operator.attrgetter(path)(own) is not tensor
+        if is_replaced or tensor._version != version:
+            return module, f"changes {path!r} by something that does not depend on its input"
+    return None
+
+
+def _remembered(
+    own: nn.Module,
+    name: str,
+    nodes: Sequence[fx.Node],
+    leaves: Set[str],
+    before: Mapping[str, Mapping[str, Any]],
+) -> tuple[str, str] | None:
+    """Follow a second call; return the module and the reason if it has another graph than the first one."""
+    form, num_nodes = _form(own, nodes), len(nodes)
+    try:
+        is_same = _form(own, _followed(own, name, _Tracer(leaves))) == form
+    except CaptureFailed:
+        is_same = False
+    # A call that reads a symbol of the first one adds to the graph of the first one.
+    if is_same and len(nodes[0].graph.nodes) == num_nodes:
+        return None
+    for path, module in own.named_modules():
+        for key, value in vars(module).items():
+            # torch.fx itself stores constants.
+            is_new = before[path].get(key, before) is not value
+            if is_new and not key.startswith("_tensor_constant"):
+                full = f"{path}.{key}".strip(".")
+                return path, f"stores {full!r}, and its next call reads that"
+    return "", "computes something else at its second call"
+
+
 def constants_of(model: nn.Module, own: nn.Module, nodes: Sequence[fx.Node]) -> dict[str, Any]:
-    """Return what operations read of the copy `own`, by name, that torch.fx has added to it."""
+    """Return the constants that torch.fx has added to the copy `own` for its operations, by name."""
     names = dict.fromkeys(str(node.target) for node in nodes if node.op == "get_attr")
-    return {
-        name: getattr(own, name) for name in names if "." not in name and not hasattr(model, name)
-    }
+    added = [name for name in names if "." not in name and not hasattr(model, name)]
+    return {name: getattr(own, name) for name in added}
 
 
 def same_value(one: Any, other: Any) -> bool:
@@ -121,19 +123,21 @@ def same_value(one: Any, other: Any) -> bool:
         return True
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return False
-    return (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device) and bool(
-        ((one == other) | ((one != one) & (other != other))).all()
-    )
+    if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
+        return False
+    are_nan = (one != one) & (other != other)
+    return bool(((one == other) | are_nan).all())
 
 
 class _Tracer(fx.Tracer):
-    """Stops at torch's own layers and at `leaves`, and remembers in which module it failed, and which one draws."""
+    """Stops at torch's own layers and at `leaves`; it keeps the module in which it failed, and the one that drew."""
 
     def __init__(self, leaves: Set[str]) -> None:
         super().__init__()
         self._leaves = leaves
         self.failed_in = ""
-        self.draws_in: str | None = None  # the innermost module that drew while it was followed
+        # The innermost module that drew while it was followed.
+        self.draws_in: str | None = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name in self._leaves or super().is_leaf_module(
@@ -145,9 +149,8 @@ class _Tracer(fx.Tracer):
         try:
             result = super().call_module(m, forward, args, kwargs)
         except Exception:
-            self.failed_in = self.failed_in or self.path_of_module(
-                m
-            )  # the innermost module fails first
+            # The innermost module fails first.
+            self.failed_in = self.failed_in or self.path_of_module(m)
             raise
         self.note_draws(states, self.path_of_module(m))
         return result
@@ -161,22 +164,16 @@ class _Tracer(fx.Tracer):
 def _followed(own: nn.Module, name: str, tracer: _Tracer) -> tuple[fx.Node, ...]:
     try:
         return tuple(tracer.trace(own).nodes)
-    except Exception as error:  # fx raises many types, and a forward function may raise anything
-        frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if not Path(frame.filename).is_relative_to(_TORCH) and frame.filename != __file__
-        ]
-        where = (
-            f", {frames[-1].name} at {Path(frames[-1].filename).name}:{frames[-1].lineno}"
-            if frames
-            else ""
-        )
-        raise CaptureFailed(
-            name,
-            tracer.failed_in,
-            f"torch.fx cannot follow {_type_name(own, tracer.failed_in)}{where}: {reason(error)}",
-        ) from error
+    except Exception as error:
+        # torch.fx raises many types, and a forward function may raise anything.
+        where = ""
+        for frame in traceback.extract_tb(error.__traceback__):
+            file = Path(frame.filename)
+            if not file.is_relative_to(_TORCH) and frame.filename != __file__:
+                where = f", {frame.name} at {file.name}:{frame.lineno}"
+        kind = _type_name(own, tracer.failed_in)
+        why = f"torch.fx cannot follow {kind}{where}: {reason(error)}"
+        raise CaptureFailed(name, tracer.failed_in, why) from error
 
 
 def _type_name(own: nn.Module, path: str) -> str:
@@ -205,14 +202,14 @@ class _Constant:
 
 
 def _form(own: nn.Module, nodes: Sequence[fx.Node]) -> list[Any]:
-    """Return what two graphs of the same operations have in common: operations refer to others by their position."""
+    """Return a form that is equal for graphs of the same operations: they refer to each other by position."""
     places = {node: f"%{place}" for place, node in enumerate(nodes)}
     form: list[Any] = []
     for node in nodes:
         read = operator.attrgetter(str(node.target))(own) if node.op == "get_attr" else None
         target = _Constant(read) if isinstance(read, torch.Tensor) else node.target
-        arguments = fx.node.map_arg(
-            (node.args, node.kwargs), lambda other: places.get(other, "of the call before")
-        )
+        own_arguments = (node.args, node.kwargs)
+        # An operation of the first call has no place here.
+        arguments = fx.node.map_arg(own_arguments, lambda other: places.get(other, "earlier"))
         form.append((node.op, target, repr(arguments)))
     return form

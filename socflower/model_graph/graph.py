@@ -1,4 +1,4 @@
-"""A torch model captured once: its operations in the order of execution, and what each of them does in a forward pass.
+"""A torch model captured once: its operations in the order of execution, as observed in a forward pass.
 
 Cut points, the parts that run alone, and the networks of the integer engine are all made from this graph.
 
@@ -35,13 +35,14 @@ from socflower.model_graph.random_state import forked_generators
 from socflower.model_graph.tensor_arrays import layout_of, spec_of
 
 Example: TypeAlias = torch.Tensor | tuple[int, ...]
-"""A batch, of which the first sample is used, or the shape of one float32 sample."""
+"""A batch, whose first sample is used, or the shape of one float32 sample."""
 
-NUM_SAMPLES = 3  # batch size of the observed pass: a leading dimension of 3 is rarely a coincidence
+# Batch size of the observed pass: a leading dimension of 3 is rarely a coincidence.
+NUM_SAMPLES = 3
 
 
 class CaptureLock:
-    """A readers-writer lock: forward passes share it, a capture holds it alone and has precedence over later passes."""
+    """A readers-writer lock: forward passes share it, a capture holds it alone and precedes passes that come later."""
 
     def __init__(self) -> None:
         self._changed = Condition()
@@ -87,32 +88,37 @@ CAPTURE_LOCK = CaptureLock()
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Operation:
-    """One operation, as torch.fx captured it, and what was observed of it in a forward pass in training mode.
+    """One operation as torch.fx captured it, with observations of a forward pass in training mode.
 
-    `shape` and `dtype` are those of its result for `NUM_SAMPLES` samples, None where that is not a tensor.
+    `shape` and `dtype` are those of its result for `NUM_SAMPLES` samples, None if the result is not a tensor.
     """
 
     node: fx.Node
-    position: int  # in the order of execution
+    # Its number in the order of execution.
+    position: int
     inputs: tuple["Operation", ...]
-    module: (
-        str | None
-    )  # path of the module that it calls, None for a function and for inputs and outputs
-    caller: str  # path of the module whose `forward` calls it, "" for the model itself
-    function: str  # name of the torch function or tensor method that it calls, without underscores; "" for others
-    tensors: frozenset[
-        str
-    ]  # names of the parameters and buffers that it uses; a shared one has one name
+    # Path of the module that it calls, None for a function and for inputs and outputs.
+    module: str | None
+    # Path of the module whose `forward` calls it, "" for the model itself.
+    caller: str
+    # Name of the torch function or tensor method that it calls, without underscores; "" for others.
+    function: str
+    # Names of the parameters and buffers that it uses; a shared tensor has one name.
+    tensors: frozenset[str]
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
-    layout: tuple[int, ...]  # dimensions from the outermost in memory to the innermost
-    draws: bool  # it changed the random state
-    is_constant: bool  # it depends on no input: a weight read by name, a constant tensor
-    writes_in_place: bool  # it may overwrite its input, such as `nn.ReLU(inplace=True)`
+    # Dimensions from the outermost in memory to the innermost.
+    layout: tuple[int, ...]
+    # Whether it changed the random state.
+    draws: bool
+    # Whether it depends on no input, such as a weight that is read by name.
+    is_constant: bool
+    # Whether it may overwrite its input, such as `nn.ReLU(inplace=True)`.
+    writes_in_place: bool
 
     @property
     def layer(self) -> str:
-        """Path of the module that performs it."""
+        """Path of the module that computes it."""
         return self.caller if self.module is None else self.module
 
 
@@ -120,16 +126,15 @@ class Operation:
 class ModelGraph:
     """The operations of a model in the order of execution, and so of side effects.
 
-    It holds names and paths only, so that it describes every copy of the model. `evaluation` is what torch.fx captures
-    in evaluation mode; it is empty where that fails.
+    It has names and paths only, so it describes every copy of the model. `evaluation` is the graph in evaluation mode;
+    it is empty if torch.fx cannot follow the model there.
     """
 
     name: str
     operations: tuple[Operation, ...]
     evaluation: tuple[fx.Node, ...]
-    constants: Mapping[
-        str, Any
-    ]  # values that `forward` makes without its input, by the names that operations read
+    # Values that `forward` makes without its input, by the names that operations read.
+    constants: Mapping[str, Any]
 
     @cached_property
     def by_node(self) -> dict[fx.Node, Operation]:
@@ -138,19 +143,17 @@ class ModelGraph:
 
     @cached_property
     def readers(self) -> dict[Operation, tuple[Operation, ...]]:
-        """The operations that read the result of an operation."""
+        """By operation, the operations that read its result."""
         return {
-            operation: tuple(self.by_node[user] for user in operation.node.users)
-            for operation in self.operations
+            one: tuple(self.by_node[user] for user in one.node.users) for one in self.operations
         }
 
     def name_of(self, operation: Operation) -> str:
         """Return the module's path (with `@n` for its n-th call, n > 1), or fx's name of a function call."""
         if operation.module is None:
             return operation.node.name
-        number = sum(
-            other.module == operation.module for other in self.operations[: operation.position + 1]
-        )
+        earlier = self.operations[: operation.position + 1]
+        number = sum(other.module == operation.module for other in earlier)
         return f"{operation.module}@{number}" if number > 1 else operation.module
 
 
@@ -160,8 +163,8 @@ def capture(
     """Return the graph of `model` in training mode, down to torch's own layers and the modules named by `leaves`.
 
     Copies of the model are followed and run; the model itself and the random state are unchanged. Raises CaptureFailed
-    where torch.fx cannot follow `forward` or its next call would have another graph, and ConfigError where the model
-    takes several inputs or fails for the example.
+    if torch.fx cannot follow `forward`, or its next call would have another graph, and ConfigError if the model takes
+    several inputs or fails for the example.
     """
     name = name or type(model).__name__
     samples = first_samples(model, example, name)
@@ -172,26 +175,24 @@ def capture(
         inputs = [node.name for node in nodes if node.op == "placeholder"]
         if len(inputs) != 1:
             raise NoParts(
-                f"model {name}: takes {len(inputs)} inputs ({', '.join(inputs)}); it must take one "
-                "tensor"
+                f"model {name}: takes {len(inputs)} inputs ({', '.join(inputs)}); it must take one tensor"
             )
         constants = constants_of(model, own, nodes)
         operations = _observed(own, nodes, samples, name)
-    if not all(
-        same_value(value, constants.get(key, value)) for key, value in in_evaluation.items()
-    ):
+    shared = in_evaluation.keys() & constants.keys()
+    if not all(same_value(in_evaluation[key], constants[key]) for key in shared):
+        # The two graphs give one name to different constants.
         evaluation, in_evaluation = (), {}
-    return ModelGraph(
-        name=name, operations=operations, evaluation=evaluation, constants=in_evaluation | constants
-    )
+    constants = in_evaluation | constants
+    return ModelGraph(name=name, operations=operations, evaluation=evaluation, constants=constants)
 
 
 def _in_evaluation(
     model: nn.Module, name: str, leaves: Set[str]
 ) -> tuple[tuple[fx.Node, ...], dict[str, Any]]:
-    """Return what torch.fx captures in evaluation mode, and its constants; nothing where that fails.
+    """Return the operations in evaluation mode, and their constants; nothing if torch.fx cannot follow them.
 
-    The copy is its own, since one that has been followed may have values stored in it.
+    This follows a copy of its own, since following may store values in a copy.
     """
     own = copied(model, name).eval()
     with suppress(CaptureFailed):
@@ -201,8 +202,8 @@ def _in_evaluation(
 
 
 def module_of(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Any]) -> fx.GraphModule:
-    """Return the module that runs operations with the layers of `model`, which it shares."""
-    # torch.fx reads constants from the module, to which nothing is added.
+    """Return a module that runs operations with the layers of `model`, which it shares."""
+    # torch.fx reads constants from a module; this one is another than the model, to which nothing is added.
     root = nn.Module()
     root.__dict__.update({**model.__dict__, **constants})
     return fx.GraphModule(root, graph)
@@ -222,25 +223,24 @@ def first_samples(
 ) -> torch.Tensor:
     """Return a batch on the model's device: the first sample of the example repeatedly, or zeros of its shape."""
     device = next((tensor.device for tensor in tensors_of(model).values()), torch.device("cpu"))
-    if not isinstance(example, torch.Tensor):
-        if not isinstance(example, tuple | list) or not all(
-            isinstance(size, Integral) for size in example
-        ):
-            raise ConfigError(
-                f"model {name}: its example must be a tensor, or the shape of one sample, got "
-                f"{form_of(example)}; a model that is divided into layers takes one tensor"
-            )
-        return torch.zeros(num_samples, *example, device=device)
-    require_batch(example, name)
-    return example[:1].detach().expand(num_samples, *example.shape[1:]).clone().to(device)
+    if isinstance(example, torch.Tensor):
+        require_batch(example, name)
+        first = example[:1].detach().expand(num_samples, *example.shape[1:])
+        return first.clone().to(device)
+    is_shape = isinstance(example, tuple | list)
+    if not is_shape or not all(isinstance(size, Integral) for size in example):
+        raise ConfigError(
+            f"model {name}: its example must be a tensor, or the shape of one sample, got "
+            f"{form_of(example)}; a model that is divided into layers takes one tensor"
+        )
+    return torch.zeros(num_samples, *example, device=device)
 
 
 def require_batch(example: torch.Tensor, name: str) -> None:
-    """Raise ConfigError for an example that is no batch of one or more samples."""
+    """Raise ConfigError for an example without samples."""
     if example.ndim == 0 or example.shape[0] == 0:
         raise ConfigError(
-            f"model {name}: example input needs a batch dimension of 1 or more, got shape "
-            f"{tuple(example.shape)}"
+            f"model {name}: example input needs a batch dimension of 1 or more, got {form_of(example)}"
         )
 
 
@@ -287,11 +287,9 @@ class _Observer(fx.Interpreter):
 
     def _random_state(self) -> list[torch.Tensor]:
         states = [torch.get_rng_state()]
-        return (
-            [*states, torch.cuda.get_rng_state(self._device)]
-            if self._device.type == "cuda"
-            else states
-        )
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        return states
 
 
 def _observed(
@@ -299,16 +297,20 @@ def _observed(
 ) -> tuple[Operation, ...]:
     graph = next(iter(nodes)).graph
     observer = _Observer(module_of(model, graph, {}), samples.device)
-    graph.owning_module = None  # else the graph would keep the weights of the copy
+    # Otherwise the graph would keep the weights of the copy.
+    graph.owning_module = None
     try:
         observer.run(samples)
-    except Exception as error:  # layers raise various types for a wrong shape
+    except Exception as error:
+        # Layers raise various types for a wrong shape.
         raise refused_samples(name, samples, error) from error
     names = {id(tensor): key for key, tensor in [*model.named_buffers(), *model.named_parameters()]}
     made: dict[fx.Node, Operation] = {}
     for node in nodes:
         result = observer.results[node.name]
         inputs = tuple(made[other] for other in node.all_input_nodes)
+        # A module call has effects and weights of its own.
+        may_be_constant = node.op not in ("placeholder", "output", "call_module")
         made[node] = Operation(
             node=node,
             position=len(made),
@@ -321,9 +323,7 @@ def _observed(
             dtype=None if result is None else result.dtype,
             layout=() if result is None else layout_of(result),
             draws=node.name in observer.drawing,
-            # A module call is never constant: it has effects and weights of its own.
-            is_constant=node.op not in ("placeholder", "output", "call_module")
-            and all(other.is_constant for other in inputs),
+            is_constant=may_be_constant and all(other.is_constant for other in inputs),
             writes_in_place=_writes_in_place(model, node),
         )
     return tuple(made.values())
@@ -343,30 +343,25 @@ def _function_name(node: fx.Node) -> str:
     if node.op != "call_function":
         return ""
     module = inspect.getmodule(node.target)
-    known = (
-        node.target in vars(functional).values()
-        or module is None
-        or module is operator
-        or module.__name__.startswith(("torch", "_operator"))
-    )
-    return getattr(node.target, "__name__", "").strip("_") if known else ""
+    home = "_operator" if module is None else module.__name__
+    is_known = home == "operator" or home.startswith(("torch", "_operator"))
+    if is_known or node.target in vars(functional).values():
+        return getattr(node.target, "__name__", "").strip("_")
+    return ""
 
 
 def _writes_in_place(model: nn.Module, node: fx.Node) -> bool:
     if node.op == "call_module":
-        return any(
-            getattr(part, "inplace", False)
-            for part in model.get_submodule(str(node.target)).modules()
-        )
+        parts = model.get_submodule(str(node.target)).modules()
+        return any(getattr(part, "inplace", False) for part in parts)
+    if node.op not in ("call_method", "call_function"):
+        return False
     name = str(getattr(node.target, "__name__", node.target))
-    augmented = (
-        getattr(node.target, "__module__", "") == "_operator"
-        and name in vars(operator)
-        and name[0] == "i"
-    )
-    return node.op in ("call_method", "call_function") and (
-        name.endswith("_") or augmented or bool(node.kwargs.get("inplace")) or name == "setitem"
-    )
+    # Augmented assignments are functions such as `operator.iadd`.
+    is_operator = getattr(node.target, "__module__", "") == "_operator" and name in vars(operator)
+    is_augmented = is_operator and name[0] == "i"
+    is_inplace = bool(node.kwargs.get("inplace"))
+    return name.endswith("_") or is_augmented or is_inplace or name == "setitem"
 
 
 def _own_tensors(model: nn.Module, node: fx.Node, names: dict[int, str]) -> frozenset[str]:
@@ -375,7 +370,6 @@ def _own_tensors(model: nn.Module, node: fx.Node, names: dict[int, str]) -> froz
         return frozenset(names[id(tensor)] for tensor in [*module.parameters(), *module.buffers()])
     if node.op == "get_attr":
         value = operator.attrgetter(str(node.target))(model)
-        return frozenset(
-            {names.get(id(value), str(node.target))} if isinstance(value, torch.Tensor) else ()
-        )
+        if isinstance(value, torch.Tensor):
+            return frozenset({names.get(id(value), str(node.target))})
     return frozenset()

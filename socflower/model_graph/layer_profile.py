@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -37,32 +37,36 @@ from socflower.model_graph.random_state import forked_generators
 from socflower.plain_numbers import plain_numbers
 
 ExampleBatch: TypeAlias = Batch | tuple[int, ...]
-"""What `forward` takes: a tensor, a tuple of its positional or a dict of its keyword arguments; or a sample's shape."""
+"""Arguments of `forward`: a tensor, a tuple of positional or a dict of keyword arguments; or the shape of a sample."""
 
-_IDENTITIES = (nn.Identity, nn.Sequential)  # without children, a Sequential returns its input
+# Without children, a Sequential returns its input.
+_IDENTITIES = (nn.Identity, nn.Sequential)
 
 
 @dataclass(slots=True)
 class _Tally:
-    """FLOPs and outputs of one module, for the whole batch, its submodules not included."""
+    """FLOPs and outputs of one module for the whole batch, without its submodules."""
 
     flops: float = 0.0
     backward_flops: float = 0.0
-    both_flops: float = 0.0  # of the backward pass if all operands needed a gradient
+    # FLOPs of the backward pass if all operands needed a gradient.
+    both_flops: float = 0.0
     in_backward: bool = False
-    output_bytes: int = 0  # of its returned tensors
+    # Size of the tensors that it returned.
+    output_bytes: int = 0
+    # Size of the tensors that it made, by the leaf module that returned last before; "" for none.
     made_bytes: Counter[str] = field(default_factory=Counter)
-    """Of tensors that it makes, by the leaf module that returned last before; "" for none."""
 
 
 class _Recorder(TorchDispatchMode):
-    """Counts the work of each module by the innermost call in which it is done, in the order of the first calls."""
+    """Counts the work of each module, without that of the modules that it calls, in the order of the first calls."""
 
     def __init__(self, skeleton: nn.Module) -> None:
         TorchDispatchMode.__init__(self)
         self.tallies: dict[str, _Tally] = {}
         self._first_to_multiply: _Tally | None = None
-        self._open: list[_Tally] = []  # of calls that have not returned yet
+        # Tallies of calls that have not returned yet.
+        self._open: list[_Tally] = []
         self._last_leaf = ""
         self._is_fused = False
         for name, module in skeleton.named_modules():
@@ -75,7 +79,7 @@ class _Recorder(TorchDispatchMode):
         return AttentionAsFused(self._fused, self._make)
 
     def finish(self) -> None:
-        """Count both gradients of the first layer that multiplies, if it trains, as F1's costs do for all layers."""
+        """Count both gradients of the first layer that multiplies, if it trains; F1 counts them in every layer."""
         first = self._first_to_multiply
         if first is not None and first.backward_flops:
             first.backward_flops = first.both_flops
@@ -98,7 +102,8 @@ class _Recorder(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._open:  # inputs are being prepared
+        if not self._open:
+            # Inputs are being prepared.
             return result
         tally, given = self._open[-1], _tensors_in((args, kwargs))
         tally.in_backward |= any(tensor.requires_grad for tensor in given)
@@ -108,16 +113,7 @@ class _Recorder(TorchDispatchMode):
             tally.backward_flops += product.backward_flops
             tally.both_flops += product.flops * BACKWARD_TO_FORWARD
         if not self._is_fused:
-            # Neither views nor results in place are new tensors.
-            storages = [tensor.untyped_storage() for tensor in given]
-            self._make(
-                _num_bytes(
-                    tensor
-                    for tensor in _tensors_in(result)
-                    if tensor.is_floating_point()
-                    and not any(tensor.untyped_storage() is storage for storage in storages)
-                )
-            )
+            self._make(_num_bytes(_new_tensors(result, given)))
         return result
 
     def _make(self, num_bytes: int) -> None:
@@ -131,6 +127,17 @@ class _Recorder(TorchDispatchMode):
             yield
         finally:
             self._is_fused = False
+
+
+def _new_tensors(result: Any, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the floating-point results with memory of their own: no views, and no operations in place."""
+    storages = [tensor.untyped_storage() for tensor in given]
+    new = []
+    for tensor in _tensors_in(result):
+        own = tensor.untyped_storage()
+        if tensor.is_floating_point() and not any(own is storage for storage in storages):
+            new.append(tensor)
+    return new
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -157,84 +164,87 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 def _parts(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         yield from value.values()
-    elif isinstance(value, (Sequence, AbstractSet)) and not isinstance(value, (str, bytes)):
-        yield from value
-    elif not isinstance(value, (type, nn.Module)) and (
-        is_dataclass(value) or hasattr(value, "__dict__")
-    ):
+    elif isinstance(value, (Sequence, AbstractSet)):
+        if not isinstance(value, (str, bytes)):
+            yield from value
+    elif not isinstance(value, (type, nn.Module)):
+        # Without a __dict__, a dataclass has slots.
         names = [*getattr(value, "__dict__", ()), *getattr(value, "__dataclass_fields__", ())]
         yield from (getattr(value, name, None) for name in dict.fromkeys(names))
 
 
 @plain_numbers
 def profile_module(module: nn.Module, example_input: ExampleBatch, name: str) -> ModelProfile:
-    """Return the layers of `module` in the order in which they first run, with their costs per sample.
+    """Return the layers of `module` in the order in which they first run, with their costs per sample (F1).
 
     `example_input` is a batch of what `forward` takes, a tensor, a tuple of positional or a dict of keyword arguments
     (with labels only if `forward` takes them), or the shape of one float32 sample without the batch dimension. A copy
     without values runs in evaluation mode: the module, its mode, its buffers and the random state are unchanged, and
-    no values are computed. Where `forward` reads values, as to skip padding, a copy runs once on the CPU with the
-    example instead, and `ran_on` of the profile says so.
+    no values are computed. If `forward` reads values, for instance to skip padding, a copy runs once on the CPU with
+    the example instead, and `ran_on` of the profile says so.
 
     A layer is a module without children. FLOPs are those of matrix products, convolutions and attention, without
     biases, as torch's `FlopCounterMode` counts them; element-wise layers, normalisation and embeddings have none. The
     backward pass multiplies once for the gradient of each operand that needs one: twice in a layer that trains, once
     behind trained layers, not at all before the first. A module that runs twice counts twice in FLOPs and output bytes
-    but once in weights; tied weights also count once, where they first run. Weights count at their own precision, those
-    with `requires_grad` apart from frozen ones. A module with children becomes a layer where it owns weights or
-    multiplies outside its children. Weights of modules that never run follow at the end, so that the sum over layers
-    is the size of a gradient exchange. Identities do not count as layers.
+    but once in weights; tied weights also count once, where they first run. Weights count at their own precision;
+    frozen ones are counted apart. A module with children is a layer, too, if it owns weights or multiplies outside its
+    children. Weights of modules that never run follow at the end, so that the sum over layers is the size of a gradient
+    exchange. Identities do not count as layers.
 
     Output bytes of torch's own layers are those of the tensors that they return, in any container. For other modules,
     and those with children such as `nn.MultiheadAttention`, they are those of all floating-point tensors that the
-    module's own operations make: attention scores, residual sums, results of functions. Where such a module is not a
+    module's own operations make: attention scores, residual sums, results of functions. If such a module is not a
     layer itself, they count with the layer that ran before them. `scaled_dot_product_attention` makes what its fused
     kernels keep: the output and one value for each query and head.
 
-    Raises ConfigError where the forward pass fails for that input, with the reason.
+    Raises ConfigError, with the reason, if the forward pass fails for that input.
     """
     batch = _example_batch(example_input, name)
     ran_on, size = "meta", num_samples(batch)
     try:
-        skeleton, recorder = _recorded(
-            _without_values(module, name), mapped(batch, _empty), ran_on, name
-        )
+        skeleton = _without_values(module, name)
+        recorder = _recorded(skeleton, mapped(batch, _empty), ran_on, name)
     except _ForwardFailed as without_values:
         ran_on = "cpu"
-        try:
-            if any(
-                tensor.is_meta
-                for tensor in [*module.parameters(), *module.buffers(), *tensors_in(batch)]
-            ):
-                raise without_values
-            skeleton, recorder = _recorded(
-                _with_values(module, name), mapped(batch, _on_cpu), ran_on, name
-            )
-        except _ForwardFailed as failure:
-            what = tuple(batch.shape) if isinstance(batch, torch.Tensor) else f"({form_of(batch)})"
-            error = failure.error
-            raise ConfigError(
-                f"model {name}: forward pass for inputs {what} failed: {reason(error)}"
-            ) from error
-    input_bytes = _num_bytes(tensors_in(batch)) / size
+        skeleton, recorder = _recorded_with_values(module, batch, name, without_values)
     layers = _layers(skeleton, recorder.tallies, size)
     return ModelProfile(
         name=name,
         layers=layers,
-        input_bytes=input_bytes,
+        input_bytes=_num_bytes(tensors_in(batch)) / size,
         ran_on=ran_on,
         gradients=_gradients(skeleton, layers, recorder.tallies),
     )
 
 
+def _recorded_with_values(
+    module: nn.Module, batch: Batch, name: str, without_values: "_ForwardFailed"
+) -> tuple[nn.Module, _Recorder]:
+    """Run a copy on the CPU; `ConfigError` if that fails, too, or if model or batch have no values."""
+    failure = without_values
+    tensors = [*module.parameters(), *module.buffers(), *tensors_in(batch)]
+    if not any(tensor.is_meta for tensor in tensors):
+        skeleton = copied(module, name).cpu().eval()
+        try:
+            return skeleton, _recorded(skeleton, mapped(batch, _on_cpu), "cpu", name)
+        except _ForwardFailed as with_values:
+            failure = with_values
+    form = tuple(batch.shape) if isinstance(batch, torch.Tensor) else f"({form_of(batch)})"
+    raise ConfigError(
+        f"model {name}: forward pass for inputs {form} failed: {reason(failure.error)}"
+    ) from failure.error
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationCost:
-    """What one operation of a graph costs, per sample."""
+    """The cost of one operation of a graph, per sample."""
 
     forward_flops: float
     backward_flops: float
     output_bytes: float
-    in_backward: bool  # whether gradients pass through it, so that its output is kept
+    # Whether gradients pass through it, so that its output is kept.
+    in_backward: bool
 
 
 def profile_operations(
@@ -245,30 +255,20 @@ def profile_operations(
     Sums over all operations are those of its layers. No values are computed.
     """
     samples = first_samples(model, example, graph.name)
-    constants = {
-        key: _empty(value) if isinstance(value, torch.Tensor) else value
-        for key, value in graph.constants.items()
-    }
-    skeleton = module_of(
-        _without_values(model, graph.name), copy.deepcopy(graph.operations[0].node.graph), constants
-    )
+    constants = dict(graph.constants)
+    for key, value in constants.items():
+        if isinstance(value, torch.Tensor):
+            constants[key] = _empty(value)
+    own_graph = copy.deepcopy(graph.operations[0].node.graph)
+    skeleton = module_of(_without_values(model, graph.name), own_graph, constants)
     runner = _OperationRunner(skeleton)
     try:
-        with (
-            CAPTURE_LOCK.shared(),
-            forked_generators(),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.device("meta"),
-            runner.recorder.attention_as_fused(),
-            runner.recorder,
-        ):
+        with _recording(runner.recorder, "meta"):
             runner.run(_empty(samples))
     except Exception as error:
         raise ConfigError(
             f"model {graph.name}: cannot be profiled without values: {reason(error)}"
         ) from error
-    runner.recorder.finish()
     costs = {}
     for operation in graph.operations:
         tally = runner.recorder.tallies[operation.node.name]
@@ -305,36 +305,43 @@ class _ForwardFailed(Exception):
         self.error = error
 
 
-def _recorded(
-    skeleton: nn.Module, batch: Batch, device: str, name: str
-) -> tuple[nn.Module, _Recorder]:
-    """Return the module and what its forward pass did, with a graph, since that decides what is differentiated."""
+def _recorded(skeleton: nn.Module, batch: Batch, device: str, name: str) -> _Recorder:
+    """Return the records of a module's forward pass."""
     try:
         recorder = _Recorder(skeleton)
-    except Exception as error:  # a ScriptModule takes no hooks
+    except Exception as error:
+        # A ScriptModule takes no hooks.
         raise ConfigError(
             f"model {name}: cannot be profiled: {reason(error)}; give the module that it was made of"
         ) from error
     try:
-        # Tensors made inside a forward function are on the device too; on the meta device they draw no numbers.
-        with (
-            CAPTURE_LOCK.shared(),
-            forked_generators(),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.device(device),
-            recorder.attention_as_fused(),
-            recorder,
-        ):
+        with _recording(recorder, device):
             output_of(skeleton, batch)
-    except Exception as error:  # a user's forward function may raise anything
+    except Exception as error:
+        # A user's forward function may raise anything.
         raise _ForwardFailed(error) from error
+    return recorder
+
+
+@contextmanager
+def _recording(recorder: _Recorder, device: str) -> Iterator[None]:
+    """Record a forward pass with its autograd graph, which decides what the backward pass multiplies."""
+    # Tensors made inside a forward function are on the device too; on the meta device they draw no numbers.
+    with (
+        CAPTURE_LOCK.shared(),
+        forked_generators(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.device(device),
+        recorder.attention_as_fused(),
+        recorder,
+    ):
+        yield
     recorder.finish()
-    return skeleton, recorder
 
 
 def _example_batch(example: ExampleBatch, name: str) -> Batch:
-    """Return the example, or a batch of one sample without values for a shape."""
+    """Return the example, or for a shape a batch of one sample."""
     if isinstance(example, tuple | list) and all(isinstance(size, int) for size in example):
         return torch.zeros(1).expand(1, *example)
     if not num_samples(example):
@@ -354,78 +361,75 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def _without_values(module: nn.Module, name: str) -> nn.Module:
     """Return a copy of the module on the meta device, which keeps shapes but no values."""
-    # Tensors entered in the memo are not copied: a model may fill half the memory.
+    # Tensors in the memo are not copied: a model may fill half the memory.
     memo: dict[int, Any] = {}
     for weight in module.parameters():
-        memo[id(weight)] = nn.Parameter(
-            torch.empty_like(weight, device="meta"), weight.requires_grad
-        )
+        own = torch.empty_like(weight, device="meta")
+        memo[id(weight)] = nn.Parameter(own, weight.requires_grad)
     for tensor in [*module.buffers(), *kept_results(module)]:
         memo[id(tensor)] = torch.empty_like(tensor, device="meta")
     return copied(module, name, memo).eval()
-
-
-def _with_values(module: nn.Module, name: str) -> nn.Module:
-    return copied(module, name).cpu().eval()
 
 
 def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], size: int) -> tuple[LayerProfile, ...]:
     modules = dict(skeleton.named_modules())
     never_run = [name for name in modules if name not in tallies]
     counted: set[int] = set()
-    names: list[str] = []
-    layers: list[LayerProfile] = []
+    layers: dict[str, LayerProfile] = {}
     output_bytes: Counter[str] = Counter()
-    unclaimed: Counter[str] = Counter()  # made by modules that are not layers, by the leaf before
+    # The output of modules that are not layers, by the leaf before them.
+    unclaimed: Counter[str] = Counter()
     for name in [*tallies, *never_run]:
-        module = modules[name]
-        tally = tallies.get(name, _Tally())
-        weights = [
-            weight for weight in module.parameters(recurse=False) if id(weight) not in counted
-        ]
-        trained = [weight for weight in weights if weight.requires_grad]
-        counted.update(id(weight) for weight in weights)
+        module, tally = modules[name], tallies.get(name, _Tally())
+        own = module.parameters(recurse=False)
+        weights = [weight for weight in own if id(weight) not in counted]
+        counted.update(map(id, weights))
         is_leaf = _is_leaf(module)
         runs = is_leaf and name in tallies and not isinstance(module, _IDENTITIES)
         if not (runs or weights or tally.flops):
             unclaimed += tally.made_bytes
             continue
-        made = tally.made_bytes.total()
-        output_bytes[name] = made if not is_leaf else tally.output_bytes
-        if is_leaf and not type(module).__module__.startswith("torch."):
-            output_bytes[name] = max(made, tally.output_bytes)
-        layers.append(
-            LayerProfile(
-                name=name or type(module).__name__,
-                kind=type(module).__name__,
-                num_tensors=len(trained),
-                forward_flops=tally.flops / size,
-                output_bytes=0.0,
-                weight_bytes=float(_num_bytes(trained)),
-                frozen_bytes=float(_num_bytes(weights) - _num_bytes(trained)),
-                in_backward=tally.in_backward,
-                backward_to_forward=tally.backward_flops / tally.flops
-                if tally.flops
-                else BACKWARD_TO_FORWARD,
-            )
-        )
-        names.append(name)
+        layers[name] = _layer(name, module, tally, weights, size)
+        output_bytes[name] = made = tally.made_bytes.total()
+        if is_leaf:
+            # A layer of torch keeps what it returns; any other leaf may keep intermediate results.
+            is_torch = type(module).__module__.startswith("torch.")
+            output_bytes[name] = tally.output_bytes if is_torch else max(made, tally.output_bytes)
     for leaf, num_bytes in unclaimed.items():
-        # Neither identities nor operations before the first layer have a layer to be counted with.
-        output_bytes[leaf if leaf in output_bytes else names[0]] += num_bytes
+        # Identities, and operations before the first layer, count with the first layer.
+        output_bytes[leaf if leaf in layers else next(iter(layers))] += num_bytes
     return tuple(
-        replace(layer, output_bytes=output_bytes[name] / size)
-        for name, layer in zip(names, layers, strict=True)
+        replace(layer, output_bytes=output_bytes[name] / size) for name, layer in layers.items()
+    )
+
+
+def _layer(
+    name: str, module: nn.Module, tally: _Tally, weights: Sequence[nn.Parameter], size: int
+) -> LayerProfile:
+    """Return a layer whose output bytes are not known yet."""
+    kind = type(module).__name__
+    trained = [weight for weight in weights if weight.requires_grad]
+    ratio = tally.backward_flops / tally.flops if tally.flops else BACKWARD_TO_FORWARD
+    return LayerProfile(
+        name=name or kind,
+        kind=kind,
+        num_tensors=len(trained),
+        forward_flops=tally.flops / size,
+        output_bytes=0.0,
+        weight_bytes=float(_num_bytes(trained)),
+        frozen_bytes=float(_num_bytes(weights) - _num_bytes(trained)),
+        in_backward=tally.in_backward,
+        backward_to_forward=ratio,
     )
 
 
 def _gradients(
     skeleton: nn.Module, layers: Sequence[LayerProfile], ran: Collection[str]
 ) -> tuple[Gradient, ...]:
-    """Return the trained tensors' gradients in the order of buckets, which is the reverse of the module's own.
+    """Return the trained tensors' gradients in the order of buckets, the reverse of the module's own (F8a).
 
-    A gradient is complete when the backward pass has done all layers that use the tensor. Where a module with weights
-    never ran by itself, that is the layer around it; without one, rings send zeros after the pass.
+    A gradient is complete when the backward pass has done all layers that use the tensor. For a module with weights
+    that never ran by itself, this is the layer around it; without one, rings send zeros after the pass.
     """
     done: dict[str, float] = {}
     backward = {layer.name: layer.training_flops - layer.forward_flops for layer in layers}

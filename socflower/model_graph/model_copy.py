@@ -1,6 +1,6 @@
-"""Copies of a user's model, which are run or followed in place of the model: it stays as it was.
+"""Copies of a user's model, which are run or followed instead of the model, so that it does not change.
 
-A forward pass may change buffers, attributes and the random state, and torch.fx stores constants in what it follows.
+A forward pass may change buffers, attributes and the random state, and torch.fx stores constants in a model.
 """
 
 import copy
@@ -16,22 +16,23 @@ from socflower.model_graph.batch_form import tensors_in
 def copied(model: nn.Module, name: str = "", memo: dict[int, Any] | None = None) -> nn.Module:
     """Return a copy of a model; `ConfigError` with the reason if it cannot be copied.
 
-    `memo` has what takes the place of some tensors, by the tensors' `id`. Results of a forward pass that are attributes
-    of a module are copied without their graph, since torch copies leaves only.
+    `memo` has replacements of some tensors, by the `id` of the tensor. A module may keep results of a forward pass as
+    attributes; they are copied without their autograd graph, since torch copies only leaves.
     """
     memo = {} if memo is None else memo
     for result in kept_results(model):
         memo.setdefault(id(result), result.detach().clone())
     try:
         return copy.deepcopy(model, memo)
-    except Exception as error:  # locks, files, process groups and others raise various types
+    except Exception as error:
+        # Locks, files, process groups and others raise various types.
         raise ConfigError(
             f"model {name or type(model).__name__}: cannot be copied: {reason(error)}"
         ) from error
 
 
 def kept_results(model: nn.Module) -> list[torch.Tensor]:
-    """Return the tensors with a graph that are attributes of a model's modules."""
+    """Return the tensors with an autograd graph that are attributes of a model's modules."""
     return [
         tensor
         for module in model.modules()

@@ -1,4 +1,4 @@
-"""FLOPs of torch's operations, forward and backward, and what attention keeps.
+"""FLOPs of torch's operations, forward and backward, and the memory that attention keeps.
 
 Multiply and add count as two operations. Only products count: matrix products, convolutions, attention and recurrent
 layers; element-wise operations, normalisation and the look-up of embeddings have none.
@@ -21,10 +21,11 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product of two operands and its FLOPs; the gradient of each operand is another product of as many."""
+    """A product of two operands; the gradient of each operand is another product with as many FLOPs."""
 
     flops: float
-    left: bool  # whether the left operand needs a gradient
+    # Whether the left and the right operand need a gradient.
+    left: bool
     right: bool
 
     @property
@@ -36,9 +37,9 @@ class Product:
 def products_of(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> tuple[Product, ...]:
-    """Return the products of a call of an operation below autograd; none for operations that do not multiply.
+    """Return the products of a call of an operation below autograd; empty for operations that do not multiply.
 
-    What fused kernels compute a second time in the backward pass does not count.
+    Products that fused kernels repeat in the backward pass do not count.
     """
     packet = func.overloadpacket
     if packet in _FUSED:
@@ -78,7 +79,7 @@ _LOG_SUM_BYTES = 4
 
 _WITH_SUMMAND = frozenset((_aten.addmm, _aten.baddbmm))
 
-# Of the CPU, since profiles run there or on the meta device.
+# Kernels of the CPU, since profiles run there or on the meta device.
 _FUSED: Mapping[Any, Callable[..., tuple[Product, ...]]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten.mkldnn_rnn_layer: _recurrent,
@@ -86,9 +87,9 @@ _FUSED: Mapping[Any, Callable[..., tuple[Product, ...]]] = {
 
 
 class AttentionAsFused(TorchFunctionMode):
-    """Reports calls of `scaled_dot_product_attention` to `within`, so that they count as the fused kernels keep them.
+    """Counts for `scaled_dot_product_attention` the memory that its fused kernels keep.
 
-    On the meta device torch takes the path that makes all scores; the kernels that train make the output and one
+    On the meta device torch takes the path that makes all scores. The kernels that train make the output and one
     log-sum for each query and head. `within` is a context around the call, and `report` gets the number of bytes.
     """
 
@@ -97,18 +98,14 @@ class AttentionAsFused(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._within, self._report = within, report
-        # It calls attention by a global name, where no mode sees it.
+        # This function calls attention by a global name, which no mode sees; so it gets other globals.
         original = functional.multi_head_attention_forward
-        self._multi_head = FunctionType(
-            original.__code__,
-            {
-                **original.__globals__,
-                "scaled_dot_product_attention": self._attend,
-                "has_torch_function": lambda _: False,
-            },
-            original.__name__,
-            original.__defaults__,
-        )
+        replaced = {
+            "scaled_dot_product_attention": self._attend,
+            "has_torch_function": lambda _: False,
+        }
+        code, its_globals = original.__code__, {**original.__globals__, **replaced}
+        self._multi_head = FunctionType(code, its_globals, original.__name__, original.__defaults__)
 
     def __torch_function__(
         self,
@@ -126,11 +123,9 @@ class AttentionAsFused(TorchFunctionMode):
     def _attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._within():
             output: torch.Tensor = functional.scaled_dot_product_attention(*args, **kwargs)
-            if (
-                output.is_meta and output.ndim == 4
-            ):  # the kernels store heads beside each other, for the projection
+            if output.is_meta and output.ndim == 4:
+                # The kernels store the heads of a token next to each other, for the projection.
                 output = output.transpose(1, 2).contiguous().transpose(1, 2)
-        self._report(
-            output.numel() * output.element_size() + math.prod(output.shape[:-1]) * _LOG_SUM_BYTES
-        )
+        log_sum_bytes = math.prod(output.shape[:-1]) * _LOG_SUM_BYTES
+        self._report(output.numel() * output.element_size() + log_sum_bytes)
         return output

@@ -1,8 +1,8 @@
 """Parts of a captured model as modules, which share their layers with it.
 
-Plain torch draws all masks of a pass from one random stream, so that masks behind the cut would depend on the number of
-draws before it, on another machine. Here every layer that draws starts its own stream, which depends only on seed,
-batch and layer. A replay (F22) needs no stored state, and a pass over two halves draws the same numbers as a whole one.
+Plain torch draws all masks of a pass from one random stream, so masks behind a cut would depend on the draws before it,
+which another machine makes. Here every layer that draws starts its own stream, which depends only on seed, batch and
+layer. So a replay (F22) needs no stored state, and a pass over two halves draws the same numbers as an undivided one.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from socflower.model_graph.random_state import forked_generator, seed_generators
 
 
 def random_layers(graph: ModelGraph, frozen_until: int) -> dict[int, str]:
-    """Return the operations that draw random numbers in training, by position, which is their stream's number."""
+    """Return the layers that draw random numbers in training, by their operation's position: the stream's number."""
     return {
         operation.position: operation.layer
         for operation in graph.operations
@@ -38,15 +38,9 @@ def part_of(
 
     Operations up to position `frozen_until` (none: -1) run in evaluation mode.
     """
-    starts, output = () if start is None else (start,), None if end is None else end.position
-    return _part(
-        model,
-        graph,
-        operations,
-        frozen_until,
-        starts,
-        None if output is None else lambda made: made[output],
-    )
+    starts = () if start is None else (start,)
+    output = None if end is None else lambda made: made[end.position]
+    return _part(model, graph, operations, frozen_until, starts, output)
 
 
 def piece_of(
@@ -59,17 +53,11 @@ def piece_of(
 ) -> fx.GraphModule:
     """Return operations as a module that several tensors enter and leave.
 
-    It takes the results of `starts` one by one (without any: the model's input) and returns a tuple of those of `ends`
-    (without any: the model's output).
+    It takes the results of `starts` one by one (if empty: the model's input) and returns a tuple of the results of
+    `ends` (if empty: the model's output).
     """
-    return _part(
-        model,
-        graph,
-        operations,
-        -1,
-        starts,
-        (lambda made: tuple(made[end.position] for end in ends)) if ends else None,
-    )
+    output = (lambda made: tuple(made[end.position] for end in ends)) if ends else None
+    return _part(model, graph, operations, -1, starts, output)
 
 
 def _part(
@@ -88,14 +76,10 @@ def _part(
         for place, node in enumerate(nodes)
     }
     part = fx.Graph()
-    names = (
-        ["features"]
-        if len(starts) == 1
-        else [f"features_{number}" for number in range(len(starts))]
-    )
-    made = {
-        start.position: part.placeholder(name) for name, start in zip(names, starts, strict=True)
-    }
+    made = {}
+    for number, start in enumerate(starts):
+        name = "features" if len(starts) == 1 else f"features_{number}"
+        made[start.position] = part.placeholder(name)
     for operation in operations:
         place = operation.position
         if place in streams:
@@ -111,7 +95,7 @@ _active = threading.local()
 
 
 def layer_seed(seed: int, batch: int, layer: int) -> int:
-    """Return the seed of a layer's stream for a batch, 0 to 2^63 - 1; `layer` is its position in the captured graph."""
+    """Return the seed of a layer's stream for a batch, 0 to 2^63 - 1; `layer` is a position in the captured graph."""
     digest = hashlib.blake2b(f"{seed}/{batch}/{layer}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -126,7 +110,8 @@ def random_streams(seed: int, batch: int) -> Iterator[None]:
         before = getattr(_active, "key", None)
         _active.key = (seed, batch)
         try:
-            start_stream(0)  # for modules that were not captured
+            # Modules that were not captured use stream 0.
+            start_stream(0)
             yield
         finally:
             _active.key = before

@@ -1,6 +1,6 @@
 """Torch's global random generators, shared by all threads of a process; a lock gives one thread exclusive use.
 
-Layers always draw their initial weights and their masks from it. Without a lock, a thread that seeds or restores it
+Layers draw their initial weights and their masks from them. Without a lock, a thread that seeds or restores a generator
 changes the numbers that another thread draws at the same time.
 """
 
@@ -25,18 +25,17 @@ _T = TypeVar("_T")
 def seed_generators(seed: int) -> None:
     """Seed the CPU's generator, and those of an accelerator that is in use, as `torch.manual_seed` does.
 
-    For each kind of device that has not been used yet torch would format a stack trace and keep the seed for later,
-    which takes longer than a small layer, and memory at every call.
+    For each kind of device that is not in use yet, `torch.manual_seed` formats a stack trace and keeps the seed for
+    later: it takes longer than a small layer, and memory at every call.
     """
     torch.default_generator.manual_seed(seed)
     for module in _in_use():
-        module.manual_seed_all(seed) if hasattr(module, "manual_seed_all") else module.manual_seed(
-            seed
-        )
+        seed_all = getattr(module, "manual_seed_all", None) or module.manual_seed
+        seed_all(seed)
 
 
 def _in_use() -> Iterator[Any]:
-    """Yield the module of the accelerator whose generators may be drawn from, if there is one."""
+    """Yield the module of the accelerator, if there is one and this process uses it."""
     device = accelerator()
     if device is not None:
         module = getattr(torch, device.type)
@@ -54,11 +53,11 @@ class RandomState:
 
     @property
     def accelerators(self) -> list[torch.Tensor]:
-        """The states of an accelerator's generators, of bytes; none without one in use."""
+        """The states of an accelerator's generators, as bytes; empty if none is in use."""
         return [state for _, states in self._others for state in states]
 
     def restore(self) -> None:
-        """Set the generators to these states, while no other thread uses them exclusively."""
+        """Set the generators to these states, once no other thread uses them exclusively."""
         with _LOCK:
             torch.set_rng_state(self.cpu)
             for module, states in self._others:
@@ -67,7 +66,7 @@ class RandomState:
 
 
 def generator_states() -> dict[str, NDArray[Any]]:
-    """Return the states of the global generators of torch, NumPy and `random`, to be restored in any process."""
+    """Return the states of the global generators of torch, NumPy and `random`, which any process can restore."""
     state = RandomState()
     kind, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, next_gauss = random.getstate()
@@ -89,9 +88,9 @@ def same_states(one: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any
 
 
 def restore_generators(states: Mapping[str, NDArray[Any]]) -> None:
-    """Set the generators to what `generator_states` returned; `KeyError` names a state that is missing.
+    """Restore states from `generator_states`; `KeyError` names a state that is missing.
 
-    An accelerator that was in use then and is not yet now is left alone, since it has its seed from the app.
+    An accelerator that is not in use yet is left alone, since the app seeds it.
     """
     position, has_gauss = map(int, states["numpy-position"])
     with _LOCK:
@@ -113,7 +112,7 @@ def _device_states(module: Any) -> list[torch.Tensor]:
 
 
 def _index_of(module: Any, index: int) -> tuple[int, ...]:
-    """Return the argument by which a generator is chosen; that of mps is the only one."""
+    """Return the argument that chooses a generator; mps has a single one."""
     return () if module is torch.mps else (index,)
 
 
@@ -151,7 +150,7 @@ def forked_generators(seed: int | None = None) -> Iterator[None]:
 def build_exclusively(build: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Return the result of a user's function, which may seed the global generator and draw weights from it.
 
-    No other thread forks the generator meanwhile; the state in which the function leaves it is kept.
+    No other thread forks the generator meanwhile. Afterwards the generator keeps the state that the function left.
     """
     with _LOCK:
         return build(*args, **kwargs)
@@ -161,8 +160,8 @@ def build_exclusively(build: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwar
 def own_random_state(*key: int) -> Iterator[None]:
     """Draw torch's random numbers (dropout masks) from a seed made of the integers in `key`; restore the state at exit.
 
-    With a key of seed, group and first step, an interval of training is reproducible in any process. The generator is
-    shared by the process, and ring members wait for each other: as threads of one process they draw in varying order.
+    With a key of seed, group and first step, an interval of training is reproducible in any process. Ring members wait
+    for each other, so they cannot hold the lock: members in threads of one process draw in varying order.
     """
     with _LOCK:
         before = RandomState()

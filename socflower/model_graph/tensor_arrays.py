@@ -13,9 +13,7 @@ from socflower.errors import ConfigError
 def to_array(tensor: torch.Tensor, *, copy: bool = True) -> NDArray[Any]:
     """Return a tensor's values in C order; without `copy` the array may share the tensor's memory."""
     if tensor.dtype is torch.bfloat16:
-        raise ConfigError(
-            "model: bfloat16 tensors have no NumPy form; convert the model with .float()"
-        )
+        raise ConfigError("model: NumPy has no bfloat16; convert the model with .float()")
     array: NDArray[Any] = tensor.detach().cpu().numpy()
     # ascontiguousarray would turn scalars into vectors.
     return np.array(array, order="C", copy=True) if copy or not array.flags.c_contiguous else array
@@ -24,9 +22,9 @@ def to_array(tensor: torch.Tensor, *, copy: bool = True) -> NDArray[Any]:
 def to_tensor(
     array: NDArray[Any], device: torch.device, layout: Sequence[int] = ()
 ) -> torch.Tensor:
-    """Return an array as a tensor, with its own memory where the array is read-only or in another layout.
+    """Return an array as a tensor, with its own memory if the array is read-only or has another layout.
 
-    Layers choose their algorithm by memory layout, so that only tensors with the layout of the undivided model give
+    Layers choose their algorithm by memory layout, so only tensors with the layout of the undivided model give
     bit-identical results.
     """
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):

@@ -1,4 +1,4 @@
-"""The torch device that a computation runs on: its choice by name, and what differs between kinds of devices."""
+"""The torch device that a computation runs on: its choice by name, and the differences between kinds of devices."""
 
 import re
 
@@ -16,9 +16,9 @@ _NEITHER = "use cpu, or auto for what is there"
 
 
 def resolve_device(name: str, where: str) -> torch.device:
-    """Return the device of this machine that `name` means: "auto", "cpu", "cuda", "cuda:N", "mps" or another of torch.
+    """Return the device of this machine by its name: "auto", "cpu", "cuda", "cuda:N", "mps" or another one of torch.
 
-    `where` begins the message of the `ConfigError` for a name that is none, and for a device that is not there.
+    `where` begins the message of the `ConfigError` for an invalid name, and for a device that is not there.
     """
     present = accelerator()
     if name == AUTO:
@@ -35,24 +35,25 @@ def resolve_device(name: str, where: str) -> torch.device:
             f"{where} = {name!r}: torch {torch.__version__} finds {present or 'no accelerator'} on this "
             f"machine; {_NEITHER}"
         )
-    count = num_devices()
-    if index and int(index) >= count:
+    last = num_devices() - 1
+    if index and int(index) > last:
         raise ConfigError(
-            f"{where} = {name!r}: devices of this machine are {kind}:0 to {kind}:{count - 1}; {_NEITHER}"
+            f"{where} = {name!r}: devices of this machine are {kind}:0 to {kind}:{last}; {_NEITHER}"
         )
     # Without its number, a device would differ from that of its own tensors.
     return torch.device(kind, int(index)) if index else present
 
 
 def accelerator() -> torch.device | None:
-    """Return the accelerator that a process of this machine uses unless it is told another one; None if there is none.
+    """Return the accelerator that processes of this machine use by default; None if there is none.
 
-    `CUDA_VISIBLE_DEVICES` chooses among several of CUDA's.
+    `CUDA_VISIBLE_DEVICES` chooses among several devices of CUDA.
     """
-    if hasattr(torch, "accelerator"):  # since torch 2.6
-        found = (
-            torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        )
+    if hasattr(torch, "accelerator"):
+        # Since torch 2.6.
+        if not torch.accelerator.is_available():
+            return None
+        found = torch.accelerator.current_accelerator()
         return None if found is None else torch.device(found.type, 0)
     if torch.cuda.is_available():
         return torch.device("cuda", 0)
@@ -61,11 +62,9 @@ def accelerator() -> torch.device | None:
 
 def num_devices() -> int:
     """Return how many accelerators of the kind of `accelerator()` this machine has."""
-    return (
-        torch.accelerator.device_count()
-        if hasattr(torch, "accelerator")
-        else torch.cuda.device_count()
-    )
+    if hasattr(torch, "accelerator"):
+        return torch.accelerator.device_count()
+    return torch.cuda.device_count()
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -76,15 +75,13 @@ def device_of(model: nn.Module) -> torch.device:
 
 def device_label(device: torch.device) -> str:
     """Return a device as results name it, such as "cpu" or "cuda:0 (NVIDIA H100 80GB HBM3)"."""
-    if device.type == "cpu":
-        return "cpu"
-    return (
-        f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
-    )
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return "cpu" if device.type == "cpu" else str(device)
 
 
 def settle(device: torch.device) -> None:
-    """Return when the device has done what it was given: accelerators compute while the program goes on."""
+    """Wait until the device has done its work: accelerators compute while the program continues."""
     if device.type == "mps":
         torch.mps.synchronize()
     elif device.type != "cpu":
@@ -92,10 +89,10 @@ def settle(device: torch.device) -> None:
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch with its tensors on the device; the copy of pinned memory runs beside the program."""
+    """Return a batch with its tensors on the device; pinned memory is copied while the program continues."""
     return mapped(batch, lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
 
 
 def host_buffer(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a vector of zeros on the CPU, pinned if it exchanges values with CUDA, so that copies need no detour."""
+    """Return a vector of zeros on the CPU; it is pinned for CUDA, so that values are copied directly."""
     return torch.zeros(num_elements, dtype=dtype, pin_memory=device.type == "cuda")

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from socflower.errors import ConfigError
 from socflower.precision.algorithm import (
@@ -19,6 +18,7 @@ from socflower.precision.algorithm import (
     OutsideUpdate,
     TrainingAlgorithm,
 )
+from socflower.precision.int8.fixed_point import AnyArray, DoubleArray, FloatArray, Int32Array
 from socflower.precision.int8.model import EngineSettings, Int8Model, StepResult
 from socflower.precision.int8.network import UnsupportedOperator
 from socflower.precision.int8.parameters import start_gradients, take_weights
@@ -26,8 +26,7 @@ from socflower.precision.int8.parameters import start_gradients, take_weights
 if TYPE_CHECKING:
     import torch
 
-FloatArray = npt.NDArray[np.float32]
-Arrays = Mapping[str, npt.NDArray[Any]]
+Arrays = Mapping[str, AnyArray]
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -52,16 +51,16 @@ class Int8Backend(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Arrays, *, seed: int) -> None:
-        """Load weights and, where they are given, running statistics.
+        """Load weights, and running statistics if `weights` has them.
 
-        They are rounded up or down at random so that their expectation is exact (F12); equal seeds round equally.
+        Weights are rounded up or down at random so that their expectation is exact (F12); equal seeds round equally.
         """
 
     @abstractmethod
     def train_step(
         self,
         images: FloatArray,
-        labels: npt.NDArray[np.int32],
+        labels: Int32Array,
         *,
         learning_rate: float,
         progress: float,
@@ -69,11 +68,11 @@ class Int8Backend(ABC):
         """Train on a batch of any size; `progress` in [0, 1] is the fraction of training done."""
 
     @abstractmethod
-    def weights(self) -> dict[str, npt.NDArray[Any]]:
+    def weights(self) -> dict[str, AnyArray]:
         """Return the current weights and running statistics."""
 
     @abstractmethod
-    def predict(self, images: FloatArray) -> npt.NDArray[np.float64]:
+    def predict(self, images: FloatArray) -> DoubleArray:
         """Return (n, classes) logits of the loaded weights, with running statistics."""
 
     def pseudo_gradient(self, loaded: Arrays, *, learning_rate: float) -> Mapping[str, FloatArray]:
@@ -82,18 +81,17 @@ class Int8Backend(ABC):
         The arrays may be overwritten by the next `train_step`. Backends that hold the gradient override this. The
         values of frozen parameters are ignored.
         """
-        now = self.weights()
         scale = np.float32(1.0 / learning_rate)
-        return {
-            name: scale
-            * (np.asarray(loaded[name], dtype=np.float32) - np.asarray(value, dtype=np.float32))
-            for name, value in now.items()
-            if not name.endswith(_STATISTICS)
-        }
+        gradients = {}
+        for name, value in self.weights().items():
+            if not name.endswith(_STATISTICS):
+                before = np.asarray(loaded[name], dtype=np.float32)
+                gradients[name] = scale * (before - np.asarray(value, dtype=np.float32))
+        return gradients
 
     @property
     def hands_out_gradients(self) -> bool:
-        """Whether momentum may accumulate the `pseudo_gradient`; False where it is mostly rounding noise."""
+        """Whether momentum may accumulate the `pseudo_gradient`; False if it is mostly rounding noise."""
         return True
 
     @property
@@ -135,7 +133,7 @@ class NativeInt8Backend(Int8Backend):
     ) -> None:
         if not isinstance(algorithm.update, OutsideUpdate | IntegerUpdate):
             raise ConfigError(
-                f"mixed precision: the FP32 masters of {algorithm.name} live in the trainer; use niti or the default"
+                f"mixed precision: {algorithm.name} has masters of its own; use niti or the default"
             )
         self._algorithm, self._settings = algorithm, settings or EngineSettings()
         self._fp32_operators: Sequence[str] = fp32_operators
@@ -148,7 +146,7 @@ class NativeInt8Backend(Int8Backend):
     @property
     def name(self) -> str:
         """Name of the kernel path in use."""
-        return f"CPU int8, {self._built.kernel}" if self._model else "CPU int8"
+        return f"CPU int8, {self._built.engine.kernel}" if self._model else "CPU int8"
 
     @property
     def _built(self) -> Int8Model:
@@ -182,11 +180,9 @@ class NativeInt8Backend(Int8Backend):
                 unsupported=self._unsupported,
             )
         except UnsupportedOperator as error:
-            backend = "MixedPrecisionTrainer(backend=partial(NativeInt8Backend, {}))"
-            advice = error.remedy(
-                "use", backend.format("fp32_operators={}"), backend.format("unsupported={}")
-            )
-            raise ConfigError(f"{error.what}; {advice}") from None
+            raise error.advising(
+                "MixedPrecisionTrainer(backend=partial(NativeInt8Backend, {}))"
+            ) from None
         self._loaded_seed = None
         if isinstance(self._algorithm.update, OutsideUpdate):
             self._gradients = start_gradients(self._model.graph, self._model.parameters)
@@ -196,14 +192,15 @@ class NativeInt8Backend(Int8Backend):
         model = self._built
         if seed == self._loaded_seed and self._gradients:
             return
-        self._loaded_seed = None  # if loading fails, some weights are new and some are old
+        # If loading fails, some weights are new and some are old.
+        self._loaded_seed = None
         take_weights(model.graph, model.parameters, model.engine, weights, seed)
         self._loaded_seed = seed
 
     def train_step(
         self,
         images: FloatArray,
-        labels: npt.NDArray[np.int32],
+        labels: Int32Array,
         *,
         learning_rate: float,
         progress: float,
@@ -215,11 +212,11 @@ class NativeInt8Backend(Int8Backend):
             images, labels, learning_rate=rate, progress=progress, seed=self._draw
         )
 
-    def weights(self) -> dict[str, npt.NDArray[Any]]:
+    def weights(self) -> dict[str, AnyArray]:
         """Return the int8 weights as float32; under an outside update these are the loaded ones."""
         return self._built.arrays()
 
-    def predict(self, images: FloatArray) -> npt.NDArray[np.float64]:
+    def predict(self, images: FloatArray) -> DoubleArray:
         """Return logits; see `Int8Backend.predict`."""
         return self._built.predict(images)
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from socflower.errors import ConfigError, require_range
+from pydantic import Field
+
+from socflower.errors import ConfigError
+from socflower.field_rules import checked
 from socflower.plain_numbers import plain_numbers
 
 
@@ -36,8 +39,7 @@ class BackwardRule:
     loss: Literal["integer", "fp32"] = "integer"
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class IntegerUpdate:
     """w := saturate(w - round(gradient to `bits` bits)), in int8: NITI (F18).
 
@@ -45,39 +47,32 @@ class IntegerUpdate:
     or fewer, only the carry of the pseudo-stochastic rounding changes a weight.
     """
 
-    bits: tuple[int, ...] = (5, 4, 3)
-    starts: tuple[float, ...] = (0.0, 0.5, 0.75)
+    bits: tuple[Annotated[int, Field(ge=-8, le=7)], ...] = (5, 4, 3)
+    starts: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], ...] = (0.0, 0.5, 0.75)
     rounding: Rounding = Rounding.PSEUDO_STOCHASTIC
 
     def __post_init__(self) -> None:
-        if len(self.bits) != len(self.starts) or not self.bits or self.starts[0] != 0.0:
-            raise ConfigError(
-                f"integer update: need one start per number of bits, the first 0, got bits {self.bits} "
-                f"and starts {self.starts}"
-            )
-        if any(not -8 <= bits <= 7 for bits in self.bits):
-            raise ConfigError(f"integer update: gradient bits must be -8 to 7, got {self.bits}")
-        if list(self.starts) != sorted(self.starts) or self.starts[-1] >= 1.0:
-            raise ConfigError(
-                f"integer update: starts must rise from 0 to below 1, got {self.starts}"
-            )
+        # Lists and arrays are taken too.
+        object.__setattr__(self, "bits", tuple(self.bits))
+        object.__setattr__(self, "starts", tuple(self.starts))
+
+    def check(self) -> None:
+        """Raise `ConfigError` unless every number of bits has a start, rising from 0."""
+        rises = list(self.starts) == sorted(self.starts)
+        if not rises or self.starts[:1] != (0.0,) or len(self.bits) != len(self.starts):
+            raise ConfigError(f"bits {self.bits} need as many starts, rising from 0: {self.starts}")
 
     def bits_at(self, progress: float) -> int:
-        """Return the gradient bits at a fraction of training in [0, 1]."""
-        return [
-            bits for bits, start in zip(self.bits, self.starts, strict=True) if progress >= start
-        ][-1]
+        """Return the gradient bits at a fraction of training in [0, 1] (F18)."""
+        num_begun = sum(progress >= start for start in self.starts)
+        return self.bits[num_begun - 1]
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class Fp32Update:
     """SGD with momentum on FP32 master weights; every step rounds the int8 weights from them again."""
 
-    momentum: float = 0.0
-
-    def __post_init__(self) -> None:
-        require_range("fp32 update", least=0.0, below=1.0, momentum=self.momentum)
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,9 +101,7 @@ class TrainingAlgorithm:
 
     def __post_init__(self) -> None:
         if (self.weight == "int8") != isinstance(self.update, IntegerUpdate):
-            raise ConfigError(
-                f"algorithm {self.name}: int8 weights take an IntegerUpdate, fp32 weights another update"
-            )
+            raise ConfigError(f"algorithm {self.name}: only int8 weights take an IntegerUpdate")
 
 
 NITI = TrainingAlgorithm(
@@ -118,7 +111,7 @@ NITI = TrainingAlgorithm(
     weight="int8",
     update=IntegerUpdate(),
 )
-"""Wang et al. 2020: int8 throughout, weights included."""
+"""Wang et al. 2020: all values are int8, weights included."""
 
 ADAPTIVE_FIXED_POINT = TrainingAlgorithm(
     name="adaptive-fixed-point",
@@ -127,7 +120,10 @@ ADAPTIVE_FIXED_POINT = TrainingAlgorithm(
     weight="fp32",
     update=Fp32Update(),
 )
-"""Zhang et al. 2020: int8 forward and backward pass, FP32 master weights. Gradients never switch to int16 as there."""
+"""Zhang et al. 2020: int8 forward and backward pass, FP32 master weights.
+
+Theirs switches gradients to int16 where int8 is too coarse; this one does not.
+"""
 
 HANDED_OUT_GRADIENTS = replace(
     ADAPTIVE_FIXED_POINT, name="handed-out-gradients", update=OutsideUpdate()
@@ -141,28 +137,21 @@ ALGORITHMS: dict[str, TrainingAlgorithm] = {a.name: a for a in (NITI, ADAPTIVE_F
 def int8_algorithm(
     name: str, momentum: float = 0.0, gradient_bits: tuple[int, ...] | None = None
 ) -> TrainingAlgorithm:
-    """Return a known algorithm, with that momentum where it updates FP32 weights, and those bits where int8 ones.
+    """Return a known algorithm with these settings.
 
-    Raises ConfigError on other names, impossible values, and a setting that the algorithm's update does not have.
+    `momentum` applies to an update of FP32 weights, `gradient_bits` to an update of int8 weights. Raises ConfigError
+    on other names, impossible values, and a setting that the algorithm's update does not have.
     """
     algorithm = ALGORITHMS.get(name)
     if algorithm is None:
-        raise ConfigError(f"int8 algorithm {name!r} is unknown, known are {', '.join(ALGORITHMS)}")
-    if isinstance(algorithm.update, Fp32Update):
-        if gradient_bits is not None:
-            raise ConfigError(
-                f"int8 algorithm {name}: has a learning rate and no gradient bits; leave gradient_bits "
-                "out, or use niti"
-            )
-        return replace(algorithm, update=replace(algorithm.update, momentum=momentum))
-    assert isinstance(algorithm.update, IntegerUpdate)
-    if momentum:
+        raise ConfigError(f"int8 algorithm {name!r} is unknown; use one of {', '.join(ALGORITHMS)}")
+    in_fp32 = isinstance(algorithm.update, Fp32Update)
+    if gradient_bits is not None if in_fp32 else momentum:
         raise ConfigError(
-            f"int8 algorithm {name}: its integer update has no momentum, got {momentum}; use momentum 0, "
-            "or adaptive-fixed-point"
+            f"int8 algorithm {name}: momentum = {momentum} is for adaptive-fixed-point and "
+            f"gradient_bits = {gradient_bits} for niti; leave the other one out"
         )
-    return (
-        algorithm
-        if gradient_bits is None
-        else replace(algorithm, update=replace(algorithm.update, bits=gradient_bits))
-    )
+    settings: dict[str, Any] = {"momentum": momentum} if in_fp32 else {}
+    if gradient_bits is not None:
+        settings["bits"] = gradient_bits
+    return replace(algorithm, update=replace(algorithm.update, **settings))

@@ -28,29 +28,26 @@ _FIXED = {"fp32": 1.0, "int8": 0.0, "half": 0.5}
 def confidence(fp32_logits: npt.ArrayLike, int8_logits: npt.ArrayLike) -> float:
     """Return alpha in [0, 1]: the mean over samples of the cosine between two (samples, classes) logits (F9).
 
-    A sample whose logits have norm 0 in one of them, or a value that is not finite, counts as 0. A negative mean is
-    returned as 0, because the rules are not defined for it.
+    A sample counts as 0 if one of its logits has norm 0 or a value that is not finite. A negative mean is returned as
+    0, because the rules are not defined for it.
     """
-    fp32, int8 = (
-        np.asarray(fp32_logits, dtype=np.float64),
-        np.asarray(int8_logits, dtype=np.float64),
-    )
+    fp32 = np.asarray(fp32_logits, dtype=np.float64)
+    int8 = np.asarray(int8_logits, dtype=np.float64)
     if fp32.shape != int8.shape or fp32.ndim != 2 or not len(fp32):
-        raise ConfigError(
-            f"confidence: need two (samples, classes) logits, got {fp32.shape} and {int8.shape}"
-        )
+        raise ConfigError(f"confidence: need (samples, classes) twice: {fp32.shape}, {int8.shape}")
     with np.errstate(all="ignore"):
         lengths = np.linalg.norm(fp32, axis=1) * np.linalg.norm(int8, axis=1)
         cosines = (fp32 * int8).sum(axis=1) / lengths
-    return float(np.clip(np.where(np.isfinite(cosines), cosines, 0.0).mean(), 0.0, 1.0))
+    mean = np.where(np.isfinite(cosines), cosines, 0.0).mean()
+    return float(np.clip(mean, 0.0, 1.0))
 
 
 def compute_power_ratio(npu_samples_per_s: float, cpu_samples_per_s: float) -> float:
     """Return beta in [0, 1): the NPU's part of both throughputs together (F10); 0 without an NPU."""
     if not (0.0 <= npu_samples_per_s < math.inf and 0.0 < cpu_samples_per_s < math.inf):
         raise ConfigError(
-            f"compute power: throughputs must be finite, the NPU's 0 or more and the CPU's above 0, got "
-            f"{npu_samples_per_s} and {cpu_samples_per_s} samples a second"
+            f"compute power: throughputs of {npu_samples_per_s} and {cpu_samples_per_s} samples/s; the "
+            "NPU's must be 0 or more, the CPU's above 0"
         )
     return npu_samples_per_s / (npu_samples_per_s + cpu_samples_per_s)
 
@@ -65,9 +62,7 @@ def cpu_share(rule: str, alpha: float, beta: float) -> float:
     if rule not in MIXING_RULES:
         raise ConfigError(f"mixing rule {rule!r} is unknown; use one of {', '.join(MIXING_RULES)}")
     if math.isnan(alpha) or not 0.0 <= beta <= 1.0:
-        raise ConfigError(
-            f"mixing: alpha = {alpha} must be a number and beta = {beta} lie in [0, 1]"
-        )
+        raise ConfigError(f"mixing: alpha = {alpha} must be a number, beta = {beta} in [0, 1]")
     return min(1.0, max(accuracy_floor(rule, alpha), 1.0 - beta))
 
 
@@ -76,13 +71,16 @@ def accuracy_floor(rule: str, alpha: float) -> float:
     if rule not in RULES_BY_THROUGHPUT:
         return 0.0
     floor = math.exp(-min(1.0, max(0.0, alpha)))
-    return floor if rule == "paper" else max(0.0, (floor - math.exp(-1.0)) / (1.0 - math.exp(-1.0)))
+    if rule == "paper":
+        return floor
+    least = math.exp(-1.0)
+    return max(0.0, (floor - least) / (1.0 - least))
 
 
 def most_speedup(rule: str) -> float:
     """Return how many times faster than the CPU alone a rule can be, however fast the NPU: 1 / smallest gamma.
 
-    e = 2.72 for `paper` (F11); infinity where the floor reaches 0.
+    e = 2.72 for `paper` (F11); infinity if the floor can be 0.
     """
     floor = cpu_share(rule, alpha=1.0, beta=1.0)
     return 1.0 / floor if floor else math.inf
@@ -91,9 +89,10 @@ def most_speedup(rule: str) -> float:
 def cpu_samples(num_samples: int, gamma: float, floor: float = 0.0) -> int:
     """Return how many of a member's samples the CPU takes: gamma of them to the nearest, but no less than the floor.
 
-    The share from the throughputs is rounded either way; the floor is rounded up ("no less than e^-alpha", SoCFlow+
+    The share from the throughputs is rounded to nearest; the floor is rounded up ("no less than e^-alpha", SoCFlow+
     3.2).
     """
+    # Without the 1e-9 a floor that is a whole number but for rounding would be one too high.
     least = math.ceil(floor * num_samples - 1e-9)
     return min(num_samples, max(least, math.floor(gamma * num_samples + 0.5)))
 
@@ -107,11 +106,11 @@ class ThroughputRatio:
     """beta (F10), profiled once and renewed when the clocks change.
 
     Step times are noisy, and a ratio updated at every step would change the split without a reason. So beta stays
-    the same until the smoothed seconds per sample of a processor differ from their reference by more than the
-    fraction `tolerance` for `patience` steps in a row.
+    the same until the smoothed seconds per sample of a processor differ from their reference, `cpu_s` and `npu_s`, by
+    more than the fraction `tolerance` for `patience` steps in a row.
     """
 
-    cpu_s: float  # per sample, at the reference
+    cpu_s: float
     npu_s: float
     tolerance: float = 0.15
     patience: int = 10
@@ -121,7 +120,8 @@ class ThroughputRatio:
     _num_away: int = 0
 
     def __post_init__(self) -> None:
-        self._recent_cpu_s, self._recent_npu_s = self.cpu_s, self.npu_s
+        self._recent_cpu_s = self.cpu_s
+        self._recent_npu_s = self.npu_s
 
     @property
     def beta(self) -> float:
@@ -132,12 +132,13 @@ class ThroughputRatio:
         """Record a step: samples and seconds of each processor; a processor without samples is ignored."""
         self._recent_cpu_s = _smoothed(self._recent_cpu_s, *cpu)
         self._recent_npu_s = _smoothed(self._recent_npu_s, *npu)
-        away = max(
-            abs(self._recent_cpu_s / self.cpu_s - 1.0), abs(self._recent_npu_s / self.npu_s - 1.0)
-        )
-        self._num_away = self._num_away + 1 if away > self.tolerance else 0
+        cpu_change = abs(self._recent_cpu_s / self.cpu_s - 1.0)
+        npu_change = abs(self._recent_npu_s / self.npu_s - 1.0)
+        is_away = max(cpu_change, npu_change) > self.tolerance
+        self._num_away = self._num_away + 1 if is_away else 0
         if self._num_away >= self.patience:
-            self.cpu_s, self.npu_s = self._recent_cpu_s, self._recent_npu_s
+            self.cpu_s = self._recent_cpu_s
+            self.npu_s = self._recent_npu_s
             self._num_away = 0
             self.num_renewals += 1
 

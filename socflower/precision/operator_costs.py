@@ -13,20 +13,27 @@ from torch import nn
 from socflower.plain_numbers import plain_numbers
 from socflower.precision.algorithm import NITI, TrainingAlgorithm
 from socflower.precision.int8 import network as ir
+from socflower.precision.int8.batch_share import BatchShare
 from socflower.precision.int8.batch_splitting import median_seconds
+from socflower.precision.int8.fixed_point import to_real
+from socflower.precision.int8.fp32_operator import to_int8
 from socflower.precision.int8.model import EngineSettings, Int8Model
+from socflower.precision.int8.operators import Tensor
 from socflower.precision.int8.requantisation import RescalingPolicy
 from socflower.precision.operator_placement import OperatorLatency, OperatorPlacement, place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorProfile:
-    """Latencies of a network's operators for one batch size and of switches between them; the best placement."""
+    """Latencies of a network's operators for one batch size, and the best placement.
+
+    `switches_s` has the seconds of changing the side after each operator but the last.
+    """
 
     batch: int
     kernel: str
     latencies: tuple[OperatorLatency, ...]
-    switches_s: tuple[float, ...]  # after each operator but the last
+    switches_s: tuple[float, ...]
     placement: OperatorPlacement
 
 
@@ -40,72 +47,71 @@ def profile_operators(
     settings: EngineSettings | None = None,
     repeats: int = 5,
 ) -> OperatorProfile:
-    """Time forward and backward of every operator on both sides, and place the operators.
+    """Time forward and backward of every operator on both sides, and place the operators (F17).
 
     An operator without an int8 kernel has infinite NPU latency. A fused ReLU counts towards the operator that it is
     fused into. A switch is the time of converting the tensor between two operators to FP32 and its gradient to int8.
     """
     # Rescaling is settled from the second batch on, and both sides use the same number of threads.
     settings = replace(settings or EngineSettings(), rescaling=RescalingPolicy(warm_up_batches=1))
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(settings.num_threads)
-    try:
-        return _profile(module, input_shape, batch, algorithm, settings, repeats)
-    finally:
-        torch.set_num_threads(threads_before)
-
-
-def _profile(
-    module: nn.Module,
-    input_shape: ir.Shape,
-    batch: int,
-    algorithm: TrainingAlgorithm,
-    settings: EngineSettings,
-    repeats: int,
-) -> OperatorProfile:
     model = Int8Model.from_module(
         module, input_shape=input_shape, algorithm=algorithm, settings=settings, unsupported="fp32"
     )
-    random = np.random.default_rng(0)
-    images = random.standard_normal((batch, *input_shape), dtype=np.float32)
-    labels = random.integers(0, model.graph.num_classes, batch, dtype=np.int32)
-    runs: list[dict[str, float]] = []
-    for _ in range(repeats + 3):
-        timings: dict[str, float] = {}
-        model.train_step(images, labels, learning_rate=0.0, timings=timings, progress=0.0)
-        runs.append(timings)
     modules = dict(module.named_modules())
-    latencies = []
-    for node in model.graph.nodes:
-        fp32_s = _fp32_seconds(node, model.graph, modules, batch, repeats)
-        int8_s = statistics.median(run[node.name] for run in runs[3:])
-        latencies.append(
+    graph = model.graph
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(settings.num_threads)
+    try:
+        int8_s = _int8_seconds(model, batch, repeats)
+        latencies = [
             OperatorLatency(
                 name=node.name,
-                cpu_s=fp32_s,
-                npu_s=math.inf if isinstance(node, ir.Fp32) else int8_s,
+                cpu_s=_fp32_seconds(node, graph, modules, batch, repeats),
+                npu_s=int8_s[node.name],
             )
-        )
-    switches_s = tuple(
-        _switch_seconds(node.shape, batch, repeats) for node in model.graph.nodes[:-1]
-    )
+            for node in graph.nodes
+        ]
+        before_last = graph.nodes[:-1]
+        switches_s = tuple(_switch_seconds(node.shape, batch, repeats) for node in before_last)
+    finally:
+        torch.set_num_threads(threads_before)
     return OperatorProfile(
         batch=batch,
-        kernel=model.kernel,
+        kernel=str(model.engine.kernel),
         latencies=tuple(latencies),
         switches_s=switches_s,
         placement=place(latencies, switches_s),
     )
 
 
+def _int8_seconds(model: Int8Model, batch: int, repeats: int) -> dict[str, float]:
+    """Return the median seconds of each operator in a training step; infinity for those in FP32."""
+    graph = model.graph
+    random = np.random.default_rng(0)
+    images = random.standard_normal((batch, *graph.input_shape), dtype=np.float32)
+    labels = random.integers(0, graph.num_classes, batch, dtype=np.int32)
+    runs: list[dict[str, float]] = []
+    for _ in range(repeats + 3):
+        timings: dict[str, float] = {}
+        model.train_step(images, labels, learning_rate=0.0, timings=timings, progress=0.0)
+        runs.append(timings)
+    # The first runs build graphs and search exponents.
+    seconds = {
+        node.name: statistics.median(run[node.name] for run in runs[3:]) for node in graph.nodes
+    }
+    in_fp32 = [node.name for node in graph.nodes if isinstance(node, ir.Fp32)]
+    return seconds | dict.fromkeys(in_fp32, math.inf)
+
+
 def _fp32_seconds(
     node: ir.Node, graph: ir.Graph, modules: dict[str, nn.Module], batch: int, repeats: int
 ) -> float:
     generator = torch.Generator().manual_seed(0)
-    inputs = [  # in the layout that Fp32Operator gives a module
-        torch.randn(batch, *graph.shape_of(value), generator=generator).requires_grad_()
-        for value in node.inputs
-    ]
+    inputs = []
+    for value in node.inputs:
+        # In the layout that Fp32Operator gives a module.
+        shape = (batch, *graph.shape_of(value))
+        inputs.append(torch.randn(shape, generator=generator).requires_grad_())
 
     def step() -> None:
         output = _run_fp32(node, modules, inputs)
@@ -117,31 +123,30 @@ def _fp32_seconds(
 def _run_fp32(
     node: ir.Node, modules: dict[str, nn.Module], inputs: list[torch.Tensor]
 ) -> torch.Tensor:
-    if isinstance(node, ir.Add):
-        output = inputs[0] + inputs[1]
-    elif isinstance(node, ir.Relu):
-        output = torch.relu(inputs[0])
-    elif isinstance(node, ir.MaxPool):
-        output = nn.functional.max_pool2d(inputs[0], node.kernel, node.stride, node.padding)
-    elif isinstance(node, ir.Dropout):
-        dropout = nn.functional.dropout2d if node.channelwise else nn.functional.dropout
-        output = dropout(inputs[0], node.p)
-    elif isinstance(node, ir.AveragePool):
-        output = nn.functional.avg_pool2d(inputs[0], node.kernel, node.stride, node.padding)
-    else:
-        linear = isinstance(node, ir.Convolution) and node.linear
-        path = node.path if isinstance(node, ir.Fp32) else node.name
-        output = modules[path](inputs[0].flatten(1) if linear else inputs[0])
+    x = inputs[0]
+    match node:
+        case ir.Add():
+            output = x + inputs[1]
+        case ir.Relu():
+            output = torch.relu(x)
+        case ir.MaxPool():
+            output = nn.functional.max_pool2d(x, node.kernel, node.stride, node.padding)
+        case ir.AveragePool():
+            output = nn.functional.avg_pool2d(x, node.kernel, node.stride, node.padding)
+        case ir.Dropout(channelwise=True):
+            output = nn.functional.dropout2d(x, node.p)
+        case ir.Dropout():
+            output = nn.functional.dropout(x, node.p)
+        case ir.Convolution(linear=True):
+            output = modules[node.name](x.flatten(1))
+        case _:
+            output = modules[getattr(node, "path", node.name)](x)
     return torch.relu(output) if getattr(node, "relu", False) else output
 
 
 def _switch_seconds(shape: ir.Shape, batch: int, repeats: int) -> float:
-    from socflower.precision.int8.batch_share import BatchShare
-    from socflower.precision.int8.fixed_point import to_real
-    from socflower.precision.int8.fp32_operator import to_int8
-    from socflower.precision.int8.operators import Tensor
-
-    tensor, share = Tensor(shape=shape, batch=batch), BatchShare(batch)
+    tensor = Tensor(shape=shape, batch=batch)
+    share = BatchShare(batch)
     data = np.ones(tensor.array_shape, dtype=np.int8)
 
     def step() -> None:

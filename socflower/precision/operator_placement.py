@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
+from operator import itemgetter
 from typing import Literal
 
-from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.errors import InfeasiblePlan
 
 Side = Literal["cpu", "npu"]
 SIDES: tuple[Side, Side] = ("npu", "cpu")
@@ -23,17 +24,11 @@ SIDES: tuple[Side, Side] = ("npu", "cpu")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorLatency:
-    """Seconds of one operator, forward and backward, on each side; infinity where it has no implementation."""
+    """Seconds of one operator, forward and backward, on each side; infinity if a side cannot run it."""
 
     name: str
     cpu_s: float
     npu_s: float
-
-    def __post_init__(self) -> None:
-        if not (self.cpu_s >= 0.0 and self.npu_s >= 0.0):
-            raise ConfigError(
-                f"{self.name}: latencies must be 0 or more, got {self.cpu_s} and {self.npu_s}"
-            )
 
     def on(self, side: Side) -> float:
         """Return the latency on a side."""
@@ -47,74 +42,50 @@ class OperatorPlacement:
     operators: tuple[str, ...]
     sides: tuple[Side, ...]
     latency_s: float
-    num_switches: int
 
     @property
     def on_cpu(self) -> tuple[str, ...]:
         """Names of the operators on the CPU side."""
-        return tuple(
-            name for name, side in zip(self.operators, self.sides, strict=True) if side == "cpu"
-        )
+        placed = zip(self.operators, self.sides, strict=True)
+        return tuple(name for name, side in placed if side == "cpu")
 
     def path(self) -> str:
-        """Return the placement as readable text: runs of operators per side, in order."""
-        runs: list[tuple[Side, list[str]]] = []
-        for name, side in zip(self.operators, self.sides, strict=True):
-            if not runs or runs[-1][0] != side:
-                runs.append((side, []))
-            runs[-1][1].append(name)
-        spans = [names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}" for _, names in runs]
-        return " -> ".join(f"{side}[{span}]" for (side, _), span in zip(runs, spans, strict=True))
+        """Return the placement as text, such as "npu[conv1..relu2] -> cpu[gelu]"."""
+        runs = []
+        placed = zip(self.operators, self.sides, strict=True)
+        for side, run in groupby(placed, key=itemgetter(1)):
+            first, *others = [name for name, _ in run]
+            last = f"..{others[-1]}" if others else ""
+            runs.append(f"{side}[{first}{last}]")
+        return " -> ".join(runs)
 
 
-def place(
-    latencies: Sequence[OperatorLatency], switch_s: float | Sequence[float]
-) -> OperatorPlacement:
-    """Return the placement of lowest latency for operators that run one after another.
+def place(latencies: Sequence[OperatorLatency], switches_s: Sequence[float]) -> OperatorPlacement:
+    """Return the placement of lowest latency for operators that run one after another (F17).
 
-    T[i+1, p] = min over q of T[i, q] + L[i+1, p] + (p != q) * switch_s; the answer is min over p of T[n, p] (F17).
-    `switch_s` is one number, as in the paper, or one for each operator but the last: the output of a wide layer takes
-    longer to transfer than that of a narrow one. The input and the output may be on either side at no cost. Ties go to
-    the NPU. Raises InfeasiblePlan, with the operator's name, if neither side has an implementation.
+    T[i+1, p] = min over q of T[i, q] + L[i+1, p] + (p != q) * switches_s[i]; the answer is min over p of T[n, p].
+    The paper has one switch time for all; here each operator but the last has its own, since the output of a wide
+    layer takes longer to transfer than that of a narrow one. The input and the output may be on either side at no
+    cost. Ties go to the NPU. Raises InfeasiblePlan, with the operator's name, if neither side can run it.
     """
-    if not latencies:
-        raise ConfigError("placement: there are no operators")
-    gaps = len(latencies) - 1
-    given = [float(switch_s)] if isinstance(switch_s, int | float) else list(switch_s)
-    switches = given * gaps if isinstance(switch_s, int | float) else given
-    if len(switches) != gaps:
-        raise ConfigError(
-            f"placement: need {gaps} switches between {len(latencies)} operators, got {len(switches)}"
-        )
-    for switch in given:
-        if not (switch >= 0.0 and math.isfinite(switch)):
-            raise ConfigError(f"placement: switch_s must be 0 or more, got {switch}")
     for latency in latencies:
-        if math.isinf(latency.cpu_s) and math.isinf(latency.npu_s):
+        if min(latency.cpu_s, latency.npu_s) == math.inf:
             raise InfeasiblePlan(f"{latency.name}: neither the CPU nor the NPU has this operator")
-    best: dict[Side, float] = {side: latencies[0].on(side) for side in SIDES}
-    came_from: list[dict[Side, Side]] = []
-    for latency, switch in zip(latencies[1:], switches, strict=True):
-        reached: dict[Side, float] = {}
-        origin: dict[Side, Side] = {}
+    # The least latency of the operators so far, and their sides, by the side of the last one.
+    best: dict[Side, tuple[float, tuple[Side, ...]]] = {
+        side: (latencies[0].on(side), (side,)) for side in SIDES
+    }
+    for latency, switch_s in zip(latencies[1:], switches_s, strict=True):
+        reached = {}
         for side in SIDES:
-            # The same side first, then in order of preference: min returns the first of equal values.
-            origins = sorted(SIDES, key=lambda other: (other != side, SIDES.index(other)))
-            arrival = {other: best[other] + (switch if other != side else 0.0) for other in origins}
-            origin[side] = min(origins, key=arrival.__getitem__)
-            reached[side] = arrival[origin[side]] + latency.on(side)
-        came_from.append(origin)
+            other = SIDES[1 - SIDES.index(side)]
+            stay_s = best[side][0]
+            change_s = best[other][0] + switch_s
+            origin = side if stay_s <= change_s else other
+            total_s = min(stay_s, change_s) + latency.on(side)
+            reached[side] = (total_s, (*best[origin][1], side))
         best = reached
-    side = min(SIDES, key=lambda candidate: best[candidate])
-    latency_s = best[side]
-    sides = [side]
-    for origin in reversed(came_from):
-        side = origin[side]
-        sides.append(side)
-    sides.reverse()
-    return OperatorPlacement(
-        operators=tuple(latency.name for latency in latencies),
-        sides=tuple(sides),
-        latency_s=latency_s,
-        num_switches=sum(a != b for a, b in pairwise(sides)),
-    )
+    # `min` returns the first of equal values, so ties go to the first of SIDES.
+    latency_s, sides = min((best[side] for side in SIDES), key=itemgetter(0))
+    names = tuple(latency.name for latency in latencies)
+    return OperatorPlacement(operators=names, sides=sides, latency_s=latency_s)

@@ -61,11 +61,12 @@ class MixedPricing:
         if device.accelerator is None:
             if self.rule not in (*RULES_BY_THROUGHPUT, "fp32"):
                 raise ConfigError(
-                    f"mixed precision: device {device.name} has no int8 processor beside its "
-                    f"{device.default_processor}, which rule = {self.rule!r} needs; use rule = 'paper'"
+                    f"mixed precision: device {device.name} has only a {device.default_processor}, and "
+                    f"rule = {self.rule!r} needs an int8 processor; use rule = 'paper'"
                 )
             return 0.0
-        cpu, npu = device.processor(device.default_processor), device.processor(device.accelerator)
+        cpu = device.processor(device.default_processor)
+        npu = device.processor(device.accelerator)
         return compute_power_ratio(npu.rate(model_name), cpu.rate(model_name))
 
     def share(self, model_name: str, device: Device) -> float:
@@ -89,16 +90,15 @@ class MixedPricing:
         if on_cpu == num_samples or device.accelerator is None:
             return cost
         npu = step_cost(model, device, num_samples - on_cpu, device.accelerator)
+        beside = ProcessorCost(
+            processor=npu.processor, forward_s=npu.forward_s, backward_s=npu.backward_s
+        )
         pass_s = model.weight_bytes / device.memory_bytes_per_s
         return replace(
             cost,
             # With a single processor there is nothing to merge.
             merge_s=MERGE_PASSES * pass_s if on_cpu else 0.0,
-            concurrent=(
-                ProcessorCost(
-                    processor=npu.processor, forward_s=npu.forward_s, backward_s=npu.backward_s
-                ),
-            ),
+            concurrent=(beside,),
             update_s=cost.update_s + REQUANTISE_PASSES * pass_s,
         )
 
@@ -108,6 +108,5 @@ class MixedPricing:
         cpu_s = gamma / device.processor(device.default_processor).rate(model_name)
         if device.accelerator is None:
             return 1.0 / cpu_s
-        return 1.0 / max(
-            cpu_s, (1.0 - gamma) / device.processor(device.accelerator).rate(model_name)
-        )
+        npu_s = (1.0 - gamma) / device.processor(device.accelerator).rate(model_name)
+        return 1.0 / max(cpu_s, npu_s)

@@ -1,4 +1,4 @@
-"""Where the groups of a plan are on their boards: the geometry of the picture in `templates/boards.html.j2`."""
+"""The geometry of the picture of groups on boards that `templates/boards.html.j2` draws."""
 
 import itertools
 import math
@@ -20,9 +20,11 @@ _GROUP_COLOURS = (
     "#AAAA00",
 )
 _PICTURE_WIDTH = 1080.0
-_LETTERED = 12.0  # font size from which a cell has room for its communication group too
+_LETTERED = 12.0
+"""Font size from which a cell has room for its communication group too."""
+
 _MAX_BOARDS = 400
-"""Further boards are only counted in text: more than about 2,000 cells are unreadable and slow in browsers."""
+"""Further boards are only counted in the text: above about 2,000 cells the picture is unreadable and slow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +35,10 @@ class _Scale:
     gap: float
     padding: float
     header: float
-    gutter: float  # between boards; links of split groups run through it
-    font: float  # of the group numbers; 0 leaves them out
+    # Between boards; links of split groups run through it.
+    gutter: float
+    # Of the group numbers; 0 leaves them out.
+    font: float
 
 
 _READABLE = _Scale(cell=34, gap=4, padding=7, header=18, gutter=26, font=12)
@@ -46,11 +50,13 @@ _TINY = _Scale(cell=13, gap=1.5, padding=4, header=0, gutter=10, font=0)
 class _Member:
     """A SoC's role in a plan."""
 
-    group: int  # position among the plan's groups
+    # Position among the plan's groups.
+    group: int
     group_id: str
     leads: bool
     split: bool
-    letter: str  # of its communication group; empty if the plan has at most one
+    # Of its communication group; empty if the plan has at most one.
+    letter: str
 
 
 def letter(index: int) -> str:
@@ -72,55 +78,72 @@ def board_picture(plan: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     num_split = sum(1 for group in groups if group.get("split"))
     slots = [int(count) for count in plan.get("slots_per_board") or []]
     members = _members(plan)
-    shown = slots[:_MAX_BOARDS]
-    scale = _READABLE if len(shown) <= 24 else _COMPACT if len(shown) <= 80 else _TINY
-    pitch = scale.cell + scale.gap
-    columns = min(8, max([2, *shown]))
-    width = 2 * scale.padding + columns * pitch - scale.gap
-    per_row = max(
-        1, min(len(shown), int((_PICTURE_WIDTH + scale.gutter) // (width + scale.gutter)))
-    )
-    deepest = max((math.ceil(count / columns) for count in shown), default=1) or 1
-    height = scale.header + 2 * scale.padding + deepest * pitch - scale.gap
-
-    boards, cells = list[dict[str, float]](), list[dict[str, Any]]()
-    centre = dict[int, tuple[float, float]]()
-    for board, count in enumerate(shown):
-        x = 1 + board % per_row * (width + scale.gutter)
-        y = 1 + board // per_row * (height + scale.gutter)
-        # A board with fewer slots is drawn smaller, but wide enough for its name.
-        boards.append(
-            {
-                "number": board,
-                "x": x,
-                "y": y,
-                "width": 2 * scale.padding + max(2, min(count, columns)) * pitch - scale.gap,
-                "height": height - (deepest - max(1, math.ceil(count / columns))) * pitch,
-            }
-        )
-        for slot in range(count):
-            left = x + scale.padding + slot % columns * pitch
-            top = y + scale.header + scale.padding + slot // columns * pitch
-            soc = len(cells)
-            centre[soc] = (left + scale.cell / 2, top + scale.cell / 2)
-            cells.append(_cell(soc, members.get(soc), left, top, scale))
+    grid = _Grid(slots[:_MAX_BOARDS])
+    scale = grid.scale
+    cells = [_cell(soc, members.get(soc), x, y, scale) for soc, (x, y) in enumerate(grid.corners)]
+    half = scale.cell / 2
+    centre = {soc: (x + half, y + half) for soc, (x, y) in enumerate(grid.corners)}
     return {
         "prefix": prefix,
         "scale": scale,
         "colours": _GROUP_COLOURS,
-        "boards": boards,
+        "boards": grid.boards,
         "num_boards": len(slots),
         "cells": cells,
         "links": _links(groups, slots, centre, scale),
-        "width": 2 + per_row * (width + scale.gutter) - scale.gutter,
-        # Keep the last gutter, since links also run below the last row.
-        "height": 2 + math.ceil(len(shown) / per_row) * (height + scale.gutter),
+        "width": grid.width,
+        "height": grid.height,
         "has_split": num_split > 0,
         "is_lettered": scale.font >= _LETTERED and bool(communication_letters(plan)),
         "label": f"{counted(len(groups), 'group')} on {counted(len(slots), 'board')} with "
         f"{counted(sum(slots), 'slot')}; {counted(num_split, 'group')} split over boards; "
         f"{counted(sum(slots) - len(members), 'slot')} idle",
     }
+
+
+class _Grid:
+    """The rectangles of boards, in rows, and the upper left corners of their slots, by SoC."""
+
+    def __init__(self, slots: Sequence[int]) -> None:
+        self.scale = scale = _scale_of(len(slots))
+        self._columns = min(8, max([2, *slots]))
+        self._pitch = scale.cell + scale.gap
+        self._deepest = max(map(self._rows, slots), default=1)
+        width = self._across(self._columns)
+        height = scale.header + self._across(self._deepest)
+        per_width = int((_PICTURE_WIDTH + scale.gutter) // (width + scale.gutter))
+        per_row = max(1, min(len(slots), per_width))
+        self.boards: list[dict[str, float]] = []
+        self.corners: list[tuple[float, float]] = []
+        for board, count in enumerate(slots):
+            x = 1 + board % per_row * (width + scale.gutter)
+            y = 1 + board // per_row * (height + scale.gutter)
+            self._add_board(board, count, x, y)
+        self.width = 2 + per_row * (width + scale.gutter) - scale.gutter
+        # Keep the last gutter, since links also run below the last row.
+        self.height = 2 + math.ceil(len(slots) / per_row) * (height + scale.gutter)
+
+    def _rows(self, count: int) -> int:
+        return max(1, math.ceil(count / self._columns))
+
+    def _across(self, num_cells: int) -> float:
+        return 2 * self.scale.padding + num_cells * self._pitch - self.scale.gap
+
+    def _add_board(self, board: int, count: int, x: float, y: float) -> None:
+        """Add a board; one with fewer slots is drawn smaller, but wide enough for its name."""
+        width = self._across(max(2, min(count, self._columns)))
+        height = self.scale.header + self._across(self._rows(count))
+        self.boards.append({"number": board, "x": x, "y": y, "width": width, "height": height})
+        left, top = x + self.scale.padding, y + self.scale.header + self.scale.padding
+        for slot in range(count):
+            row, column = divmod(slot, self._columns)
+            self.corners.append((left + column * self._pitch, top + row * self._pitch))
+
+
+def _scale_of(num_boards: int) -> _Scale:
+    if num_boards <= 24:
+        return _READABLE
+    return _COMPACT if num_boards <= 80 else _TINY
 
 
 def _members(plan: Mapping[str, Any]) -> dict[int, _Member]:
@@ -145,11 +168,15 @@ def _cell(soc: int, member: _Member | None, x: float, y: float, scale: _Scale) -
         return {"title": f"SoC {soc}: idle", "x": x, "y": y, "member": None}
     lettered = bool(member.letter) and scale.font >= _LETTERED
     baseline = 0.5 if lettered else 0.5 + 0.36 * scale.font / scale.cell
+    title = f"SoC {soc}: group {member.group_id}"
+    if member.leads:
+        title += ", leader"
+    if member.split:
+        title += ", split over boards"
+    if member.letter:
+        title += f", communication group {member.letter}"
     return {
-        "title": f"SoC {soc}: group {member.group_id}"
-        + (", leader" if member.leads else "")
-        + (", split over boards" if member.split else "")
-        + (f", communication group {member.letter}" if member.letter else ""),
+        "title": title,
         "x": x,
         "y": y,
         "member": member,
@@ -165,7 +192,7 @@ def _links(
     centre: Mapping[int, tuple[float, float]],
     scale: _Scale,
 ) -> list[tuple[str, Any]]:
-    """Return a curve from board to board along each split group, and its id: the traffic that shares board uplinks."""
+    """Return (curve, group id) for each step of a split group from board to board: traffic that shares uplinks."""
     board_of = [board for board, count in enumerate(slots) for _ in range(count)]
     links: list[tuple[str, Any]] = []
     for group in groups:
@@ -185,10 +212,6 @@ def _links(
                 y1 += scale.cell / 2
                 # A cubic curve reaches 3/4 of its control points' depth, so that it stays within the gutter.
                 first = second = max(y0, y1) + (scale.padding + scale.gutter) * 0.95
-            links.append(
-                (
-                    f"M{x0:g} {y0:g}C{x0:g} {first:g} {x1:g} {second:g} {x1:g} {y1:g}",
-                    group.get("id", ""),
-                )
-            )
+            curve = f"M{x0:g} {y0:g}C{x0:g} {first:g} {x1:g} {second:g} {x1:g} {y1:g}"
+            links.append((curve, group.get("id", "")))
     return links

@@ -23,12 +23,13 @@ from socflower.report.summary import Run
 from socflower.thermal.model.governor import snapdragon_governor
 
 _KEYS = ("at_s", "hottest_c", "mean_clock", "rpm")
-_MAX_POINTS = 700  # of a line; more would exceed a screen's resolution
+# Of a line; more would exceed a screen's resolution.
+_MAX_POINTS = 700
 
 
 @dataclass(frozen=True, slots=True)
 class HeatCurves:
-    """A run's temperatures, clocks and fan speeds over virtual time; all tuples have the length of `at_s`."""
+    """A run's temperatures, clocks and fan speeds over virtual time; all tuples are as long as `at_s`."""
 
     style: int
     label: str
@@ -45,9 +46,9 @@ def heat_plots(runs: Sequence[Run]) -> list[Plot]:
 
 
 def heat_curves(run: Run) -> HeatCurves | None:
-    """Return a run's curves, or None if it has none; times with unknown values are left out.
+    """Return a run's curves, None if it has none; times with unknown values are left out.
 
-    Of long runs each period is shown by the moment with the hottest SoC.
+    In a long run, several moments are shown by the one with the hottest SoC.
     """
     history = run.heat.get("history")
     if not isinstance(history, Mapping):
@@ -60,11 +61,11 @@ def heat_curves(run: Run) -> HeatCurves | None:
     if not moments:
         return None
     stretch = math.ceil(len(moments) / _MAX_POINTS)
-    thinned = [
-        max(moments[begin : begin + stretch], key=lambda moment: moment[1])
-        for begin in range(0, len(moments), stretch)
+    starts = range(0, len(moments), stretch)
+    hottest = [
+        max(moments[start : start + stretch], key=lambda moment: moment[1]) for start in starts
     ]
-    at_s, hottest_c, mean_clock, rpm = zip(*thinned, strict=True)
+    at_s, hottest_c, mean_clock, rpm = zip(*hottest, strict=True)
     return HeatCurves(run.style, run.label, at_s, hottest_c, mean_clock, rpm)
 
 
@@ -120,15 +121,11 @@ def _draw(
     levels: Sequence[str] = (),
 ) -> list[LegendEntry]:
     """Draw a quantity of each run, and return the legend."""
-    lines = [
-        Curve(style=each.style, label=each.label, xs=each.at_s, ys=values(each)) for each in curves
-    ]
-    for line in lines:
-        axes.plot(
-            line.xs,
-            line.ys,
-            markevery=max(1, math.ceil(len(line.xs) / 8)),
-            **line_style(line.style),
-        )
+    lines = []
+    for each in curves:
+        line = Curve(style=each.style, label=each.label, xs=each.at_s, ys=values(each))
+        every = max(1, math.ceil(len(line.xs) / 8))
+        axes.plot(line.xs, line.ys, markevery=every, **line_style(line.style))
+        lines.append(line)
     axes.set_xlim(left=0)
     return curve_legend(lines, levels)

@@ -1,4 +1,4 @@
-"""The page of a pipeline's plan: one update over virtual time, the stages, and what other plans would take."""
+"""The page of a pipeline's plan: one update over virtual time, the stages, and the times of other plans."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,17 +14,19 @@ from socflower.wire.saved_state import write_atomically
 
 _COLOURS = {"forward": "#0072B2", "backward": "#E69F00"}
 _MOST_PASSES = 4_000
-"""Later ones are not drawn, with a note: a page of more cannot be read, and is slow to open. The trace has all."""
+"""Limit of a picture that can be read and opened; the page says how many later passes are only in the trace."""
 
 _ROOM_FOR_NUMBER = 0.016
-"""Of the width of the picture, that a micro-batch's number needs."""
+"""Fraction of the picture's width that a micro-batch's number needs."""
 
 
 class DrawnPass(NamedTuple):
     """A forward or backward pass of a micro-batch on a device; seconds count from the beginning of the update."""
 
-    device: str  # its row
-    kind: str  # "forward" or "backward"
+    # The row of the pass.
+    device: str
+    # "forward" or "backward".
+    kind: str
     micro_batch: int
     start_s: float
     end_s: float
@@ -41,17 +43,15 @@ def write_pipeline_report(
     """Write the page atomically; `document` is that of `plan_of_pipeline`, `passes` are those of one update."""
     drawn = sorted(passes, key=lambda each: each.start_s)[:_MOST_PASSES]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(
-        path,
-        render(
-            "pipeline.html.j2",
-            title=title,
-            question=question.strip(),
-            plan=document,
-            timeline=timeline_plot(drawn, document["predicted"]["step_s"]),
-            num_left_out=len(passes) - len(drawn),
-        ),
+    page = render(
+        "pipeline.html.j2",
+        title=title,
+        question=question.strip(),
+        plan=document,
+        timeline=timeline_plot(drawn, document["predicted"]["step_s"]),
+        num_left_out=len(passes) - len(drawn),
     )
+    write_atomically(path, page)
 
 
 def timeline_plot(passes: Sequence[DrawnPass], step_s: float) -> Plot:
@@ -94,10 +94,7 @@ def timeline_plot(passes: Sequence[DrawnPass], step_s: float) -> Plot:
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_seconds(value)))
         axes.set_xlabel("virtual time of an update")
-        return Plot(
-            as_svg(drawing, alt, "pipeline"),
-            [
-                LegendEntry(name=f"{kind} pass", colour=colour, hatch="")
-                for kind, colour in _COLOURS.items()
-            ],
-        )
+        legend = [
+            LegendEntry(f"{kind} pass", colour, hatch="") for kind, colour in _COLOURS.items()
+        ]
+        return Plot(as_svg(drawing, alt, "pipeline"), legend)

@@ -30,7 +30,7 @@ from socflower.report.quality import ACCURACY, Quality
 from socflower.report.summary import printable
 
 PARTS = ("compute", "synchronisation", "update", "idle", "cooling")
-"""Parts of time and energy; cooling is the energy of the fans, if there are any."""
+"""Parts of time and energy; cooling is the energy of the fans."""
 
 # Okabe and Ito's colours without their yellow, which is too light for a line on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -105,7 +105,7 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """One strategy's points in drawing order; `style` selects colour, marker and dash and stays with a strategy."""
+    """One strategy's points in drawing order; `style` selects its colour, marker and dash in all plots."""
 
     style: int
     label: str
@@ -126,7 +126,7 @@ class LegendEntry:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A picture and its legend, which a page shows above it as text that wraps; `narrow` is for small screens."""
+    """A picture, its legend, which the page shows above it as text, and a narrow version for small screens."""
 
     svg: Markup
     legend: Sequence[LegendEntry]
@@ -158,7 +158,7 @@ def line_style(style: int) -> dict[str, Any]:
 
 
 def needs_log(curves: Sequence[Curve]) -> bool:
-    """Return whether the curves' ranges differ so much (8-fold) that short curves are invisible on a linear axis."""
+    """Return whether the curves' ranges differ more than 8-fold: short curves would be invisible on a linear axis."""
     ends = [max(curve.xs) for curve in curves if curve.xs]
     return len(ends) > 1 and min(ends) > 0 and max(ends) / min(ends) > _LOG_SPAN
 
@@ -178,43 +178,46 @@ def quality_plot(
 
     `quantity` is "s", "J" or "epoch", and `noun` its name if not the default one.
     """
+    log = needs_log(curves)
 
     def drawn(size: tuple[float, float], max_ticks: int) -> Figure:
         drawing = Figure(figsize=size, layout="constrained")
         axes = drawing.add_subplot()
-        log = needs_log(curves)
         for curve in curves:
-            points = [(x, y) for x, y in zip(curve.xs, curve.ys, strict=True) if x > 0 or not log]
-            # Markers on all of 500 rounds would overlap; the last point always has one.
-            every = math.ceil(len(points) / 12)
-            marked = sorted({*range(0, len(points), max(1, every)), len(points) - 1})
-            axes.plot(
-                [x for x, _ in points],
-                [y for _, y in points],
-                markevery=marked,
-                **line_style(curve.style),
-            )
+            _draw_curve(axes, curve, log)
         if not log:
             axes.set_xlim(left=0)
         for target in targets:
             axes.axhline(target, color="#59636e", linewidth=1.2, dashes=(4, 3), zorder=1)
         axes.set_ylabel(label or of.label)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: of.tick(value)))
-        axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=False))
-        lowest, highest = axes.get_ylim()
-        if highest - lowest < of.least_span:
-            # Otherwise the ticks would need decimals, and noise would resemble progress.
-            middle = (lowest + highest) / 2
-            axes.set_ylim(middle - of.least_span / 2, middle + of.least_span / 2)
+        _scale_y(axes, of)
         scale_x(axes, quantity, log, noun=noun, max_ticks=max_ticks)
         return drawing
 
+    legend = curve_legend(curves, [f"target {of.shown(each)}" for each in targets])
     with report_style():
-        return Plot(
-            as_svg(drawn((10.6, 4.4), 8), alt, prefix),
-            curve_legend(curves, [f"target {of.shown(each)}" for each in targets]),
-            narrow=as_svg(drawn((4.6, 3.7), 4), alt, f"{prefix}-narrow"),
-        )
+        wide = as_svg(drawn((10.6, 4.4), 8), alt, prefix)
+        narrow = as_svg(drawn((4.6, 3.7), 4), alt, f"{prefix}-narrow")
+    return Plot(wide, legend, narrow)
+
+
+def _draw_curve(axes: Axes, curve: Curve, log: bool) -> None:
+    points = [(x, y) for x, y in zip(curve.xs, curve.ys, strict=True) if x > 0 or not log]
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    # Markers on all of 500 rounds would overlap; the last point always has one.
+    every = max(1, math.ceil(len(points) / 12))
+    marked = sorted({*range(0, len(points), every), len(points) - 1})
+    axes.plot(xs, ys, markevery=marked, **line_style(curve.style))
+
+
+def _scale_y(axes: Axes, of: Quality) -> None:
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: of.tick(value)))
+    axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=False))
+    lowest, highest = axes.get_ylim()
+    if highest - lowest < of.least_span:
+        # Otherwise the ticks would need decimals, and noise would resemble progress.
+        middle = (lowest + highest) / 2
+        axes.set_ylim(middle - of.least_span / 2, middle + of.least_span / 2)
 
 
 def breakdown_plot(
@@ -225,105 +228,109 @@ def breakdown_plot(
     alt: str,
     prefix: str,
 ) -> Plot:
-    """Return totals and stacked shares of some of `PARTS`, one row per strategy; totals that differ 8-fold on a
-    logarithmic axis."""
-    sums = [math.fsum(values[part] for part in parts) for _, values in rows]
-    above_0 = [total for total in sums if total > 0]
-    log = bool(above_0) and max(above_0) / min(above_0) > _LOG_SPAN
-    noun = "SoC time" if quantity == "s" else "energy"
+    """Return totals and stacked shares of some of `PARTS`, one row per strategy.
 
-    def draw_totals(axes: Axes, max_ticks: int) -> None:
-        """Draw the sums: on a logarithmic axis, where parts cannot be stacked, if small ones would be invisible."""
-        axes.grid(visible=False, axis="y")
-        for row, total in enumerate(sums):
+    Totals that differ more than 8-fold are on a logarithmic axis.
+    """
+    bars = _Bars(rows, parts, quantity)
+    legend = []
+    for part, (fill, hatch, _) in _PART_STYLE.items():
+        if part in parts:
+            legend.append(LegendEntry(part, fill, hatch=_HATCHES[hatch]))
+    with report_style():
+        wide = as_svg(bars.drawn(is_narrow=False), alt, prefix)
+        narrow = as_svg(bars.drawn(is_narrow=True), alt, f"{prefix}-narrow")
+    return Plot(wide, legend, narrow)
+
+
+class _Bars:
+    """The bars of a breakdown."""
+
+    def __init__(
+        self, rows: Sequence[tuple[str, Mapping[str, float]]], parts: Sequence[str], quantity: str
+    ) -> None:
+        self._rows, self._parts, self._quantity = rows, parts, quantity
+        self._sums = [math.fsum(values[part] for part in parts) for _, values in rows]
+
+    def drawn(self, *, is_narrow: bool) -> Figure:
+        """Return totals beside shares, or above them if it is narrow."""
+        height = 1.15 + 0.46 * len(self._rows)
+        size = (4.6, 2 * height) if is_narrow else (10.6, height)
+        drawing = Figure(figsize=size, layout="constrained")
+        if is_narrow:
+            total, share = drawing.subplots(2, 1)
+        else:
+            total, share = drawing.subplots(1, 2, width_ratios=(1, 1.25))
+            share.tick_params(labelleft=False)
+        self._draw_totals(total, 3 if is_narrow else 5)
+        self._draw_shares(share)
+        labels = [_short(label, 14 if is_narrow else 30) for label, _ in self._rows]
+        for axes in (total, share):
+            axes.grid(visible=False, axis="y")
+            axes.set_yticks(range(len(labels)), labels)
+            axes.set_ylim(len(labels) - 0.5, -0.5)
+            axes.tick_params(left=False, axis="y")
+        return drawing
+
+    def _draw_totals(self, axes: Axes, max_ticks: int) -> None:
+        """Draw the sums; parts cannot be stacked on a logarithmic axis, which shows small sums beside large ones."""
+        for row, total in enumerate(self._sums):
             axes.barh(row, total, height=0.62, color="#8a939c")
-        axes.set_xlim(
-            *(
-                (min(above_0) / 3, max(above_0) * 1.5)
-                if log
-                else (0, 1.04 * max(sums, default=0.0) or 1.0)
-            )
-        )
-        scale_x(axes, quantity, log, noun=noun, max_ticks=max_ticks)
+        above_0 = [total for total in self._sums if total > 0]
+        log = bool(above_0) and max(above_0) / min(above_0) > _LOG_SPAN
+        if log:
+            axes.set_xlim(min(above_0) / 3, max(above_0) * 1.5)
+        else:
+            axes.set_xlim(0, 1.04 * max(above_0, default=0.0) or 1.0)
+        noun = "SoC time" if self._quantity == "s" else "energy"
+        scale_x(axes, self._quantity, log, noun=noun, max_ticks=max_ticks)
 
-    def draw_shares(axes: Axes) -> None:
-        axes.grid(visible=False, axis="y")
-        for row, (_, values) in enumerate(rows):
+    def _draw_shares(self, axes: Axes) -> None:
+        for row, (_, values) in enumerate(self._rows):
             left = 0.0
-            for part in parts:
-                fill, hatch, ink = _PART_STYLE[part]
-                size = values[part] / (sums[row] or 1.0)
-                axes.barh(
-                    row,
-                    size,
-                    left=left,
-                    height=0.62,
-                    color=fill,
-                    hatch=hatch,
-                    edgecolor="#fff",
-                    linewidth=0.8,
-                )
-                if size >= 0.07:
-                    axes.text(
-                        left + size / 2,
-                        row,
-                        percent(size, 0),
-                        ha="center",
-                        va="center",
-                        color=ink,
-                        fontsize=9.5,
-                        bbox=None
-                        if not hatch
-                        else {"facecolor": fill, "edgecolor": "none", "pad": 1.2},
-                    )
-                left += size
+            for part in self._parts:
+                share = values[part] / (self._sums[row] or 1.0)
+                _draw_part(axes, row, part, left, share)
+                left += share
         axes.set_xlim(0, 1)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value, 0)))
         axes.set_xlabel("share of each strategy's own total")
 
-    def drawn(is_narrow: bool) -> Figure:
-        height = 1.15 + 0.46 * len(rows)
-        drawing = Figure(
-            figsize=(4.6, 2 * height) if is_narrow else (10.6, height), layout="constrained"
-        )
-        total, share = (
-            drawing.subplots(2, 1) if is_narrow else drawing.subplots(1, 2, width_ratios=(1, 1.25))
-        )
-        draw_totals(total, 3 if is_narrow else 5)
-        draw_shares(share)
-        for axes in (total, share):
-            axes.set_yticks(
-                range(len(rows)), [_short(label, 14 if is_narrow else 30) for label, _ in rows]
-            )
-            axes.set_ylim(len(rows) - 0.5, -0.5)
-            axes.tick_params(left=False, axis="y")
-        if not is_narrow:
-            share.tick_params(labelleft=False)
-        return drawing
 
-    with report_style():
-        return Plot(
-            as_svg(drawn(False), alt, prefix),
-            [
-                LegendEntry(part, fill, hatch=_HATCHES[hatch])
-                for part, (fill, hatch, _) in _PART_STYLE.items()
-                if part in parts
-            ],
-            narrow=as_svg(drawn(True), alt, f"{prefix}-narrow"),
-        )
+def _draw_part(axes: Axes, row: int, part: str, left: float, share: float) -> None:
+    fill, hatch, ink = _PART_STYLE[part]
+    axes.barh(
+        row,
+        share,
+        left=left,
+        height=0.62,
+        color=fill,
+        hatch=hatch,
+        edgecolor="#fff",
+        linewidth=0.8,
+    )
+    # Smaller parts have no room for their percentage.
+    if share < 0.07:
+        return
+    axes.text(
+        left + share / 2,
+        row,
+        percent(share, 0),
+        ha="center",
+        va="center",
+        color=ink,
+        fontsize=9.5,
+        bbox={"facecolor": fill, "edgecolor": "none", "pad": 1.2} if hatch else None,
+    )
 
 
 def curve_legend(curves: Sequence[Curve], levels: Sequence[str] = ()) -> list[LegendEntry]:
     """Return the legend of curves, and of horizontal lines by their names."""
-    entries = [
-        LegendEntry(
-            curve.label,
-            _colour(curve.style),
-            " ".join(f"{2 * step:g}" for step in _dash(curve.style)),
-            _SWATCHES[curve.style % len(_SWATCHES)],
-        )
-        for curve in curves
-    ]
+    entries = []
+    for curve in curves:
+        dash = " ".join(f"{2 * step:g}" for step in _dash(curve.style))
+        swatch = _SWATCHES[curve.style % len(_SWATCHES)]
+        entries.append(LegendEntry(curve.label, _colour(curve.style), dash, swatch))
     return entries + [LegendEntry(name, "#59636e", "5 3.5") for name in levels]
 
 
@@ -341,20 +348,8 @@ def scale_x(
     """Label the x-axis in the unit that fits its largest value, or with readable units if it is logarithmic."""
     name = noun or {"s": "virtual time", "J": "energy", "epoch": "epoch"}[quantity]
     if log:
-        axes.set_xscale("log")
-        readable: Any = {"s": human_seconds, "J": human_joules}.get(quantity, significant)
-        low, high = axes.get_xlim()
-        nice = [tick for tick in _NICE_S if low <= tick <= high]
-        while len(nice) > max_ticks + 2:
-            nice = nice[::2]
-        if quantity == "s" and len(nice) >= 2:
-            axes.xaxis.set_major_locator(FixedLocator(nice))
-        else:
-            axes.xaxis.set_major_locator(LogLocator(numticks=max_ticks + 1))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(readable(value))))
         axes.set_xlabel(f"{name}, logarithmic")
+        _scale_log(axes, quantity, max_ticks)
         return
     low, high = axes.get_xlim()
     divisor, unit = _unit(max(abs(low), abs(high)), quantity)
@@ -362,6 +357,21 @@ def scale_x(
     # Ticks are chosen in the printed unit: 30 min, not 1,666.7 s.
     axes.xaxis.set_major_locator(_UnitLocator(divisor, max_ticks))
     axes.set_xlabel(f"{name} ({unit})" if unit else name)
+
+
+def _scale_log(axes: Axes, quantity: str, max_ticks: int) -> None:
+    axes.set_xscale("log")
+    readable: Any = {"s": human_seconds, "J": human_joules}.get(quantity, significant)
+    low, high = axes.get_xlim()
+    nice = [tick for tick in _NICE_S if low <= tick <= high]
+    while len(nice) > max_ticks + 2:
+        nice = nice[::2]
+    is_nice = quantity == "s" and len(nice) >= 2
+    locator = FixedLocator(nice) if is_nice else LogLocator(numticks=max_ticks + 1)
+    axes.xaxis.set_major_locator(locator)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(readable(value))))
 
 
 class _UnitLocator(MaxNLocator):
@@ -373,10 +383,8 @@ class _UnitLocator(MaxNLocator):
 
     def tick_values(self, vmin: float, vmax: float) -> list[float]:
         """Return the ticks in the axis's own unit."""
-        return [
-            tick * self._divisor
-            for tick in super().tick_values(vmin / self._divisor, vmax / self._divisor)
-        ]
+        ticks = super().tick_values(vmin / self._divisor, vmax / self._divisor)
+        return [tick * self._divisor for tick in ticks]
 
 
 def _unit(largest: float, quantity: str) -> tuple[float, str]:
@@ -391,9 +399,7 @@ def _unit(largest: float, quantity: str) -> tuple[float, str]:
         )
     else:
         steps = ((1.0, "J", 2e3), (1e3, "kJ", 2e6), (1e6, "MJ", 2e9), (1e9, "GJ", math.inf))
-    return next(
-        (divisor, unit) for divisor, unit, limit in steps if largest < limit or math.isinf(limit)
-    )
+    return next((divisor, unit) for divisor, unit, limit in steps if not largest >= limit)
 
 
 def _tick(label: str) -> str:
@@ -415,12 +421,13 @@ def as_svg(drawing: Figure, alt: str, prefix: str) -> Markup:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r"<!--.*?-->\s*|<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    # Only ids with references are kept; the prefix keeps them distinct from those of other plots on the page.
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
-    svg = re.sub(
-        r' id="([^"]+)"',
-        lambda match: f' id="{prefix}-{match[1]}"' if match[1] in used else "",
-        svg,
-    )
+
+    def own_id(match: re.Match[str]) -> str:
+        return f' id="{prefix}-{match[1]}"' if match[1] in used else ""
+
+    svg = re.sub(r' id="([^"]+)"', own_id, svg)
     svg = re.sub(r'(href="#|url\(#)', rf"\g<1>{prefix}-", svg)
     # Its style sheet `* {stroke-linejoin: ...}` would apply to the whole page.
     svg = re.sub(r'<style type="text/css">.*?</style>', "", svg, flags=re.DOTALL)

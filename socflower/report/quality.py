@@ -1,4 +1,4 @@
-"""What runs are judged by: accuracy, or the loss of a model that has no right answers; and what a target costs."""
+"""The metric by which runs are compared, accuracy or loss, and the cost of reaching a target."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +15,15 @@ class Quality:
     """A metric of the test data by which models are compared, under its `name` in each round of a result."""
 
     name: str
-    label: str  # of an axis, with the unit and which direction is better where that is not plain
+    # Of an axis, with the unit, and with the better direction if it is not obvious.
+    label: str
     lower_is_better: bool
-    shown: Callable[[Any], str]  # in tables and sentences
-    tick: Callable[[float], str]  # on an axis
-    least_span: float  # of an axis, below which noise would resemble progress
+    # In tables and sentences.
+    shown: Callable[[Any], str]
+    # On an axis.
+    tick: Callable[[float], str]
+    # Of an axis; noise would resemble progress below it.
+    least_span: float
 
     @property
     def final_key(self) -> str:
@@ -42,21 +46,23 @@ class Quality:
         return f"energy_to_{self.name}_j"
 
     def reaches(self, value: Any, target: float) -> bool:
-        """Return whether a value is as good as the target; one that was not measured is not."""
+        """Return whether a value is as good as the target; a value that was not measured is not."""
         measured = finite(value)
-        return measured is not None and (
-            measured <= target if self.lower_is_better else measured >= target
-        )
+        if measured is None:
+            return False
+        return measured <= target if self.lower_is_better else measured >= target
 
     def rank(self, value: Any) -> float:
-        """Return a number that is smaller for better values, and infinite for one that was not measured."""
+        """Return a number that is smaller for better values; infinity for a value that was not measured."""
         measured = finite(value)
-        return math.inf if measured is None else measured if self.lower_is_better else -measured
+        if measured is None:
+            return math.inf
+        return measured if self.lower_is_better else -measured
 
     def common_target(self, results: Sequence[Mapping[str, Any]]) -> float | None:
-        """Return what all results reach: 0.01 below the lowest final accuracy, or 1 % above the highest final loss.
+        """Return a target that all results reach: 0.01 below the lowest accuracy, or 1 % above the highest loss.
 
-        None if a result has no accuracy, or none has a loss; a training that diverged has none at its end.
+        None if a result has no final accuracy, or if no result has a final loss; a training that diverged has no loss.
         """
         reached = [
             value for result in results if (value := finite(result.get(self.final_key))) is not None
@@ -67,13 +73,9 @@ class Quality:
 
     def goal(self, target: float | None) -> str:
         """Return a target in words, such as "81.2%" or "loss 2.4"."""
-        return (
-            MISSING
-            if target is None
-            else self.shown(target)
-            if self is ACCURACY
-            else f"{self.name} {self.shown(target)}"
-        )
+        if target is None:
+            return MISSING
+        return self.shown(target) if self is ACCURACY else f"{self.name} {self.shown(target)}"
 
 
 def _loss(value: Any) -> str:
@@ -103,25 +105,21 @@ LOSS = Quality(
 )
 QUALITIES: Mapping[str, Quality] = {each.name: each for each in (ACCURACY, LOSS)}
 TARGETS = tuple(each.target_key for each in QUALITIES.values())
-"""The keys of a document with the targets, of which at most one is set."""
-FIGURES = (
-    "quality",
-    *(
-        key
-        for each in QUALITIES.values()
-        for key in (each.final_key, each.target_key, each.time_key, each.energy_key)
-    ),
+"""The keys of a document with the targets; at most one target is set."""
+_COST_KEYS = tuple(
+    key for each in QUALITIES.values() for key in (each.target_key, each.time_key, each.energy_key)
 )
-"""The keys of a result that tell its quality, and what the target cost."""
+FIGURES = ("quality", *(each.final_key for each in QUALITIES.values()), *_COST_KEYS)
+"""The keys of a result with its quality and the cost of the target."""
 
 
 def quality_of(results: Sequence[Mapping[str, Any]]) -> Quality:
-    """Return what results, or means of them, are judged by together: loss if one of them is, else accuracy."""
+    """Return the metric by which results, or their means, are compared: loss if one has only a loss, else accuracy."""
     return LOSS if any(result.get("quality") == LOSS.name for result in results) else ACCURACY
 
 
 def final_figures(scores: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's final accuracy and loss, and which of them it is judged by: accuracy if it has one."""
+    """Return a run's final accuracy and loss, and the one by which it is compared: accuracy if it has one."""
     has_only_loss = scores.get(ACCURACY.name) is None and LOSS.name in scores
     return {
         "quality": (LOSS if has_only_loss else ACCURACY).name,
@@ -136,27 +134,19 @@ def costs_to_target(
     *,
     in_wall_time: bool = False,
 ) -> dict[str, Any]:
-    """Return the target and the time and energy up to the end of the first round that reached it, None if none did.
+    """Return the target, and the time and energy until the end of the first round that reached it, or None.
 
-    The time is virtual time, or wall time if there is no virtual time, also of others that it is compared with
-    (`in_wall_time`). The keys of the other metrics are None.
+    The time is virtual time. It is wall time if there is no virtual time, or if the run is compared with such runs
+    (`in_wall_time`). The keys of the other metric are None.
     """
-    reached: Mapping[str, Any] = next(
-        (
-            entry
-            for entry in result["rounds"]
-            if target is not None and quality.reaches(entry.get(quality.name), target)
-        ),
-        {},
-    )
+    reached: Mapping[str, Any] = {}
+    if target is not None:
+        rounds = result["rounds"]
+        good = (entry for entry in rounds if quality.reaches(entry.get(quality.name), target))
+        reached = next(good, {})
     virtual_s = reached.get("virtual_s")
-    unused = {
-        key: None
-        for each in QUALITIES.values()
-        for key in (each.target_key, each.time_key, each.energy_key)
-    }
     return {
-        **unused,
+        **dict.fromkeys(_COST_KEYS),
         "quality": quality.name,
         quality.target_key: target,
         quality.time_key: reached.get("wall_s") if virtual_s is None or in_wall_time else virtual_s,

@@ -1,9 +1,8 @@
 """The report of a run or a comparison: one HTML file that needs neither a network nor socflower.
 
-What is on the page is in `templates/`, which get plain values; whatever they print is escaped.
+The page itself is in `templates/`, which get plain values; all values are escaped.
 """
 
-import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,7 +42,9 @@ from socflower.report.summary import (
 )
 from socflower.wire.saved_state import write_atomically
 
-_MAX_LISTED = 30  # groups that are listed in a sentence
+_MAX_LISTED = 30
+"""Groups that are listed in a sentence; of more, only the numbers."""
+
 _MAX_EVENTS = 500
 """Longer lists are cut with a note, so that browsers can open the file; result.json has all entries."""
 
@@ -59,11 +60,11 @@ def write_report(
     tuning: Mapping[str, Any] | None = None,
     caveats: Sequence[str] = (),
 ) -> None:
-    """Write the report of one or several result documents atomically; `predictions` are epochs that nobody trained.
+    """Write the report of one or several result documents atomically.
 
-    The first result is compared with each of the others; with `means` over several seeds, the means are. `tuning` and
-    `caveats` are those of a comparison document. Equal arguments give equal bytes. Raises `ConfigError`
-    without results.
+    The first result is compared with each of the others; if there are `means` over several seeds, the means are
+    compared. `predictions` are predicted epochs; `tuning` and `caveats` are those of a comparison document. Equal
+    arguments give equal bytes. Raises `ConfigError` if there are no results.
     """
     content = render_report(
         results,
@@ -93,11 +94,8 @@ def render_report(
         raise ConfigError("report: needs at least one result, got none")
     runs = name_runs(results)
     means_by_name = name_runs(means)
-    comparison, claims, quality = (
-        comparison_of(means_by_name or runs),
-        claims_of(runs),
-        quality_of_runs(runs),
-    )
+    comparison = comparison_of(means_by_name or runs)
+    claims, quality = claims_of(runs), quality_of_runs(runs)
     return _ENVIRONMENT.get_template("report.html.j2").render(
         title=title,
         question=question.strip(),
@@ -129,7 +127,7 @@ def render_report(
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a page of this package's templates; whatever it prints is escaped."""
+    """Return a page of this package's templates; all values are escaped."""
     return _ENVIRONMENT.get_template(template).render(missing=MISSING, **values)
 
 
@@ -139,12 +137,12 @@ def ranges(numbers: Iterable[Any] | None) -> str:
     values = list(numbers or ())
     if not all(isinstance(value, int) for value in values):
         return ", ".join(str(value) for value in values)
-    runs = [
-        [value for _, value in run]
-        for _, run in itertools.groupby(
-            enumerate(sorted(values)), key=lambda pair: pair[1] - pair[0]
-        )
-    ]
+    runs: list[list[int]] = []
+    for value in sorted(values):
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
@@ -160,7 +158,7 @@ def _one_line(value: Any) -> str:
 
 
 def _energy(joules: Any) -> tuple[str, str]:
-    """Return an energy and its watt-hours, which below it keep the column narrow."""
+    """Return an energy and its watt-hours; the table has them below each other, so that the column is narrow."""
     shown, _, watt_hours = human_joules(joules).partition(" (")
     return shown, watt_hours.rstrip(")")
 
@@ -174,6 +172,7 @@ def _finalize(value: Any) -> Any:
     return value if isinstance(value, Markup) else printable(value)
 
 
+# An unknown name in a template is an error, not an empty text.
 _ENVIRONMENT = Environment(
     loader=PackageLoader("socflower.report"),
     autoescape=True,
@@ -201,33 +200,26 @@ _ENVIRONMENT.filters |= {
 # ------------------------------------------------------------------------------------------------- values of sections
 def _over_time(runs: Sequence[Run], quality: Quality) -> dict[str, Any]:
     """Return heading, note and plot; a deployment has wall time instead of virtual time."""
+    since = (
+        "the app began"
+        if any(run.is_app for run in runs)
+        else "the command, Flower included, began"
+    )
+    name = quality.name.capitalize()
     for key, quantity, noun, note in (
         ("virtual_s", "s", "virtual time", ""),
-        (
-            "wall_s",
-            "s",
-            "wall time",
-            "Real time since the app began."
-            if any(run.is_app for run in runs)
-            else "Real time since the command began, the start of Flower included.",
-        ),
+        ("wall_s", "s", "wall time", f"Real time since {since}."),
         ("epoch", "epoch", "epochs", "There is no virtual time on this engine."),
     ):
-        if (plot := _quality_plot(runs, quality, key, quantity, noun)) is not None:
-            return {
-                "heading": f"{quality.name.capitalize()} over {noun}",
-                "note": note,
-                "plot": plot,
-            }
-    return {
-        "heading": f"{quality.name.capitalize()} over virtual time",
-        "note": _without_quality(runs, quality),
-        "plot": None,
-    }
+        plot = _quality_plot(runs, quality, key, quantity, noun)
+        if plot is not None:
+            return {"heading": f"{name} over {noun}", "note": note, "plot": plot}
+    note = _without_quality(runs, quality)
+    return {"heading": f"{name} over virtual time", "note": note, "plot": None}
 
 
 def _without_quality(runs: Sequence[Run], quality: Quality) -> str:
-    """Return why no run has the quality; apps give the reason, as they may have metrics of other names."""
+    """Return why no run has the quality; apps give the reason, since they may have metrics of other names."""
     reasons = [
         f"{run.label}: {reason}."
         for run in runs
@@ -246,11 +238,9 @@ def _without_energy(runs: Sequence[Run], quality: Quality) -> str:
 
 def _over_energy(runs: Sequence[Run], quality: Quality) -> Plot | None:
     curves = [_curve(run, "energy_j", quality.name) for run in runs]
-    return (
-        _quality_plot(runs, quality, "energy_j", "J", "energy")
-        if any(x > 0 for each in curves for x in each.xs)
-        else None
-    )
+    if not any(x > 0 for each in curves for x in each.xs):
+        return None
+    return _quality_plot(runs, quality, "energy_j", "J", "energy")
 
 
 def _quality_plot(
@@ -260,14 +250,12 @@ def _quality_plot(
     if not curves:
         return None
     readable = {"s": human_seconds, "J": human_joules, "epoch": plain_number}[quantity]
-    alt = (
-        f"{quality.name.capitalize()} over {over}"
-        + (", logarithmic. " if needs_log(curves) else ". ")
-        + "; ".join(
-            f"{curve.label}: {quality.shown(curve.ys[-1])} after {readable(curve.xs[-1])}"
-            for curve in curves
-        )
-    )
+    ends = [
+        f"{curve.label}: {quality.shown(curve.ys[-1])} after {readable(curve.xs[-1])}"
+        for curve in curves
+    ]
+    scale = ", logarithmic" if needs_log(curves) else ""
+    alt = f"{quality.name.capitalize()} over {over}{scale}. {'; '.join(ends)}"
     return quality_plot(
         curves,
         quantity=quantity,
@@ -288,9 +276,8 @@ def _mixing_plots(runs: Sequence[Run]) -> list[Plot]:
     ):
         curves = [curve for run in runs if (curve := _curve(run, "epoch", of=key)).xs]
         if curves:
-            alt = f"{noun} over epochs. " + "; ".join(
-                f"{curve.label}: {percent(curve.ys[-1])} at the end" for curve in curves
-            )
+            ends = [f"{curve.label}: {percent(curve.ys[-1])} at the end" for curve in curves]
+            alt = f"{noun} over epochs. {'; '.join(ends)}"
             plots.append(
                 quality_plot(curves, quantity="epoch", targets=(), alt=alt, prefix=key, label=label)
             )
@@ -299,73 +286,56 @@ def _mixing_plots(runs: Sequence[Run]) -> list[Plot]:
 
 def _curve(run: Run, key: str, of: str) -> Curve:
     """Return the curve of the rounds that have both the quantity `key` and the figure `of`, such as the accuracy."""
-    points = [
-        (x, y)
-        for row in run.rows("rounds")
-        if (x := finite(row.get(key))) is not None and (y := finite(row.get(of))) is not None
-    ]
-    return Curve(
-        style=run.style,
-        label=run.label,
-        xs=tuple(x for x, _ in points),
-        ys=tuple(y for _, y in points),
-    )
+    points = []
+    for row in run.rows("rounds"):
+        x, y = finite(row.get(key)), finite(row.get(of))
+        if x is not None and y is not None:
+            points.append((x, y))
+    xs, ys = tuple(x for x, _ in points), tuple(y for _, y in points)
+    return Curve(style=run.style, label=run.label, xs=xs, ys=ys)
 
 
 def _breakdowns(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return plot and rows of time and energy by part, as far as they were recorded."""
-    breakdowns = []
-    for key, quantity, noun, caption, readable in (
-        (
-            "soc_seconds",
-            "s",
-            "SoC time",
-            "SoC time, summed over the SoCs that take part",
-            human_seconds,
+    over_socs = "summed over the SoCs that take part"
+    made = (
+        _breakdown(runs, "soc_seconds", "s", "SoC time", over_socs),
+        _breakdown(
+            runs, "energy_j", "J", "Energy", f"{over_socs}; cooling is the energy of the fans"
         ),
-        (
-            "energy_j",
-            "J",
-            "Energy",
-            "Energy, summed over the SoCs that take part; cooling is the fans'",
-            human_joules,
-        ),
-    ):
-        # Negative values are clipped to 0, since a bar cannot be negative.
-        rows = [
-            (run.label, {part: max(0.0, finite(values.get(part)) or 0.0) for part in PARTS})
-            for run in runs
-            if isinstance(values := run.table("breakdown").get(key), Mapping)
-        ]
-        if any(value for _, values in rows for value in values.values()):
-            parts = [
-                part
-                for part in PARTS
-                if part != "cooling" or any(values[part] for _, values in rows)
-            ]
-            alt = f"{noun} by part. " + "; ".join(
-                f"{label}: " + ", ".join(f"{part} {readable(values[part])}" for part in parts)
-                for label, values in rows
-            )
-            breakdowns.append(
-                {
-                    "noun": noun,
-                    "caption": caption,
-                    "parts": parts,
-                    "plot": breakdown_plot(
-                        rows, parts, quantity=quantity, alt=alt, prefix=f"parts-{quantity}"
-                    ),
-                    "rows": [
-                        [
-                            label,
-                            *(readable(values[part]) for part in parts),
-                            readable(math.fsum(values[part] for part in parts)),
-                        ]
-                        for label, values in rows
-                    ],
-                }
-            )
-    return breakdowns
+    )
+    return [each for each in made if each is not None]
+
+
+def _breakdown(
+    runs: Sequence[Run], key: str, quantity: str, noun: str, note: str
+) -> dict[str, Any] | None:
+    readable = human_seconds if quantity == "s" else human_joules
+    rows = []
+    for run in runs:
+        values = run.table("breakdown").get(key)
+        if isinstance(values, Mapping):
+            # Negative values become 0, since a bar cannot be negative.
+            own = {part: max(0.0, finite(values.get(part)) or 0.0) for part in PARTS}
+            rows.append((run.label, own))
+    if not any(any(values.values()) for _, values in rows):
+        return None
+    is_cooled = any(values["cooling"] for _, values in rows)
+    parts = [part for part in PARTS if part != "cooling" or is_cooled]
+    in_words, table = [], []
+    for label, values in rows:
+        shown = [readable(values[part]) for part in parts]
+        words = [f"{part} {each}" for part, each in zip(parts, shown, strict=True)]
+        in_words.append(f"{label}: {', '.join(words)}")
+        table.append([label, *shown, readable(math.fsum(values[part] for part in parts))])
+    alt = f"{noun} by part. {'; '.join(in_words)}"
+    return {
+        "noun": noun,
+        "caption": f"{noun}, {note}",
+        "parts": parts,
+        "plot": breakdown_plot(rows, parts, quantity=quantity, alt=alt, prefix=f"parts-{quantity}"),
+        "rows": table,
+    }
 
 
 def _plans(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -374,9 +344,8 @@ def _plans(runs: Sequence[Run]) -> list[dict[str, Any]]:
     for run in runs:
         plan = run.table("plan")
         if plan.get("groups") and plan.get("slots_per_board"):
-            plans.setdefault(json.dumps(plan, sort_keys=True, default=str), (plan, []))[1].append(
-                run.label
-            )
+            key = json.dumps(plan, sort_keys=True, default=str)
+            plans.setdefault(key, (plan, []))[1].append(run.label)
     return [
         {
             "labels": labels,
@@ -390,7 +359,7 @@ def _plans(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _without_groups(runs: Sequence[Run]) -> str:
-    """Return the sentence in place of the groups' pictures; a strategy that is unknown may form groups."""
+    """Return the sentence that replaces the groups' pictures; an unknown strategy may form groups."""
     unknown = [
         run.label
         for run in runs
@@ -410,22 +379,11 @@ def _plan_note(plan: Mapping[str, Any]) -> str:
     parts = plan.get("communication_groups") or []
     turns = "take turns" if plan.get("uplink_turns", True) else "run freely, without turns"
     if len(parts) > 1 and len(groups) > _MAX_LISTED:
-        note += (
-            f"Communication groups {turns}: "
-            + ", ".join(
-                f"{letter(index)} with {counted(len(part), 'group')}"
-                for index, part in enumerate(parts)
-            )
-            + "; see the table."
-        )
+        sizes = [f"{letter(i)} with {counted(len(part), 'group')}" for i, part in enumerate(parts)]
+        note += f"Communication groups {turns}: {', '.join(sizes)}; see the table."
     elif len(parts) > 1:
-        note += (
-            f"Communication groups {turns}: "
-            + "; ".join(
-                f"{letter(index)} = groups {ranges(part)}" for index, part in enumerate(parts)
-            )
-            + "."
-        )
+        lists = [f"{letter(i)} = groups {ranges(part)}" for i, part in enumerate(parts)]
+        note += f"Communication groups {turns}: {'; '.join(lists)}."
     elif parts:
         note += "One communication group: all groups synchronise at once."
     return note
@@ -433,40 +391,22 @@ def _plan_note(plan: Mapping[str, Any]) -> str:
 
 def _events(runs: Sequence[Run]) -> dict[str, Any]:
     deployed = all(run.is_predicted for run in runs)
-    rows = [
-        [
-            run.label,
-            row.get("round", MISSING),
-            human_seconds(row.get("wall_s" if deployed else "virtual_s")),
-            event.get("kind", MISSING),
-            event.get("text", ""),
-        ]
-        for run in runs
-        for row in run.rows("rounds")
-        for event in row.get("events") or ()
-    ]
-    rows += [
-        [run.label, MISSING, MISSING, event.get("kind", MISSING), event.get("text", "")]
-        for run in runs
-        if not run.rows("rounds")
-        for event in run.rows("events")
-    ]
-    rows += [
-        [
-            run.label,
-            restart.get("after_round", MISSING),
-            MISSING,
-            "restart",
-            restart.get("cause", ""),
-        ]
-        for run in runs
-        for restart in run.rows("restarts")
-    ]
-    note = (
-        f"The first {_MAX_EVENTS} of {len(rows)} events; result.json has all."
-        if len(rows) > _MAX_EVENTS
-        else ""
-    )
+    rows: list[list[Any]] = []
+    for run in runs:
+        for row in run.rows("rounds"):
+            at = human_seconds(row.get("wall_s" if deployed else "virtual_s"))
+            for event in row.get("events") or ():
+                rows.append([run.label, row.get("round", MISSING), at, *_event(event)])
+    for run in runs:
+        for event in () if run.rows("rounds") else run.rows("events"):
+            rows.append([run.label, MISSING, MISSING, *_event(event)])
+    for run in runs:
+        for restart in run.rows("restarts"):
+            after, cause = restart.get("after_round", MISSING), restart.get("cause", "")
+            rows.append([run.label, after, MISSING, "restart", cause])
+    note = ""
+    if len(rows) > _MAX_EVENTS:
+        note = f"The first {_MAX_EVENTS} of {len(rows)} events; result.json has all."
     return {
         "num_events": len(rows),
         "rows": rows[:_MAX_EVENTS],
@@ -475,8 +415,12 @@ def _events(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
+def _event(event: Mapping[str, Any]) -> tuple[Any, Any]:
+    return event.get("kind", MISSING), event.get("text", "")
+
+
 def _scenarios(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Return the resolved scenarios as JSON and who ran them; one if all strategies ran the same."""
+    """Return the distinct resolved scenarios as JSON, and the labels of their runs."""
     scenarios: dict[str, tuple[Any, list[str]]] = {}
     for run in runs:
         key = json.dumps(run.get("scenario"), sort_keys=True, default=str)

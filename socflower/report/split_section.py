@@ -18,12 +18,13 @@ from socflower.report.plots import (
 )
 from socflower.report.summary import Run
 
-_MAX_POINTS = 700  # of a line; more would exceed a screen's resolution
+# Of a line; more would exceed a screen's resolution.
+_MAX_POINTS = 700
 _MBIT_PER_BYTE = 8e-6
 
 
 def cut_curve(run: Run) -> Curve | None:
-    """Return the cut of a run's first edge from each time on, the last time being its end; None if it has none."""
+    """Return the cut of a run's first edge from each time on, and at its end; None if it has none."""
     moments = [
         (float(at_s), float(cut))
         for at_s, cut in run.split.get("cuts_over_time") or ()
@@ -36,7 +37,7 @@ def cut_curve(run: Run) -> Curve | None:
 
 
 def link_rates(run: Run) -> list[tuple[float, float, float]]:
-    """Return (seconds, Mbit/s up, Mbit/s down) of the first edge's link; of long runs every n-th sample."""
+    """Return (seconds, Mbit/s up, Mbit/s down) of the first edge's link; every n-th sample of a long run."""
     moments = [
         tuple(float(value) for value in moment)
         for moment in run.split.get("link_over_time") or ()
@@ -55,10 +56,11 @@ def cut_plot(runs: Sequence[Run]) -> Plot | None:
     if not curves and not rates:
         return None
     names = next((run.split.get("cut_names") or [] for run in runs), [])
-    alt = "The link and the cut over virtual time. " + "; ".join(
-        f"{curve.label}: begins with {_cut_name(curve.ys[0], names)}, ends with {_cut_name(curve.ys[-1], names)}"
-        for curve in curves
-    )
+    ends = []
+    for curve in curves:
+        first, last = _cut_name(curve.ys[0], names), _cut_name(curve.ys[-1], names)
+        ends.append(f"{curve.label}: begins with {first}, ends with {last}")
+    alt = f"The link and the cut over virtual time. {'; '.join(ends)}"
     with report_style():
         drawing = Figure(figsize=(10.6, 4.8), layout="constrained")
         link, cut = drawing.subplots(2, 1, sharex=True)

@@ -1,4 +1,4 @@
-"""The results of a report: their names, the ratios between them, and their claims."""
+"""The results of a report: their names, the ratios between them, and their expectations."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,8 @@ from socflower.report.quality import Quality, quality_of
 # By the suffix of an expectation's name; the plain number is shown as in the scenario file.
 _READABLE = {"_s": human_seconds, "_j": human_joules, "_bytes": human_bytes, "accuracy": percent}
 _SPELT_OUT = {"sgd": "one SoC (sgd)"}
-_MAX_ROUNDS = 200  # in a table; result.json has all
+# In a table; result.json has all rounds.
+_MAX_ROUNDS = 200
 
 
 def printable(value: object) -> str:
@@ -52,39 +53,36 @@ class Run:
 
     @property
     def heat(self) -> Mapping[str, Any]:
-        """What is known of heat; empty without."""
+        """The run's table of heat; empty if there is none."""
         return self.table("heat")
 
     @property
     def split(self) -> Mapping[str, Any]:
-        """What is known of edge and cloud; empty without."""
+        """The run's table of edge and cloud; empty if there is none."""
         return self.table("split")
 
     @property
     def is_app(self) -> bool:
-        """Whether the run is of a Flower app, not of a scenario."""
+        """Whether a Flower app ran, not a scenario."""
         return self.get("app") is not None
 
     @property
     def metric_names(self) -> list[tuple[str, str]]:
         """The metrics of an app's rounds, by source and name."""
-        return list(
-            dict.fromkeys(
-                (source, name)
-                for row in self.rows("rounds")
-                for source in ("server", "evaluate", "train")
-                for name in row.get(source) or ()
-            )
-        )
+        names: dict[tuple[str, str], None] = {}
+        for row in self.rows("rounds"):
+            for source in ("server", "evaluate", "train"):
+                names |= dict.fromkeys((source, name) for name in row.get(source) or ())
+        return list(names)
 
     @property
     def is_predicted(self) -> bool:
-        """Whether the run is of a deployment, whose virtual time is a prediction."""
+        """Whether the run is a deployment, whose virtual time is only predicted."""
         return finite(self.get("virtual_s")) is None and finite(self.get("predicted_s")) is not None
 
     @property
     def shown_rounds(self) -> tuple[int, Sequence[Mapping[str, Any]]]:
-        """Every how many rounds one is shown in a table, and these; the last one always."""
+        """The stride of the rounds shown in a table, and these rounds; the last one is always shown."""
         rounds = self.rows("rounds")
         stride = math.ceil(len(rounds) / _MAX_ROUNDS)
         return stride, rounds[::-1][::stride][::-1]
@@ -94,23 +92,21 @@ def name_runs(results: Sequence[Mapping[str, Any]]) -> tuple[Run, ...]:
     """Return the results under distinct names: the strategy, then its seed, then a running number."""
     labels = [printable(result.get("strategy") or "unnamed") for result in results]
     labels = [_SPELT_OUT.get(label, label) for label in labels]
+    # Seeds and numbers are added only if names would be equal.
     if len(set(labels)) < len(labels):
+        seeds = [printable(result.get("seed", MISSING)) for result in results]
         labels = [
-            f"{label} (seed {printable(result.get('seed', MISSING))})"
-            if labels.count(label) > 1
-            else label
-            for label, result in zip(labels, results, strict=True)
+            f"{label} (seed {seed})" if labels.count(label) > 1 else label
+            for label, seed in zip(labels, seeds, strict=True)
         ]
     distinct = [
         f"{label} #{labels[:index].count(label) + 1}" if labels.count(label) > 1 else label
         for index, label in enumerate(labels)
     ]
     # The seeds of a strategy look the same.
-    looks = (
-        [printable(result.get("strategy")) for result in results]
-        if distinct == labels
-        else distinct
-    )
+    looks = distinct
+    if distinct == labels:
+        looks = [printable(result.get("strategy")) for result in results]
     styles = {look: index for index, look in enumerate(dict.fromkeys(looks))}
     return tuple(
         Run(label=label, style=styles[look], result=result)
@@ -119,19 +115,19 @@ def name_runs(results: Sequence[Mapping[str, Any]]) -> tuple[Run, ...]:
 
 
 def quality_of_runs(runs: Iterable[Run]) -> Quality:
-    """Return what the runs are judged by."""
+    """Return the metric by which the runs are compared."""
     return quality_of([run.result for run in runs])
 
 
 def targets_of(runs: Sequence[Run]) -> list[float]:
-    """Return the distinct targets of what the runs are judged by, in ascending order."""
+    """Return the distinct targets of that metric, in ascending order."""
     key = quality_of_runs(runs).target_key
     return sorted({target for run in runs if (target := finite(run.get(key))) is not None})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """Another run beside the first one; ratios above 1 mean that it takes more, None that it has no such figure."""
+    """A run compared with the first one; a ratio above 1 means that it takes more, None that a figure is missing."""
 
     run: Run
     time_ratio: float | None
@@ -140,9 +136,9 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """The first run, which is the scenario's subject, against each of the others.
+    """The first run, which is the scenario's subject, compared with each of the others.
 
-    Times are those to the target, energies those spent until then; of whole runs where there is no target.
+    Times and energies are those until the target is reached; if there is no target, those of whole runs.
     """
 
     time_key: str
@@ -163,28 +159,27 @@ class Comparison:
     @property
     def best(self) -> Alternative | None:
         """The quickest of the others; None if none of them reached the target."""
-        able = [
-            each for each in self.alternatives if finite(each.run.get(self.time_key)) is not None
-        ]
-        return min(able, key=lambda each: finite(each.run.get(self.time_key)) or 0.0, default=None)
+        able = {
+            time_s: each
+            for each in reversed(self.alternatives)
+            if (time_s := finite(each.run.get(self.time_key))) is not None
+        }
+        return able[min(able)] if able else None
 
     def headline(self) -> str:
-        """Return in a sentence who is quicker: the subject or the best of the others."""
+        """Return a sentence that says which is faster: the subject or the best of the others."""
         goal = "the end" if self.target is None else self.quality.goal(self.target)
         clock = "wall time" if self.in_wall_time else "virtual time"
         own = finite(self.subject.get(self.time_key))
         best = self.best
         if own is None:
-            others = (
-                "neither did any other"
-                if best is None
-                else f"{best.run.label} did, in {human_seconds(best.run.get(self.time_key))} of {clock}"
-            )
+            others = "neither did any other"
+            if best is not None:
+                time = human_seconds(best.run.get(self.time_key))
+                others = f"{best.run.label} did, in {time} of {clock}"
             return f"{self.subject.label} never reached {goal}; {others}."
-        text = (
-            f"{self.subject.label} {f'reaches {goal} in' if self.target is not None else 'takes'} "
-            f"{human_seconds(own)} of {clock}"
-        )
+        verb = "takes" if self.target is None else f"reaches {goal} in"
+        text = f"{self.subject.label} {verb} {human_seconds(own)} of {clock}"
         if best is None:
             return f"{text}; no other strategy reached it."
         ratio, theirs = best.time_ratio, human_seconds(best.run.get(self.time_key))
@@ -198,15 +193,15 @@ class Comparison:
 def comparison_of(runs: Sequence[Run]) -> Comparison | None:
     """Return the comparison of the first run with the others; None if there are no others.
 
-    By the time to the target, if there is one target that a run has reached; else by the whole time.
+    It is by the time to the target if there is one target and a run has reached it, else by the whole time.
     """
     if len(runs) < 2:
         return None
     subject, target, quality = runs[0], None, quality_of_runs(runs)
-    if len(targets_of(runs)) == 1 and any(
-        finite(run.get(quality.time_key)) is not None for run in runs
-    ):
-        time_key, energy_key, target = quality.time_key, quality.energy_key, targets_of(runs)[0]
+    targets = targets_of(runs)
+    has_reached = any(finite(run.get(quality.time_key)) is not None for run in runs)
+    if len(targets) == 1 and has_reached:
+        time_key, energy_key, target = quality.time_key, quality.energy_key, targets[0]
     elif all(finite(run.get("virtual_s")) is not None for run in runs):
         time_key, energy_key = "virtual_s", "energy_j"
     else:
@@ -229,7 +224,7 @@ def comparison_of(runs: Sequence[Run]) -> Comparison | None:
 
 
 def headline_of(results: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the sentence that says who is quicker; None for a single result."""
+    """Return the sentence that says which result is faster; None for a single result."""
     comparison = comparison_of(name_runs(results))
     return None if comparison is None else comparison.headline()
 
@@ -244,17 +239,14 @@ def claims_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     claims = []
     for run in runs:
         for claim in run.rows("expectations"):
-            name, values = (
-                str(claim.get("name", MISSING)),
-                (claim.get("expected"), claim.get("observed")),
-            )
+            name = str(claim.get("name", MISSING))
+            values = (claim.get("expected"), claim.get("observed"))
             plain = [plain_number(value) for value in values]
             if plain[0] == plain[1] and values[0] != values[1]:
                 # Equal after rounding: 0.8 expected, 0.79999999 observed must not read "0.8, 0.8, fails".
                 plain = [str(value) for value in values]
-            readable = next(
-                (helper for suffix, helper in _READABLE.items() if name.endswith(suffix)), None
-            )
+            helpers = (helper for suffix, helper in _READABLE.items() if name.endswith(suffix))
+            readable = next(helpers, None)
             expected, observed = (
                 (text, "" if readable is None or finite(value) is None else readable(value))
                 for text, value in zip(plain, values, strict=True)
@@ -276,17 +268,12 @@ def verdict_on(claims: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     holds = [claim["holds"] for claim in claims]
     failed, unchecked = holds.count(False), holds.count(None)
     if failed:
-        return {
-            "kind": "fails",
-            "text": f"✗ {failed} of {len(holds)} expectations "
-            f"{'fails' if failed == 1 else 'fail'}.",
-        }
+        verb = "fails" if failed == 1 else "fail"
+        return {"kind": "fails", "text": f"✗ {failed} of {len(holds)} expectations {verb}."}
     if unchecked:
-        return {
-            "kind": "unknown",
-            "text": f"? {len(holds) - unchecked} of {len(holds)} expectations hold, {unchecked} "
-            "could not be checked: the strategy compared with did not run.",
-        }
+        checked = f"{len(holds) - unchecked} of {len(holds)} expectations hold"
+        why = "could not be checked: the strategy compared with did not run."
+        return {"kind": "unknown", "text": f"? {checked}, {unchecked} {why}"}
     said = {1: "The expectation holds.", 2: "Both expectations hold."}.get(
         len(holds), f"All {len(holds)} expectations hold."
     )
@@ -294,43 +281,25 @@ def verdict_on(claims: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def prediction_table(predictions: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the strategies of predicted epochs and a row for each workload: its name, seconds, joules, gain.
+    """Return the strategies of predicted epochs, and a row for each workload: its name, seconds, joules, gain.
 
-    Seconds, joules and samples a step are by strategy. The gain is how many times as fast the first strategy is as the
-    best other one, the equal gain the same at equal samples a step.
+    Seconds, joules and samples per step are lists by strategy. The gain is the speed of the first strategy relative to
+    the best other one; the equal gain is the same at equal samples per step.
     """
     strategies = list(dict.fromkeys(str(each["strategy"]) for each in predictions))
+    named = ("model", "data", "batch_size", "arithmetic")
     rows: dict[tuple[str, ...], dict[str, Mapping[str, Any]]] = {}
     for each in predictions:
-        key = (
-            str(each["model"]),
-            str(each["data"]),
-            str(each["batch_size"]),
-            str(each["arithmetic"]),
-        )
-        rows.setdefault(key, {})[str(each["strategy"])] = each
-    return {
-        "strategies": strategies,
-        "rows": [
-            {
-                "model": key[0],
-                "data": key[1],
-                "batch_size": key[2],
-                "arithmetic": key[3],
-                "epoch_s": [by_name[name]["epoch_s"] for name in strategies],
-                "epoch_energy_j": [by_name[name]["epoch_energy_j"] for name in strategies],
-                "step_samples": [by_name[name]["step_samples"] for name in strategies],
-                **{
-                    gain: _ratio(
-                        min(
-                            (by_name[name][key] for name in strategies[1:] if by_name[name][key]),
-                            default=None,
-                        ),
-                        by_name[strategies[0]][key],
-                    )
-                    for gain, key in (("gain", "epoch_s"), ("equal_gain", "equal_epoch_s"))
-                },
-            }
-            for key, by_name in rows.items()
-        ],
-    }
+        workload = tuple(str(each[key]) for key in named)
+        rows.setdefault(workload, {})[str(each["strategy"])] = each
+    table = []
+    for workload, by_name in rows.items():
+        first, *others = (by_name[name] for name in strategies)
+        row: dict[str, Any] = dict(zip(named, workload, strict=True))
+        for key in ("epoch_s", "epoch_energy_j", "step_samples"):
+            row[key] = [each[key] for each in (first, *others)]
+        for gain, key in (("gain", "epoch_s"), ("equal_gain", "equal_epoch_s")):
+            known = [each[key] for each in others if each[key]]
+            row[gain] = _ratio(min(known, default=None), first[key])
+        table.append(row)
+    return {"strategies": strategies, "rows": table}

@@ -1,10 +1,10 @@
-"""Repetitions that are closed: tasks that run once begin as soon as those repetitions have ended that they follow.
+"""Repetitions with closing tasks: these run once, as soon as the repetitions that they follow have ended.
 
 So groups of unequal speed end their steps, and their leaders send their models, while slower groups still train. The
 repeated tasks form lanes: parts that share no dependency, SoC or resource, except with closing tasks. While no closing
-task is under way, each lane goes its own way, and its state may recur. When those of all unfinished lanes have
-recurred, each of them skips whole periods, up to the earliest time at which one of them may come to its end. That is
-exact: no closing task can begin in the time that is skipped.
+task is in progress, each lane proceeds independently, and its state may recur. Once the states of all unfinished lanes
+have recurred, each lane skips whole periods, up to the earliest time at which a lane may end. That is exact: no closing
+task can begin in the time that is skipped.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from dataclasses import replace
 from heapq import heapify
 from math import inf
 
-from socflower.sim.compiled_graph import SERVER, ComputeStep, Program
+from socflower.sim.compiled_graph import SERVER, ComputeStep, DisjointSets, Program
 from socflower.sim.execution import Execution, Gap, Outcome, Recurrence, RecurrenceFinder
 from socflower.sim.flows import RateTable
 from socflower.sim.kernel import HANDLING, MOVING, QUEUED, RUNNING, WAITING
@@ -22,7 +22,7 @@ _SAME_TIME = 1e-12
 
 
 class _Lane:
-    """Repeated tasks that share nothing with others, and how far they have come."""
+    """Repeated tasks that share nothing with others, and their progress."""
 
     def __init__(self, tasks: Sequence[int], program: Program) -> None:
         self.tasks = tasks
@@ -35,12 +35,12 @@ class _Lane:
         self.forget()
 
     def forget(self) -> None:
-        """Begin to look for a recurrence anew."""
+        """Discard the states seen so far: a closing task has disturbed the lane."""
         self.finder = RecurrenceFinder()
         self.found: Recurrence | None = None
 
 
-class ClosedExecution(Execution):
+class ClosingExecution(Execution):
     """Executes `repetitions` of the repeated tasks of a program from time 0, and its closing tasks once."""
 
     def __init__(
@@ -55,15 +55,18 @@ class ClosedExecution(Execution):
         super().__init__(
             program, table, repetitions, extrapolate=extrapolate, max_instances=max_instances
         )
-        self._finder = None  # the whole never recurs
+        # Only lanes recur, never the whole.
+        self._finder = None
         self._first_closing = first = program.num_repeated
         self._closed_by = [
             [other for other in following if other >= first] for following in self._next[:first]
         ]
+        # Closing tasks are released by `_complete`, after the last repetition only.
         for task in range(first):
             self._next[task] = [other for other in self._next[task] if other < first]
         self._num_left = len(program.steps)
-        self._num_closing = 0  # closing tasks under way
+        # Closing tasks in progress.
+        self._num_closing = 0
         self._lanes = (
             [_Lane(tasks, program) for tasks in _independent(program)] if extrapolate else []
         )
@@ -71,7 +74,8 @@ class ClosedExecution(Execution):
         for lane in self._lanes:
             for task in lane.tasks:
                 self._lane_of[task] = lane
-        self._repeated_lanes: list[_Lane] = []  # that have ended their oldest repetition
+        # Lanes that have ended their oldest repetition at this instant.
+        self._repeated_lanes: list[_Lane] = []
         self._gaps: list[Gap] = []
 
     def run(self) -> Outcome:
@@ -135,21 +139,8 @@ class ClosedExecution(Execution):
                 self._lanes.remove(lane)
             elif not self._num_closing and lane.found is None and self._num_to_begin(lane) >= 0:
                 self._meter.settle(lane.socs, self._now_s)
-                rounds = self._program.rounds
-                lane.found = lane.finder.find(
-                    self._state(
-                        lane.oldest,
-                        [
-                            (
-                                task,
-                                (self._repetition[task] - lane.oldest) * rounds[task]
-                                + self._round[task],
-                            )
-                            for task in lane.tasks
-                        ],
-                        lane.socs,
-                    )
-                )
+                progress = [(task, self._rounds_since(lane.oldest, task)) for task in lane.tasks]
+                lane.found = lane.finder.find(self._state(lane.oldest, progress, lane.socs))
         if self._lanes and not self._num_closing:
             self._skip()
 
@@ -158,10 +149,11 @@ class ClosedExecution(Execution):
         return self._limit - 1 - max([self._repetition[task] for task in lane.tasks])
 
     def _skip(self) -> None:
-        """Where the states of all lanes recur, let each skip periods, up to the first time at which one may end."""
+        """If the states of all lanes recur, let each skip periods, up to the first time at which one may end."""
         most: list[int] = []
         horizon_s = inf
         for lane in self._lanes:
+            # A lane whose future is unknown limits all others.
             if lane.found is None:
                 return
             most.append(self._num_to_begin(lane) // lane.found.repetitions)
@@ -173,7 +165,7 @@ class ClosedExecution(Execution):
                 self._postpone(lane, lane.found, periods)
 
     def _postpone(self, lane: _Lane, found: Recurrence, periods: int) -> None:
-        """Let a lane be in its present state again after so many periods, and stand still until then."""
+        """Move the present state of a lane `periods` periods into the future; the lane is idle until then."""
         shift_s, repetitions = periods * found.period_s, periods * found.repetitions
         begin_s, end_s = self._now_s, self._now_s + shift_s
         self._gaps.append(
@@ -184,8 +176,10 @@ class ClosedExecution(Execution):
             self._meter.postpone(soc, shift_s, seconds, periods, begin_s)
         for task in lane.tasks:
             self._repetition[task] += repetitions
-            self._start_s[task] = self._moved_s[task] = end_s  # so that spans begin after the gap
+            # So that spans begin after the gap.
+            self._start_s[task] = self._moved_s[task] = end_s
             stage = self._stage[task]
+            # All that is in progress ends later by the skipped time.
             if stage == RUNNING:
                 self._end_at(task, self._stamp_s[task] + shift_s)
             elif stage == QUEUED:
@@ -205,36 +199,22 @@ class ClosedExecution(Execution):
 
 def _independent(program: Program) -> list[list[int]]:
     """Return the repeated tasks of each part that shares no dependency, SoC, processor or resource with others."""
-    parent = list(range(program.num_repeated))
-    owner: dict[tuple[str, int], int] = {}
-
-    def find(task: int) -> int:
-        while parent[task] != task:
-            parent[task] = task = parent[parent[task]]
-        return task
-
+    parts = DisjointSets(program.num_repeated)
     for task, step in enumerate(program.steps[: program.num_repeated]):
-        joined = {*program.after[task], *program.after_previous[task], *program.after_round[task]}
-        tokens = (
-            [("processor", step.processor)]
-            if isinstance(step, ComputeStep)
-            else [
-                *(
-                    ("resource", each)
-                    for each in (program.paths[step.handling_path] if step.handling_s else ())
-                ),
-                *(
-                    ("resource", each)
-                    for each in (program.paths[step.data_path] if step.num_bytes else ())
-                ),
-            ]
-        )
-        socs = (step.soc,) if isinstance(step, ComputeStep) else step.socs
-        tokens += [("soc", soc) for soc in socs if soc != SERVER]
-        for other in (*joined, *(owner.setdefault(token, task) for token in tokens)):
-            first, second = find(task), find(other)
-            parent[max(first, second)] = min(first, second)
-    parts: dict[int, list[int]] = {}
-    for task in range(program.num_repeated):
-        parts.setdefault(find(task), []).append(task)
-    return list(parts.values())
+        for other in (
+            *program.after[task],
+            *program.after_previous[task],
+            *program.after_round[task],
+        ):
+            parts.join(task, other)
+        if isinstance(step, ComputeStep):
+            parts.join_by(task, ("processor", step.processor))
+        else:
+            handlers = program.paths[step.handling_path] if step.handling_s else ()
+            links = program.paths[step.data_path] if step.num_bytes else ()
+            for resource in (*handlers, *links):
+                parts.join_by(task, ("resource", resource))
+        for soc in (step.soc,) if isinstance(step, ComputeStep) else step.socs:
+            if soc != SERVER:
+                parts.join_by(task, ("soc", soc))
+    return parts.sets()

@@ -1,18 +1,17 @@
-"""A task graph as the event clock executes it: validated, cut into independent components, renamed.
+"""Task graphs compiled for the event clock: validated, divided into independent components, with local numbers.
 
 Components share no dependency, SoC or resource, so each has its own steady period. Their SoCs, processors and
-resources are numbered by first appearance: two groups of one shape have equal programs, executed once.
+resources are numbered by first appearance, so two groups of one shape have equal programs, which are executed once.
 """
 
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import NamedTuple, TypeAlias
 
 from socflower.cluster import Activity, Cluster, Compute, Endpoint, TaskGraph, Tier, Transfer
 from socflower.cluster.task_graph import Task
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 
 Load: TypeAlias = tuple[str, Activity]
 """The busy processor and its activity."""
@@ -47,18 +46,21 @@ class Program:
     steps: tuple[ComputeStep | TransferStep, ...]
     after: tuple[tuple[int, ...], ...]
     after_previous: tuple[tuple[int, ...], ...]
-    rounds: tuple[int, ...]  # of each task
-    after_round: tuple[tuple[int, ...], ...]  # of other tasks
-    paths: tuple[tuple[int, ...], ...]  # resources of each distinct path
-    capacities: tuple[
-        float, ...
-    ]  # of each resource: bytes per second of a link, 1 of an end's handler
+    # Of each task.
+    rounds: tuple[int, ...]
+    # Other tasks only.
+    after_round: tuple[tuple[int, ...], ...]
+    # Resources of each distinct path.
+    paths: tuple[tuple[int, ...], ...]
+    # Of each resource: bytes per second of a link, 1 for the handler of messages at an end.
+    capacities: tuple[float, ...]
     num_processors: int
     num_socs: int
-    num_repeated: int  # the first tasks; the others run once, after the last repetition of those that they follow
+    # The first tasks are repeated; the closing ones run once, after the last repetition of the tasks that they follow.
+    num_repeated: int
 
     @property
-    def is_closed(self) -> bool:
+    def has_closing_tasks(self) -> bool:
         """Whether there are tasks that run once."""
         return self.num_repeated < len(self.steps)
 
@@ -77,15 +79,11 @@ class Component:
         own = [factors[soc] for soc in self.socs]
         if all(factor == 1.0 for factor in own):
             return self.program
-        return replace(
-            self.program,
-            steps=tuple(
-                step._replace(duration_s=step.duration_s / own[step.soc])
-                if isinstance(step, ComputeStep) and step.soc != SERVER
-                else step
-                for step in self.program.steps
-            ),
-        )
+        steps = list(self.program.steps)
+        for task, step in enumerate(steps):
+            if isinstance(step, ComputeStep) and step.soc != SERVER:
+                steps[task] = step._replace(duration_s=step.duration_s / own[step.soc])
+        return replace(self.program, steps=tuple(steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,33 +98,28 @@ class CompiledGraph:
 
 def compile_graph(graph: TaskGraph, cluster: Cluster) -> CompiledGraph:
     """Return the graph in executable form; `ConfigError` for endpoints or processors that the cluster does not have."""
+    # An unknown SoC is an error, even without tasks.
     for soc in graph.participants:
         cluster.board_of(soc)
     routes = Routes(cluster)
     for task in graph.tasks:
         try:
             if isinstance(task, Compute):
-                _check(task.seconds, "seconds")
+                require_range("graph", least=0, seconds=task.seconds)
                 routes.check_processor(task.device, task.processor)
             else:
-                _check(task.num_bytes, "num_bytes")
-                _check(task.num_messages, "num_messages")
+                require_range("graph", least=0, num_bytes=task.num_bytes)
+                require_range("graph", least=0, num_messages=task.num_messages)
                 routes.between(task.source, task.target)
         except ConfigError as error:
             raise ConfigError(f"task {task.name!r}: {error}") from None
-    components = tuple(
-        _component(graph, members, routes) for members in _independent(graph, routes)
-    )
-    return CompiledGraph(
-        graph,
-        components,
-        tuple(
-            _bytes(graph, each.tasks[: each.program.num_repeated], routes) for each in components
-        ),
-        tuple(
-            _bytes(graph, each.tasks[each.program.num_repeated :], routes) for each in components
-        ),
-    )
+    components = [_component(graph, tasks, routes) for tasks in _independent(graph, routes)]
+    repeated_bytes, closing_bytes = [], []
+    for each in components:
+        num_repeated = each.program.num_repeated
+        repeated_bytes.append(_bytes(graph, each.tasks[:num_repeated], routes))
+        closing_bytes.append(_bytes(graph, each.tasks[num_repeated:], routes))
+    return CompiledGraph(graph, tuple(components), tuple(repeated_bytes), tuple(closing_bytes))
 
 
 def _bytes(graph: TaskGraph, tasks: Sequence[int], routes: "Routes") -> dict[Tier, float]:
@@ -189,119 +182,126 @@ def _port(endpoint: Endpoint) -> str:
     return f"soc{endpoint}" if isinstance(endpoint, int) else endpoint
 
 
-def _check(value: float, key: str) -> None:
-    if not 0 <= value < inf:
-        raise ConfigError(f"{key} must be finite and not negative, got {value}")
+class DisjointSets:
+    """Numbers from 0 on in sets that can be joined (union-find)."""
+
+    def __init__(self, size: int) -> None:
+        self._parent = list(range(size))
+        self._owner: dict[Hashable, int] = {}
+
+    def join(self, number: int, other: int) -> None:
+        """Join the sets of two numbers."""
+        first, second = self._root(number), self._root(other)
+        self._parent[max(first, second)] = min(first, second)
+
+    def join_by(self, number: int, token: Hashable) -> bool:
+        """Join the sets of all numbers with a token; return whether it was known."""
+        owner = self._owner.setdefault(token, number)
+        if owner == number:
+            return False
+        self.join(number, owner)
+        return True
+
+    def sets(self) -> list[list[int]]:
+        """Return the sets, both they and their members in ascending order."""
+        found: dict[int, list[int]] = {}
+        for number in range(len(self._parent)):
+            found.setdefault(self._root(number), []).append(number)
+        return list(found.values())
+
+    def _root(self, number: int) -> int:
+        parent = self._parent
+        while parent[number] != number:
+            parent[number] = number = parent[parent[number]]
+        return number
 
 
 def _independent(graph: TaskGraph, routes: Routes) -> list[list[int]]:
     """Return the tasks of each component, both in order of their first task."""
-    parent = list(range(len(graph.tasks)))
-    owner: dict[Hashable, int] = {}
-
-    def find(task: int) -> int:
-        while parent[task] != task:
-            parent[task] = task = parent[parent[task]]
-        return task
-
-    def join(task: int, other: int) -> None:
-        first, second = find(task), find(other)
-        if first != second:
-            parent[max(first, second)] = min(first, second)
-
+    parts = DisjointSets(len(graph.tasks))
     for index, task in enumerate(graph.tasks):
         for other in (*task.after, *task.after_previous, *rounds_of(task)[1]):
-            join(index, other)
+            parts.join(index, other)
         if isinstance(task, Compute):
             # A SoC's tasks stay together, whichever processor they use: its power depends on all of them.
-            token: Hashable = (
-                task.device if isinstance(task.device, int) else (task.device, task.processor)
-            )
-            join(index, owner.setdefault(token, index))
+            is_soc = isinstance(task.device, int)
+            parts.join_by(index, task.device if is_soc else (task.device, task.processor))
             continue
         handled, moved = task.num_messages * routes.message_s > 0, task.num_bytes > 0
-        pair = (task.source, task.target, handled, moved)
-        if pair in owner:
-            join(index, owner[pair])
+        # Of transfers between the same ends, only the first needs to be joined by each resource.
+        if parts.join_by(index, (task.source, task.target, handled, moved)):
             continue
-        owner[pair] = index
         route = routes.between(task.source, task.target)
-        ends = (end for end in (task.source, task.target) if isinstance(end, int))
-        for token in (*ends, *(route.handlers if handled else ()), *(route.links if moved else ())):
-            join(index, owner.setdefault(token, index))
-    components: dict[int, list[int]] = {}
-    for index in range(len(graph.tasks)):
-        components.setdefault(find(index), []).append(index)
-    return list(components.values())
+        ends = [end for end in (task.source, task.target) if isinstance(end, int)]
+        handlers, links = route.handlers if handled else (), route.links if moved else ()
+        for token in (*ends, *handlers, *links):
+            parts.join_by(index, token)
+    return parts.sets()
+
+
+class _LocalNumbers:
+    """Numbers a component's SoCs, processors, resources and paths by first appearance."""
+
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
+        self.socs: dict[int, int] = {}
+        self.processors: dict[tuple[Endpoint, str], int] = {}
+        self.resources: dict[str, int] = {}
+        self.paths: dict[tuple[str, ...], int] = {}
+
+    def step(self, task: Task) -> ComputeStep | TransferStep:
+        """Return the task with local numbers."""
+        if isinstance(task, Compute):
+            place = (task.device, task.processor)
+            processor = self.processors.setdefault(place, len(self.processors))
+            soc = self._soc(task.device) if isinstance(task.device, int) else SERVER
+            return ComputeStep(task.seconds, processor, soc, (task.processor, task.activity))
+        route = self._routes.between(task.source, task.target)
+        ends = [self._soc(end) for end in (task.source, task.target) if isinstance(end, int)]
+        handling_s = task.num_messages * self._routes.message_s
+        handlers = self._path(route.handlers)
+        return TransferStep(
+            handling_s, handlers, task.num_bytes, self._path(route.links), tuple(ends)
+        )
+
+    def _soc(self, soc: int) -> int:
+        return self.socs.setdefault(soc, len(self.socs))
+
+    def _path(self, names: tuple[str, ...]) -> int:
+        if names not in self.paths:
+            for name in names:
+                self.resources.setdefault(name, len(self.resources))
+            self.paths[names] = len(self.paths)
+        return self.paths[names]
 
 
 def _component(graph: TaskGraph, members: Sequence[int], routes: Routes) -> Component:
-    local = {task: index for index, task in enumerate(members)}
-    socs: dict[int, int] = {}
-    processors: dict[tuple[Endpoint, str], int] = {}
-    resources: dict[str, int] = {}
-    paths: dict[tuple[str, ...], int] = {}
+    tasks = [graph.tasks[index] for index in members]
+    numbers = _LocalNumbers(routes)
+    steps = [numbers.step(task) for task in tasks]
+    local = {index: number for number, index in enumerate(members)}
 
-    def path(names: tuple[str, ...]) -> int:
-        if names not in paths:
-            for name in names:
-                resources.setdefault(name, len(resources))
-            paths[names] = len(paths)
-        return paths[names]
+    def renamed(all_others: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        return tuple([tuple([local[other] for other in others]) for others in all_others])
 
-    steps: list[ComputeStep | TransferStep] = []
-    for index in members:
-        task = graph.tasks[index]
-        if isinstance(task, Compute):
-            processor = processors.setdefault((task.device, task.processor), len(processors))
-            soc = (
-                socs.setdefault(task.device, len(socs)) if isinstance(task.device, int) else SERVER
-            )
-            steps.append(ComputeStep(task.seconds, processor, soc, (task.processor, task.activity)))
-        else:
-            route = routes.between(task.source, task.target)
-            ends = tuple(
-                [
-                    socs.setdefault(end, len(socs))
-                    for end in (task.source, task.target)
-                    if isinstance(end, int)
-                ]
-            )
-            steps.append(
-                TransferStep(
-                    task.num_messages * routes.message_s,
-                    path(route.handlers),
-                    task.num_bytes,
-                    path(route.links),
-                    ends,
-                )
-            )
+    after_round = []
+    for index, task in zip(members, tasks, strict=True):
+        # A task follows its own rounds in any case.
+        after_round.append([other for other in rounds_of(task)[1] if other != index])
+    paths = [tuple([numbers.resources[name] for name in names]) for names in numbers.paths]
+    num_repeated = len(members)
+    if graph.num_repeated is not None:
+        num_repeated = bisect_left(members, graph.num_repeated)
     program = Program(
         steps=tuple(steps),
-        after=tuple(
-            [tuple([local[other] for other in graph.tasks[index].after]) for index in members]
-        ),
-        after_previous=tuple(
-            [
-                tuple([local[other] for other in graph.tasks[index].after_previous])
-                for index in members
-            ]
-        ),
-        rounds=tuple([rounds_of(graph.tasks[index])[0] for index in members]),
-        after_round=tuple(
-            [
-                tuple(
-                    [local[other] for other in rounds_of(graph.tasks[index])[1] if other != index]
-                )
-                for index in members
-            ]
-        ),
-        paths=tuple([tuple([resources[name] for name in names]) for names in paths]),
-        capacities=tuple([routes.capacities.get(name, 1.0) for name in resources]),
-        num_processors=len(processors),
-        num_socs=len(socs),
-        num_repeated=len(members)
-        if graph.num_repeated is None
-        else bisect_left(members, graph.num_repeated),
+        after=renamed(task.after for task in tasks),
+        after_previous=renamed(task.after_previous for task in tasks),
+        rounds=tuple([rounds_of(task)[0] for task in tasks]),
+        after_round=renamed(after_round),
+        paths=tuple(paths),
+        capacities=tuple([routes.capacities.get(name, 1.0) for name in numbers.resources]),
+        num_processors=len(numbers.processors),
+        num_socs=len(numbers.socs),
+        num_repeated=num_repeated,
     )
-    return Component(program, tuple(members), tuple(socs), tuple(resources))
+    return Component(program, tuple(members), tuple(numbers.socs), tuple(numbers.resources))

@@ -1,4 +1,4 @@
-"""A SoC's seconds and joules by activity: first the time in each state, then its watts."""
+"""A SoC's seconds and joules by activity, computed from its time in each state and the watts of the state."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
@@ -22,25 +22,26 @@ class StateMeter:
         self._since_s = [now_s] * num_socs
 
     def start(self, soc: int, load: Load, now_s: float) -> None:
-        """A load begins."""
+        """Record that a load begins."""
         self._settle(soc, now_s)
         self._loads[soc] = tuple(sorted((*self._loads[soc], load)))
 
     def stop(self, soc: int, load: Load, now_s: float) -> None:
-        """A load ends."""
+        """Record that a load ends."""
         self._settle(soc, now_s)
         loads = list(self._loads[soc])
         loads.remove(load)
         self._loads[soc] = tuple(loads)
 
     def connect(self, soc: int, now_s: float) -> None:
-        """A transfer of the SoC begins."""
+        """Record that a transfer of the SoC begins."""
+        # Only the first transfer changes the state.
         if not self._num_transfers[soc]:
             self._settle(soc, now_s)
         self._num_transfers[soc] += 1
 
     def disconnect(self, soc: int, now_s: float) -> None:
-        """A transfer of the SoC ends."""
+        """Record that a transfer of the SoC ends."""
         if self._num_transfers[soc] == 1:
             self._settle(soc, now_s)
         self._num_transfers[soc] -= 1
@@ -52,7 +53,7 @@ class StateMeter:
     def postpone(
         self, soc: int, shift_s: float, more: Mapping[State, float], times: int, now_s: float
     ) -> None:
-        """Add a SoC's seconds of a time that is skipped, which begins now: `more`, so many times."""
+        """Skip `shift_s` from now on for a SoC, which spends `more` in its states `times` times in it."""
         self._settle(soc, now_s)
         self._since_s[soc] = now_s + shift_s
         seconds = self.seconds[soc]
@@ -65,7 +66,7 @@ class StateMeter:
             self._settle(soc, now_s)
 
     def take(self) -> list[dict[State, float]]:
-        """Return the seconds up to the last time that was added, and begin anew."""
+        """Return the seconds added since the last call, and start again from 0."""
         seconds, self.seconds = self.seconds, [{} for _ in self.seconds]
         return seconds
 
@@ -79,9 +80,9 @@ class StateMeter:
 
 
 def power_w(state: State, device: Device, factor: float = 1.0) -> float:
-    """Return a device's watts in a state: active processors add what they draw above idle, the network its own.
+    """Return a device's watts in a state: idle watts, those of active processors above idle, and those of the network.
 
-    `factor` scales the former to the present clocks.
+    `factor` scales the watts above idle to the present clocks.
     """
     loads, networking = state
     active_w = sum(device.processor(processor).active_w - device.idle_w for processor, _ in loads)
@@ -102,12 +103,8 @@ def split_state(
         above_idle_w = device.processor(processor).active_w - device.idle_w
         yield activity, share, factor * above_idle_w + device.idle_w * share
     if networking:
-        alone = not loads
-        yield (
-            Activity.SYNCHRONISATION,
-            float(alone),
-            device.network_w + (device.idle_w if alone else 0.0),
-        )
+        alone_w = 0.0 if loads else device.idle_w
+        yield Activity.SYNCHRONISATION, 0.0 if loads else 1.0, device.network_w + alone_w
     elif not loads:
         yield Activity.IDLE, 1.0, device.idle_w
 

@@ -1,11 +1,11 @@
 """One program, executed event by event: processors in FIFO order, flows at max-min rates.
 
-A task runs once in each repetition, or in a number of rounds; its repetitions come in order, and those of different
-tasks overlap as far as `after`, `after_previous` and `after_round` let them. So at any time a task has at most one
-instance under way, and the whole state is one row for each task, which makes recurrence cheap to recognise.
+A task runs once in each repetition, or in a number of rounds. Its repetitions come in order; those of different tasks
+overlap as far as `after`, `after_previous` and `after_round` allow. So a task has at most one instance in progress, and
+the whole state is one row for each task, which makes recurrence cheap to recognise.
 
-A program that repeats is executed until its whole state recurs (steady state); the rest follows from that. So are the
-rounds of a loop, such as the ring of thousands, while nothing else is under way.
+A repeated program is executed until its whole state recurs (steady state); the rest follows from that. The rounds of a
+loop, such as a ring of thousands, are treated in the same way while nothing else is in progress.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ MAX_PERIOD = 16
 """Longest period that is tested, in repetitions; groups that share links synchronise within a few."""
 
 SAME_STATE = 1e-11
-"""Largest difference between clocks of equal states, relative to the period; m periods are off by as little."""
+"""Largest difference between clocks of equal states, relative to the period; it does not grow with skipped periods."""
 
 _ROUNDING = 2.0**-47
 """Tolerance for rounding of a clock, relative to the time: 32 units in the last place."""
@@ -31,8 +31,8 @@ _ROUNDING = 2.0**-47
 class Snapshot(NamedTuple):
     """The complete state at the end of a repetition.
 
-    `shape` holds for each task its repetition (counted from the oldest unfinished) and its stage; `clocks_s` for
-    each task under way the seconds until it ends at the present rate, or since it was queued.
+    `shape` holds for each task its repetition (counted from the oldest unfinished one) and its stage; `clocks_s` holds
+    for each task in progress the seconds until it ends at the present rate, or since it was queued.
     """
 
     repetition: int
@@ -44,7 +44,7 @@ class Snapshot(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recurrence:
-    """From `at_s` on, every `repetitions` take `period_s`, in which SoCs spend `seconds` in their states."""
+    """From `at_s` on, `repetitions` repetitions take `period_s`, in which SoCs spend `seconds` in their states."""
 
     at_s: float
     repetitions: int
@@ -60,19 +60,22 @@ class RecurrenceFinder:
 
     def find(self, present: Snapshot) -> Recurrence | None:
         """Return the shortest period with which the present state recurs, if any."""
+        # The latest first, since the shortest period is wanted.
         for past in reversed(self._past):
             if past.shape == present.shape and _same_clocks(past, present):
-                return Recurrence(
-                    at_s=present.now_s,
-                    repetitions=present.repetition - past.repetition,
-                    period_s=present.now_s - past.now_s,
-                    seconds=[
+                seconds = []
+                for before, after in zip(past.seconds, present.seconds, strict=True):
+                    seconds.append(
                         {
                             state: spent_s - before.get(state, 0.0)
                             for state, spent_s in after.items()
                         }
-                        for before, after in zip(past.seconds, present.seconds, strict=True)
-                    ],
+                    )
+                return Recurrence(
+                    at_s=present.now_s,
+                    repetitions=present.repetition - past.repetition,
+                    period_s=present.now_s - past.now_s,
+                    seconds=seconds,
                 )
         self._past.append(present)
         return None
@@ -108,7 +111,7 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The result of executing a program. With a recurrence, any number of its periods can be inserted at its `at_s`."""
+    """The result of executing a program. Any number of periods can be inserted at the recurrence's `at_s`."""
 
     repetitions: int
     duration_s: float
@@ -116,36 +119,36 @@ class Outcome:
     recurrence: Recurrence | None
     instances: Sequence[Instance] = field(default=())
     num_unlogged: int = 0
-    ended_s: Sequence[float] = field(
-        default=()
-    )  # the last repetition of each task, in the order of its tasks
+    # The last repetition of each task, in the order of its tasks.
+    ended_s: Sequence[float] = field(default=())
     gaps: Sequence["Gap"] = field(default=())
-    members: Sequence[Sequence[int]] | None = (
-        None  # by the task of an instance: all tasks that it is one of
-    )
+    # All tasks that an instance's task stands for, by its number; None: only itself.
+    members: Sequence[Sequence[int]] | None = None
+
+    def tasks_of(self, task: int) -> Sequence[int]:
+        """Return the tasks of the whole program that a task of an instance stands for."""
+        return (task,) if self.members is None else self.members[task]
 
 
 MIN_LOOP_ROUNDS = 40
-"""Loops of fewer rounds, such as a ring of 20, are executed whole: there would be little to skip."""
+"""Loops of fewer rounds, such as a ring of 20, are executed completely: little could be skipped."""
 
 
 class _Loop:
-    """Transfers that follow each other's rounds, and how far they have come in one repetition."""
+    """Transfers that follow each other's rounds, and their progress in one repetition."""
 
     def __init__(self, tasks: Sequence[int], num_rounds: int) -> None:
         self.tasks, self.num_rounds = tasks, num_rounds
         self.repetition = -1
         self.finder: RecurrenceFinder | None = None
-        self._done = [0] * num_rounds  # tasks that have ended each round
+        # Number of tasks that have ended each round.
+        self._done = [0] * num_rounds
 
     def advance(self, repetition: int, following: int) -> bool:
-        """Note that a task goes on to a round; return whether all tasks have done the round before it."""
-        if repetition != self.repetition:  # the first to come to a new one
-            self.repetition, self.finder, self._done = (
-                repetition,
-                RecurrenceFinder(),
-                [0] * self.num_rounds,
-            )
+        """Record that a task begins a round; return whether all tasks have ended the round before it."""
+        if repetition != self.repetition:
+            self.repetition, self.finder = repetition, RecurrenceFinder()
+            self._done = [0] * self.num_rounds
         self._done[following - 1] += 1
         return self._done[following - 1] == len(self.tasks) and self.finder is not None
 
@@ -189,7 +192,7 @@ class Execution(Kernel):
     ) -> None:
         size = len(program.steps)
         super().__init__(
-            program.steps,
+            list(program.steps),
             table,
             num_processors=program.num_processors,
             meter=StateMeter(program.num_socs),
@@ -198,20 +201,19 @@ class Execution(Kernel):
         self._limit = repetitions
         self._finder = RecurrenceFinder() if extrapolate else None
         self._recurrence: Recurrence | None = None
-        self._repetition = (
-            self._turn
-        )  # of each task; of tasks that are ready together the earlier one goes first
+        # Of each task. As turns: of tasks that are ready together, the one of the earlier repetition is served first.
+        self._repetition = self._turn
         self._missing = [len(after) for after in program.after]
-        self._round = [0] * size  # of the repetition
+        # Round of the repetition.
+        self._round = [0] * size
         self._next_round: list[list[int]] = [[] for _ in range(size)]
         for task in range(size):
             for other in program.after_round[task]:
                 self._next_round[other].append(task)
         self._loop_of = _loops(program) if extrapolate else [None] * size
-        self._closed_loop: _Loop | None = None
-        self._skipped_s = (
-            0.0  # virtual time of rounds that were not executed, which the present time leaves out
-        )
+        self._ended_loop: _Loop | None = None
+        # Virtual time of rounds that were not executed, which the present time does not include.
+        self._skipped_s = 0.0
         self._oldest = 0
         self._num_oldest = size
         self._next: list[list[int]] = [[] for _ in range(size)]
@@ -228,9 +230,8 @@ class Execution(Kernel):
 
     def run(self) -> Outcome:
         """Return the outcome once no task is left."""
-        self._settle(
-            self._start([task for task, missing in enumerate(self._missing) if not missing])
-        )
+        first = [task for task, missing in enumerate(self._missing) if not missing]
+        self._settle(self._start(first))
         self._run_until()
         assert self._is_done(), f"tasks of repetition {min(self._repetition)} can never finish"
         self._meter.settle_all(self._now_s)
@@ -249,8 +250,8 @@ class Execution(Kernel):
 
     def _settle(self, ended: Sequence[int]) -> None:
         super()._settle(ended)
-        if self._closed_loop is not None:
-            loop, self._closed_loop = self._closed_loop, None
+        if self._ended_loop is not None:
+            loop, self._ended_loop = self._ended_loop, None
             self._close_round(loop)
         if not self._num_oldest:
             self._close_repetition()
@@ -289,16 +290,15 @@ class Execution(Kernel):
         """Move a task to its next round; return whether that was the last one."""
         now_s = self._now_s + self._skipped_s
         if self._max_instances:
-            self._log(
-                Instance(
-                    task,
-                    self._repetition[task],
-                    self._round[task],
-                    self._start_s[task] + self._skipped_s,
-                    self._moved_s[task] + self._skipped_s,
-                    now_s,
-                )
+            instance = Instance(
+                task,
+                self._repetition[task],
+                self._round[task],
+                self._start_s[task] + self._skipped_s,
+                self._moved_s[task] + self._skipped_s,
+                now_s,
             )
+            self._log(instance)
         self._stage[task] = WAITING
         if self._round[task] + 1 < self._program.rounds[task]:
             self._begin_round(task, ready)
@@ -327,24 +327,25 @@ class Execution(Kernel):
                     ready.append(other)
         loop = self._loop_of[task]
         if loop is not None and loop.advance(own, following):
-            self._closed_loop = loop
+            self._ended_loop = loop
 
     def _close_round(self, loop: "_Loop") -> None:
-        """Where nothing but a loop is under way and its state recurs, skip whole periods of its rounds."""
+        """If nothing but a loop is in progress and its state recurs, skip whole periods of its rounds."""
         tasks, rounds = loop.tasks, self._round
         if loop.finder is None or any(self._repetition[task] != loop.repetition for task in tasks):
             return
         latest = max([rounds[task] for task in tasks])
+        # Other activities in progress would change the rates of the loop.
         active = sum([stage != WAITING for stage in self._stage])
         if active != sum([self._stage[task] != WAITING for task in tasks]):
             return
         self._meter.settle_all(self._now_s)
         oldest = min([rounds[task] for task in tasks])
-        found = loop.finder.find(
-            self._state(oldest, [(task, rounds[task] - oldest) for task in tasks])
-        )
+        progress = [(task, rounds[task] - oldest) for task in tasks]
+        found = loop.finder.find(self._state(oldest, progress))
         if found is None:
             return
+        # Rounds are skipped once in a repetition.
         loop.finder = None
         periods = (loop.num_rounds - 1 - latest) // found.repetitions
         self._skipped_s += periods * found.period_s
@@ -363,19 +364,16 @@ class Execution(Kernel):
         if self._finder is None or self._recurrence is not None or begun > self._limit:
             return
         self._meter.settle_all(self._now_s)
-        self._recurrence = found = self._finder.find(self._snapshot())
+        oldest = self._oldest
+        progress = [(task, self._rounds_since(oldest, task)) for task in range(len(self._round))]
+        self._recurrence = found = self._finder.find(self._state(oldest, progress))
         if found is not None:
             self._limit -= (self._limit - begun) // found.repetitions * found.repetitions
 
-    def _snapshot(self) -> Snapshot:
-        rounds, oldest = self._program.rounds, self._oldest
-        return self._state(
-            oldest,
-            [
-                (task, (repetition - oldest) * rounds[task] + self._round[task])
-                for task, repetition in enumerate(self._repetition)
-            ],
-        )
+    def _rounds_since(self, oldest: int, task: int) -> int:
+        """Return how many rounds a task has done since the start of repetition `oldest`."""
+        repetitions = self._repetition[task] - oldest
+        return repetitions * self._program.rounds[task] + self._round[task]
 
     def _state(
         self, oldest: int, progress: Iterable[tuple[int, int]], socs: Sequence[int] | None = None
@@ -386,21 +384,17 @@ class Execution(Kernel):
         clocks_s: list[float] = []
         for task, done in progress:
             stage = self._stage[task]
+            # Progress and stage in one number; there are fewer than 8 stages.
             shape.append(done * 8 + stage)
             if stage in (HANDLING, MOVING):
                 clocks_s.append(self._flows.end_s[task] - now_s)
             elif stage:
                 clocks_s.append(self._stamp_s[task] - now_s)
-        return Snapshot(
-            oldest,
-            now_s + self._skipped_s,
-            tuple(shape),
-            clocks_s,
-            [
-                dict(self._meter.seconds[soc])
-                for soc in (range(len(self._meter.seconds)) if socs is None else socs)
-            ],
-        )
+        all_seconds = self._meter.seconds
+        seconds = [
+            dict(all_seconds[soc]) for soc in (range(len(all_seconds)) if socs is None else socs)
+        ]
+        return Snapshot(oldest, now_s + self._skipped_s, tuple(shape), clocks_s, seconds)
 
     def _log(self, instance: Instance) -> None:
         if len(self._instances) < self._max_instances:

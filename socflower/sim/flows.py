@@ -18,10 +18,10 @@ def max_min_rates(
 ) -> list[float]:
     """Return the max-min fair rate of each flow, in the capacities' unit.
 
-    `paths[f]` holds the resources that flow f crosses, at least one. No flow can get more without taking from
-    one that has no more than it: every flow crosses a saturated resource on which no flow is faster.
-    Progressive filling: all rates rise together; where a resource saturates, its flows stop rising.
-    With `weights[f]`, of each resource of its path, f stands for that many equal flows there.
+    `paths[f]` holds the resources that flow f crosses, at least one. No flow can get more without taking from a flow
+    that has no more: every flow crosses a saturated resource on which no flow is faster. Progressive filling: all rates
+    rise together; when a resource saturates, its flows stop rising. With `weights[f]`, one number for each resource of
+    its path, f stands for that many equal flows there.
     """
     crossing: dict[Resource, list[int]] = {}
     rising: dict[Resource, int] = {}
@@ -38,6 +38,7 @@ def max_min_rates(
         # Rounding may make a later share slightly smaller than an earlier one; a rate is never negative.
         level = max(min(shares.values()), 0.0)
         for resource, share in shares.items():
+            # This resource is not saturated yet.
             if share > level * (1.0 + SAME_SHARE):
                 continue
             for flow in crossing[resource]:
@@ -72,11 +73,11 @@ class RateTable:
         weights: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.paths: list[Sequence[int]] = []
-        self.weights: list[
-            Sequence[int]
-        ] = []  # of each resource of a path: how many equal flows one stands for there
+        # How many equal flows one flow of a path stands for, on each of its resources.
+        self.weights: list[Sequence[int]] = []
         self.capacities = list(capacities)
-        self.alone: list[float] = []  # rate of each path's flow with nobody else
+        # Rate of a single flow on each path.
+        self.alone: list[float] = []
         self._by_resource = dict(enumerate(capacities))
         self._known: dict[tuple[int, ...], Mapping[int, float]] = {}
         self._size = 0
@@ -118,9 +119,8 @@ class RateTable:
         key = tuple(sharing)
         known = self._known.get(key)
         if known is None:
-            if (
-                self._size > _MAX_KNOWN
-            ):  # a thousand flows that end one by one would fill the memory
+            # A thousand flows that end one by one would fill the memory.
+            if self._size > _MAX_KNOWN:
                 self._known.clear()
                 self._size = 0
             # Flows of one path cross the same bottleneck, so their rates are equal.
@@ -137,35 +137,35 @@ class RateTable:
 class Flows:
     """Active flows by task; a change re-shares only the flows connected to it through shared resources.
 
-    Of flows that share, only those that end first get an event: the others are shared anew by then. Where a resource
-    carries nothing, its flows have no event until its capacity changes.
-    `versions[task]` tells a valid event from one that a later change of rate replaced.
+    Of flows that share, only those that end first get an event: by then the rates of the others have changed. If a
+    resource carries nothing, its flows have no event until its capacity changes. An event is valid if its version is
+    `versions[task]`; a later change of rate makes it invalid.
     """
 
     def __init__(
         self, table: RateTable, num_tasks: int, events: list[Event], versions: list[int]
     ) -> None:
-        self._table = table
+        self.table = table
         self._events = events
         self._versions = versions
         self._users: list[dict[int, None]] = [{} for _ in table.capacities]
-        self._load = [0] * len(
-            table.capacities
-        )  # flows that cross each resource, with their weights
+        # Flows that cross each resource, with their weights.
+        self._load = [0] * len(table.capacities)
         self._path = [0] * num_tasks
         self._left = [0.0] * num_tasks
         self._rate = [0.0] * num_tasks
         self._since_s = [0.0] * num_tasks
         self.end_s = [0.0] * num_tasks
-        self.changed: set[int] = set()  # resources, since the rates were last shared
+        # Resources whose flows have changed since the rates were last shared.
+        self.changed: set[int] = set()
 
     def grow(self, num_tasks: int) -> None:
-        """Make room for tasks of numbers below `num_tasks`, and for the table's new resources."""
+        """Make room for tasks with numbers below `num_tasks`, and for the table's new resources."""
         for column in (self._left, self._rate, self._since_s, self.end_s):
             column.extend([0.0] * (num_tasks - len(column)))
         self._path.extend([0] * (num_tasks - len(self._path)))
-        self._users.extend([{} for _ in range(len(self._table.capacities) - len(self._users))])
-        self._load.extend([0] * (len(self._table.capacities) - len(self._load)))
+        self._users.extend([{} for _ in range(len(self.table.capacities) - len(self._users))])
+        self._load.extend([0] * (len(self.table.capacities) - len(self._load)))
 
     def is_used(self, resource: int) -> bool:
         """Whether a flow crosses a resource."""
@@ -181,23 +181,23 @@ class Flows:
         self._left[task] = volume
         self._rate[task] = 0.0
         self._since_s[task] = now_s
-        resources, load = self._table.paths[path], self._load
+        resources, load = self.table.paths[path], self._load
         self.changed.update(resources)
-        for resource, weight in zip(resources, self._table.weights[path], strict=True):
+        for resource, weight in zip(resources, self.table.weights[path], strict=True):
             self._users[resource][task] = None
             load[resource] += weight
 
     def remove(self, task: int) -> None:
         """Remove a flow that has ended."""
         path, load = self._path[task], self._load
-        resources = self._table.paths[path]
+        resources = self.table.paths[path]
         self.changed.update(resources)
-        for resource, weight in zip(resources, self._table.weights[path], strict=True):
+        for resource, weight in zip(resources, self.table.weights[path], strict=True):
             del self._users[resource][task]
             load[resource] -= weight
 
     def postpone(self, task: int, shift_s: float) -> None:
-        """Let a flow go on so much later, at its present rate; whatever shares with it does so too."""
+        """Delay a flow by `shift_s` at its present rate; the caller delays all flows that share with it."""
         self._since_s[task] += shift_s
         self.end_s[task] += shift_s
         self._versions[task] += 1
@@ -209,34 +209,29 @@ class Flows:
         reached: set[int] = set()
         for first in self.changed:
             users = self._users[first]
-            if not users or not reached.isdisjoint(
-                users
-            ):  # the users of one resource are reached together
+            # The users of one resource are reached together.
+            if not users or not reached.isdisjoint(users):
                 continue
             tasks, level, crossing = self._connected(first)
             reached.update(tasks)
-            alone, path_of = self._table.alone, self._path
+            alone, path_of = self.table.alone, self._path
             if crossing == len(tasks) and level <= min([alone[path_of[task]] for task in tasks]):
                 # All cross the narrowest resource and no other resource limits one: equal shares.
                 self._set_rates(tasks, [level] * len(tasks), now_s)
             else:
-                rates = self._table.rates(sorted([path_of[task] for task in tasks]))
+                rates = self.table.rates(sorted([path_of[task] for task in tasks]))
                 self._set_rates(tasks, [rates[path_of[task]] for task in tasks], now_s)
         self.changed.clear()
 
     def _connected(self, first: int) -> tuple[list[int], float, int]:
-        """Return the flows that share with users of a resource, the least equal share and how many cross there."""
-        users, path_of, paths, capacities = (
-            self._users,
-            self._path,
-            self._table.paths,
-            self._table.capacities,
-        )
-        load = self._load
+        """Return the flows connected to a resource, the least equal share on a resource, and the flows there."""
+        users, path_of, load = self._users, self._path, self._load
+        paths, capacities = self.table.paths, self.table.capacities
+        # A flow that shares nothing is the most frequent case.
         if len(users[first]) == 1:
             (task,) = users[first]
             if all([len(users[resource]) == 1 for resource in paths[path_of[task]]]):
-                return [task], self._table.alone[path_of[task]], 1
+                return [task], self.table.alone[path_of[task]], 1
         seen = {first}
         tasks: dict[int, None] = {}
         frontier = [first]
@@ -262,6 +257,7 @@ class Flows:
         for task, rate in zip(tasks, rates, strict=True):
             before = rate_of[task]
             if rate != before:
+                # What has flowed at the old rate since it was set.
                 remaining = left[task] - before * (now_s - since_s[task])
                 left[task] = remaining = max(remaining, 0.0)
                 rate_of[task] = rate
@@ -271,6 +267,7 @@ class Flows:
                 end_s[task] = inf
         first_s = min([end_s[task] for task in tasks]) * (1.0 + SAME_INSTANT)
         for task in tasks:
+            # Earlier events of these flows are no longer valid.
             self._versions[task] += 1
             if end_s[task] <= first_s < inf:
                 heappush(self._events, (end_s[task], FLOW_END, task, self._versions[task]))

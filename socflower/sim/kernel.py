@@ -1,7 +1,6 @@
 """The kernel of virtual time: activities on processors and links, and the events at which they end.
 
-All that advances in virtual time is made of these activities, whoever starts them: the tasks of a graph
-(`socflower.sim.execution`) or processes that react (`socflower.sim.processes`).
+Tasks of a graph (`socflower.sim.execution`) and processes (`socflower.sim.processes`) both start such activities.
 """
 
 from collections.abc import Sequence
@@ -17,16 +16,16 @@ WAITING, QUEUED, RUNNING, HANDLING, MOVING, PASSING = range(6)
 
 
 class Kernel:
-    """Executes activities in the order of events; subclasses say what happens when one ends.
+    """Executes activities in the order of events; subclasses define what happens when one ends.
 
-    Computations are served one at a time by their processor: first ready, then of the lowest turn, then of the lowest
-    number. Transfers share links max-min fairly. Events of one instant are processed together, in the order of time,
-    kind and number, and the network is shared anew once.
+    A processor serves computations one at a time: the one that was ready first; on a tie, the lowest turn, then the
+    lowest number. Transfers share links max-min fairly. Events of one instant are processed together, in the order of
+    time, kind and number; then the rates of transfers are computed once.
     """
 
     def __init__(
         self,
-        steps: Sequence[ComputeStep | TransferStep],
+        steps: list[ComputeStep | TransferStep],
         table: RateTable,
         *,
         num_processors: int,
@@ -42,9 +41,11 @@ class Kernel:
         self._meter = meter
         self._queues: list[list[tuple[float, int, int]]] = [[] for _ in range(num_processors)]
         self._free = [True] * num_processors
-        self._turn = [0] * size  # order among activities that become ready together
+        # Order among activities that become ready together.
+        self._turn = [0] * size
         self._stage = [WAITING] * size
-        self._stamp_s = [0.0] * size  # when a queued activity became ready, when a running one ends
+        # When a queued activity became ready, or a running one ends.
+        self._stamp_s = [0.0] * size
         self._start_s = [0.0] * size
         self._moved_s = [0.0] * size
 
@@ -60,6 +61,7 @@ class Kernel:
             if now_s > until_s:
                 return
             heappop(events)
+            # The rate has changed since this event was added.
             if versions[activity] != version:
                 continue
             self._now_s = now_s
@@ -73,6 +75,7 @@ class Kernel:
 
     def _settle(self, ended: Sequence[int]) -> None:
         """Process all events of this instant, then share the network once."""
+        # An activity that takes no time ends at once and may start others in the same instant.
         while ended:
             ready: list[int] = []
             for activity in ended:
@@ -87,7 +90,8 @@ class Kernel:
             if step.soc != SERVER:
                 self._meter.stop(step.soc, step.load, self._now_s)
             if queue := self._queues[step.processor]:
-                ready.append(queue[0][2])  # so that `_start` checks this processor again
+                # So that `_start` checks this processor again.
+                ready.append(queue[0][2])
         elif stage != PASSING:
             self._flows.remove(activity)
             if stage == HANDLING and step.num_bytes:
@@ -144,7 +148,7 @@ class Kernel:
         self._end_at(activity, self._now_s + step.duration_s)
 
     def _end_at(self, activity: int, end_s: float) -> None:
-        """Let an activity that is not a flow end at a time; for infinity, not before the next call."""
+        """Set the end of an activity that is not a flow; infinity means not before the next call."""
         self._stamp_s[activity] = end_s
         self._versions[activity] += 1
         if end_s < inf:

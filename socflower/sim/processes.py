@@ -1,4 +1,4 @@
-"""Processes in virtual time that react: to a transfer's end, a credit, a change of bandwidth or speed, a timeout.
+"""Processes in virtual time: programs that wait for the end of a transfer, a credit, a value or a timeout.
 
 A process is a generator that yields the events it waits for and continues with their values:
 
@@ -8,7 +8,7 @@ A process is a generator that yields the events it waits for and continues with 
             yield simulation.transfer([uplink], 1e6)
 
 Processors, links and their sharing are those of the kernel, so processes and task graphs cost the same for the same
-work. The order of simultaneous events is defined: a simulation that is run again takes the same course.
+work. The order of simultaneous events is defined, so runs are deterministic.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from socflower.cluster import Activity, Cluster, Endpoint, Tier
 from socflower.cluster.link_rate import RateSteps
-from socflower.errors import ConfigError, SocflowerError
+from socflower.errors import ConfigError, SocflowerError, require_range
 from socflower.sim.compiled_graph import SERVER, ComputeStep, Routes, TransferStep
 from socflower.sim.energy import State, StateMeter
 from socflower.sim.flows import RateTable
@@ -34,7 +34,7 @@ _NO_STEP = TransferStep(0.0, 0, 0.0, 0, ())
 
 
 class Event(Generic[Value]):
-    """Something that happens once, with a value; processes wait for it by `yield`."""
+    """Something that happens once, with a value; a process waits for it with `yield`."""
 
     __slots__ = ("_listeners", "happened", "value", "what")
 
@@ -45,7 +45,7 @@ class Event(Generic[Value]):
         self._listeners: list[Callable[[Any], None]] = []
 
     def fire(self, value: Value | None = None) -> None:
-        """Let it happen; what waits for it continues at this instant."""
+        """Make it happen; processes that wait for it continue at this instant."""
         assert not self.happened, f"{self.what or 'the event'} happened already"
         self.happened, self.value = True, value
         listeners, self._listeners = self._listeners, []
@@ -53,7 +53,7 @@ class Event(Generic[Value]):
             listener(value)
 
     def then(self, listener: Callable[[Any], None]) -> None:
-        """Call `listener` with the value when it happens, at once if it has."""
+        """Call `listener` with the value when it happens; at once if it has happened."""
         if self.happened:
             listener(self.value)
         else:
@@ -93,7 +93,7 @@ def all_of(*events: Event[Any]) -> Event[None]:
 
 
 class Queue(Generic[Value]):
-    """Values in the order in which they were put; whoever waits first gets the next."""
+    """Values in the order in which they were put; the process that has waited longest gets the next one."""
 
     def __init__(self, what: str = "a value") -> None:
         self._what = what
@@ -121,7 +121,7 @@ class Queue(Generic[Value]):
 
 
 class Credits:
-    """A number of permissions, such as places in a window; they are given out in the order of asking."""
+    """A number of permissions, such as places in a window; processes get them in the order of asking."""
 
     def __init__(self, count: int, what: str = "a credit") -> None:
         self._queue: Queue[None] = Queue(what)
@@ -129,11 +129,11 @@ class Credits:
             self._queue.put(None)
 
     def take(self) -> Event[None]:
-        """Return the event of having one."""
+        """Return the event of getting one."""
         return self._queue.get()
 
     def give(self) -> None:
-        """Return one."""
+        """Give one back."""
         self._queue.put(None)
 
 
@@ -156,53 +156,66 @@ class Link:
 
 @dataclass(slots=True)
 class _ChangingRate:
-    """A link whose rate is followed while it is used, by the events of an activity."""
+    """A link whose rate changes with time; while the link is used, an activity ends at each change."""
 
     link: Link
     steps: RateSteps
     activity: int
-    until_s: float = -inf  # when the next event comes
-    due: bool = False  # whether it has come
-
-
-class _About(NamedTuple):
-    """An activity, as the trace shows it; see `EndedActivity`."""
-
-    name: str
-    processor: SimulatedProcessor | None
-    links: tuple[str, ...]
-    socs: tuple[int, ...]
-    num_bytes: float
+    # Time of the next change, and whether it has come.
+    until_s: float = -inf
+    due: bool = False
 
 
 class EndedActivity(NamedTuple):
     """One activity that ended, for the trace; `moved_s` is when a transfer's bytes began to flow."""
 
     name: str
-    processor: SimulatedProcessor | None  # None: a transfer
+    # None: a transfer.
+    processor: SimulatedProcessor | None
     links: tuple[str, ...]
     socs: tuple[int, ...]
     num_bytes: float
-    start_s: float
-    moved_s: float
-    end_s: float
+    start_s: float = 0.0
+    moved_s: float = 0.0
+    end_s: float = 0.0
+
+
+class _Log:
+    """The first `max_spans` activities that ended, and the number of the others."""
+
+    def __init__(self, max_spans: int) -> None:
+        self.spans: list[EndedActivity] = []
+        self.num_unlogged = 0
+        self._max_spans = max_spans
+        self._open: dict[int, EndedActivity] = {}
+
+    def begin(self, activity: int, span: EndedActivity) -> None:
+        if self._max_spans:
+            self._open[activity] = span
+
+    def end(self, activity: int, start_s: float, moved_s: float, end_s: float) -> None:
+        span = self._open.pop(activity, None)
+        if span is None:
+            return
+        if len(self.spans) == self._max_spans:
+            self.num_unlogged += 1
+            return
+        self.spans.append(span._replace(start_s=start_s, moved_s=moved_s, end_s=end_s))
 
 
 class Simulation(Kernel):
     """Processes on the SoCs `socs` of a cluster and on servers, from `now_s` on.
 
-    A SoC's computations take their seconds at speed 1, and as much longer as its speed is lower, also while they run;
-    at speed 0 it waits. The SoCs' seconds by state are collected, up to `take_seconds`.
+    A computation takes its seconds at speed 1 and longer at lower speeds, which may change while it runs; at speed 0 it
+    waits. The SoCs' seconds by state are collected until `take_seconds`. `log` has the activities that ended.
     """
 
     def __init__(
         self, cluster: Cluster, socs: Sequence[int], *, now_s: float = 0.0, max_spans: int = 0
     ) -> None:
-        self._activities: list[ComputeStep | TransferStep] = []
-        self._table = RateTable([], [])
         super().__init__(
-            self._activities,
-            self._table,
+            [],
+            RateTable([], []),
             num_processors=0,
             meter=StateMeter(len(socs), now_s),
             now_s=now_s,
@@ -211,27 +224,24 @@ class Simulation(Kernel):
         self._local = {soc: index for index, soc in enumerate(socs)}
         self._routes = Routes(cluster)
         self._speeds = [1.0] * len(socs)
-        self._running: dict[
-            int, tuple[int, float, float]
-        ] = {}  # by processor: activity, work left, since when
+        # By processor: activity, work left, and the time since when it is left.
+        self._running: dict[int, tuple[int, float, float]] = {}
         self._processors: dict[tuple[Endpoint, str], SimulatedProcessor] = {}
         self._cluster_links: dict[str, Link] = {}
         self._paths: dict[tuple[int, ...], int] = {}
-        self._changing: dict[int, _ChangingRate] = {}  # by link
-        self._link_of: dict[int, int] = {}  # by the activity of its changes
-        self._ends: list[Event[float] | None] = []  # of each activity
-        self._about: list[_About | None] = []  # each activity, if its span will be kept
-        self._unused: list[int] = []  # numbers of activities
-        self._num_begun = self._num_processes = 0
+        self._changing: dict[int, _ChangingRate] = {}
+        # Links with changing rates, by the activity of their changes.
+        self._link_of: dict[int, int] = {}
+        # Of each activity.
+        self._ends: list[Event[float] | None] = []
+        # Numbers of activities that ended, to be used again.
+        self._unused: list[int] = []
+        self._num_begun = 0
         self._ready: list[int] = []
         self._resumed: deque[Callable[[], None]] = deque()
-        self._left: dict[
-            int, tuple[str, Event[Any]]
-        ] = {}  # processes that must end, and what each waits for
-        self._speed_change: Event[None] = Event("a change of speed")
-        self._max_spans = max_spans
-        self.spans: list[EndedActivity] = []
-        self.num_unlogged = 0
+        # Processes that must end, and what each waits for.
+        self._left: dict[Process[Any], tuple[str, Event[Any]]] = {}
+        self.log = _Log(max_spans)
         self.num_bytes = dict.fromkeys(Tier, 0.0)
 
     @property
@@ -254,32 +264,31 @@ class Simulation(Kernel):
         The simulation does not wait for processes in the background.
         """
         ended: Event[Value] = Event(f"the end of {name}")
-        number = self._num_processes
-        self._num_processes += 1
 
         def resume(value: Any) -> None:
             try:
                 event = process.send(value)
             except StopIteration as end:
-                self._left.pop(number, None)
+                self._left.pop(process, None)
                 ended.fire(end.value)
                 return
             if not background:
-                self._left[number] = (name, event)
+                self._left[process] = (name, event)
             event.then(lambda result: self._resumed.append(lambda: resume(result)))
 
         if not background:
-            self._left[number] = (name, ended)
+            self._left[process] = (name, ended)
         self._resumed.append(lambda: resume(None))
         return ended
 
     def run(self, until_s: float = inf) -> None:
-        """Let time pass up to `until_s`, or until all processes have ended.
+        """Advance to `until_s`, or until all processes have ended.
 
-        Raises `SocflowerError` if a process waits for what can never happen.
+        Raises `SocflowerError` if a process waits for an event that can never happen.
         """
         if self._resumed:
             self._settle([])
+        # One instant at a time: background processes must not prolong the run.
         while self._left and self._events and self._events[0][0] <= until_s:
             self._run_until(self._events[0][0])
         if self._left:
@@ -295,14 +304,12 @@ class Simulation(Kernel):
     # --------------------------------------------------------------------------------------- processors, speeds
 
     def processor(self, device: Endpoint, name: str = "cpu") -> SimulatedProcessor:
-        """Return a processor of a SoC, or of a server, which may have any; `ConfigError` if the SoC has none."""
+        """Return a processor of a SoC or server; servers have any. `ConfigError` if the SoC does not have it."""
         known = self._processors.get((device, name))
         if known is None:
             if isinstance(device, int):
                 if device not in self._local:
-                    raise ConfigError(
-                        f"simulation: SoC {device} takes no part in it; name it among its SoCs"
-                    )
+                    raise ConfigError(f"simulation: SoC {device} is not one of its SoCs")
                 self._cluster.device_of(device).processor(name)
             known = self._processors[device, name] = SimulatedProcessor(
                 len(self._queues), device, name
@@ -325,24 +332,19 @@ class Simulation(Kernel):
         if not changed:
             return
         for processor, (activity, left_s, since_s) in list(self._running.items()):
-            soc = cast(ComputeStep, self._activities[activity]).soc
-            if soc in changed:
-                left_s = max(0.0, left_s - self._speeds[soc] * (self._now_s - since_s))
-                self._running[processor] = (activity, left_s, self._now_s)
-                self._end_at(activity, self._now_s + left_s / changed[soc] if changed[soc] else inf)
+            soc = cast(ComputeStep, self._steps[activity]).soc
+            if soc not in changed:
+                continue
+            left_s = max(0.0, left_s - self._speeds[soc] * (self._now_s - since_s))
+            self._running[processor] = (activity, left_s, self._now_s)
+            self._end_at(activity, self._now_s + left_s / changed[soc] if changed[soc] else inf)
         for soc, factor in changed.items():
             self._speeds[soc] = factor
-        event, self._speed_change = self._speed_change, Event("a change of speed")
-        event.fire()
-
-    def speed_change(self) -> Event[None]:
-        """Return the event of the next change of a SoC's speed."""
-        return self._speed_change
 
     # ---------------------------------------------------------------------------------------------------- links
 
     def link(self, name: str, rate: float | RateSteps) -> Link:
-        """Return a new link of a bandwidth in bytes per second, which may change with time."""
+        """Return a new link; its `rate`, in bytes per second, may change with time."""
         if not isinstance(rate, RateSteps):
             return self._new_link(name, rate)
         link = self._new_link(name, rate.rate(self._now_s))
@@ -357,28 +359,10 @@ class Simulation(Kernel):
         for name, steps in rates.items():
             if name not in self._routes.capacities:
                 raise ConfigError(
-                    f"cluster {self._cluster.name}: no link {name!r}; links are such as soc0/tx, "
-                    "soc0/rx, board0/up"
+                    f"cluster {self._cluster.name}: no link {name!r}; links are such as soc0/tx, board0/up"
                 )
             assert name not in self._cluster_links, f"{name} is in use"
             self._cluster_links[name] = self.link(name, steps)
-
-    def rate(self, link: Link) -> float:
-        """Return a link's present bandwidth, in bytes per second."""
-        changing = self._changing.get(link.number)
-        return (
-            self._table.capacities[link.number]
-            if changing is None
-            else changing.steps.rate(self._now_s)
-        )
-
-    def rate_change(self, link: Link) -> Event[float]:
-        """Return the event of the next time at which a link's bandwidth may change; it may never come."""
-        changing = self._changing.get(link.number)
-        return self._at(
-            inf if changing is None else changing.steps.step_at(self._now_s)[1],
-            f"a change of {link.name}",
-        )
 
     # ----------------------------------------------------------------------------------------------- activities
 
@@ -390,13 +374,13 @@ class Simulation(Kernel):
         *,
         activity: Activity = Activity.COMPUTE,
     ) -> Event[float]:
-        """Return the event of a computation's end, with the seconds that it ran; `seconds` are those at speed 1."""
+        """Return the event of a computation's end; its value is the seconds that it ran. `seconds` holds at speed 1."""
         device = processor.device
         soc = self._local[device] if isinstance(device, int) else SERVER
         step = ComputeStep(
             _amount(seconds, "seconds"), processor.number, soc, (processor.name, activity)
         )
-        return self._begin(step, _About(name, processor, (), (), 0.0))
+        return self._begin(step, EndedActivity(name, processor, (), (), 0.0))
 
     def transfer(
         self,
@@ -407,7 +391,7 @@ class Simulation(Kernel):
         socs: Sequence[int] = (),
         tier: Tier = Tier.WAN,
     ) -> Event[float]:
-        """Return the event of a transfer's end over `path`, with its seconds; `socs` are its ends that draw power."""
+        """Return the event of a transfer's end over `path`, with its seconds; `socs` are the ends that draw power."""
         self.num_bytes[tier] += num_bytes
         step = TransferStep(
             0.0,
@@ -416,9 +400,8 @@ class Simulation(Kernel):
             self._path(path),
             tuple([self._local[soc] for soc in socs]),
         )
-        return self._begin(
-            step, _About(name, None, tuple([link.name for link in path]), tuple(socs), num_bytes)
-        )
+        links = tuple([link.name for link in path])
+        return self._begin(step, EndedActivity(name, None, links, tuple(socs), num_bytes))
 
     def send(
         self,
@@ -429,12 +412,11 @@ class Simulation(Kernel):
         *,
         num_messages: int = 1,
     ) -> Event[float]:
-        """Return the event of the end of a transfer between places of the cluster, as in a task graph; its seconds."""
+        """Return the event of the end of a transfer between places of the cluster, with the seconds that it took."""
         route = self._routes.between(source, target)
         self.num_bytes[route.tier] += num_bytes
-        handlers, links = (
-            [self._cluster_link(each) for each in names] for names in (route.handlers, route.links)
-        )
+        handlers = [self._cluster_link(each) for each in route.handlers]
+        links = [self._cluster_link(each) for each in route.links]
         socs = [end for end in (source, target) if isinstance(end, int)]
         step = TransferStep(
             _amount(num_messages, "num_messages") * self._routes.message_s,
@@ -443,43 +425,39 @@ class Simulation(Kernel):
             self._path(links),
             tuple([self._local[soc] for soc in socs]),
         )
-        return self._begin(step, _About(name, None, route.links, tuple(socs), num_bytes))
+        return self._begin(step, EndedActivity(name, None, route.links, tuple(socs), num_bytes))
 
     def timeout(self, seconds: float) -> Event[float]:
-        """Return the event of a time from now; infinity never comes."""
+        """Return the event of a time from now, with `seconds`; infinity never comes."""
+        what = f"a timeout of {seconds} s"
         if not seconds >= 0:
-            raise ConfigError(f"simulation: a timeout of {seconds} s must be 0 or more")
-        return self._at(self._now_s + seconds, f"a timeout of {seconds} s")
-
-    # ---------------------------------------------------------------------------------------------- bookkeeping
-
-    def _at(self, time_s: float, what: str) -> Event[float]:
-        """Return the event of a time, with the seconds until then; infinity never comes."""
+            raise ConfigError(f"simulation: {what} must be 0 or more")
         event: Event[float] = Event(what)
-        if time_s < inf:
+        if seconds < inf:
             activity = self._new(_NO_STEP, event)
             self._stage[activity] = _TIMER
             self._start_s[activity] = self._now_s
-            self._end_at(activity, time_s)
+            self._end_at(activity, self._now_s + seconds)
         return event
 
-    def _begin(self, step: ComputeStep | TransferStep, about: _About) -> Event[float]:
-        event: Event[float] = Event(about.name)
+    # ---------------------------------------------------------------------------------------------- bookkeeping
+
+    def _begin(self, step: ComputeStep | TransferStep, span: EndedActivity) -> Event[float]:
+        event: Event[float] = Event(span.name)
         activity = self._new(step, event)
-        self._about[activity] = about if self._max_spans else None
+        self.log.begin(activity, span)
         self._num_begun += 1
         self._turn[activity] = self._num_begun
         self._ready.append(activity)
         return event
 
     def _new(self, step: ComputeStep | TransferStep, event: Event[float] | None) -> int:
-        """Return the number of a new activity; numbers of those that ended are used again."""
+        """Return the number of a new activity; numbers of activities that ended are used again."""
         if not self._unused:
             first = len(self._ends)
             more = max(first, 16)
-            self._activities.extend([_NO_STEP] * more)
+            self._steps.extend([_NO_STEP] * more)
             self._ends.extend([None] * more)
-            self._about.extend([None] * more)
             for numbers in (self._versions, self._turn, self._stage):
                 numbers.extend([0] * more)
             for times_s in (self._stamp_s, self._start_s, self._moved_s):
@@ -487,34 +465,34 @@ class Simulation(Kernel):
             self._flows.grow(first + more)
             self._unused = list(range(first + more - 1, first - 1, -1))
         activity = self._unused.pop()
-        self._activities[activity], self._ends[activity] = step, event
+        self._steps[activity], self._ends[activity] = step, event
         self._stage[activity] = WAITING
         return activity
 
     def _new_link(self, name: str, rate: float) -> Link:
-        link = Link(self._table.add_resource(_amount(rate, f"the bandwidth of {name}")), name)
+        number = self._flows.table.add_resource(_amount(rate, f"the bandwidth of {name}"))
         self._flows.grow(len(self._ends))
-        return link
+        return Link(number, name)
 
     def _cluster_link(self, name: str) -> Link:
         known = self._cluster_links.get(name)
         if known is None:
-            known = self._cluster_links[name] = self._new_link(
-                name, self._routes.capacities.get(name, 1.0)
-            )
+            # Names that are not links are handlers of messages, which take seconds instead of bytes.
+            known = self._new_link(name, self._routes.capacities.get(name, 1.0))
+            self._cluster_links[name] = known
         return known
 
     def _path(self, links: Sequence[Link]) -> int:
         numbers = tuple([link.number for link in links])
         known = self._paths.get(numbers)
         if known is None:
-            known = self._paths[numbers] = self._table.add_path(numbers)
+            known = self._paths[numbers] = self._flows.table.add_path(numbers)
         return known
 
     # ------------------------------------------------------------------------------------------------ the kernel
 
     def _settle(self, ended: Sequence[int]) -> None:
-        """Let all that belongs to this instant happen: ends, what waited for them, and what that begins."""
+        """Process this instant: ends of activities, processes that waited for them, and activities that these begin."""
         while ended or self._resumed or self._ready:
             for activity in ended:
                 self._end_stage(activity, self._ready)
@@ -522,22 +500,24 @@ class Simulation(Kernel):
                 self._resumed.popleft()()
             ready, self._ready = self._ready, []
             ended = self._start(ready)
+        # Rates are set before flows share them.
         for link in self._flows.changed:
             if link in self._changing:
                 self._follow(self._changing[link])
         self._flows.share(self._now_s)
 
     def _follow(self, changing: _ChangingRate) -> None:
-        """Give a link its present rate and, while it is used, an event for the next."""
+        """Set a link to its present rate and, while it is used, let its activity end at the next change."""
         number, now_s = changing.link.number, self._now_s
         if changing.due:
-            now_s = max(now_s, changing.until_s)  # the same but for rounding
+            # The two are the same but for rounding, which must not hide the step.
+            now_s = max(now_s, changing.until_s)
         elif now_s < changing.until_s:
             return
         changing.due = False
         rate, until_s = changing.steps.step_at(now_s)
-        if rate != self._table.capacities[number]:
-            self._table.set_capacity(number, rate)
+        if rate != self._flows.table.capacities[number]:
+            self._flows.table.set_capacity(number, rate)
         if self._flows.is_used(number):
             changing.until_s = until_s
             self._end_at(changing.activity, until_s)
@@ -557,7 +537,7 @@ class Simulation(Kernel):
 
     def _run_compute(self, activity: int, ended: list[int]) -> None:
         super()._run_compute(activity, ended)
-        step = self._activities[activity]
+        step = self._steps[activity]
         if isinstance(step, ComputeStep) and step.soc != SERVER and step.duration_s:
             self._running[step.processor] = (activity, step.duration_s, self._now_s)
             speed = self._speeds[step.soc]
@@ -565,41 +545,33 @@ class Simulation(Kernel):
                 self._end_at(activity, self._now_s + step.duration_s / speed if speed else inf)
 
     def _complete(self, activity: int, ready: list[int]) -> None:
-        step, event, about = self._activities[activity], self._ends[activity], self._about[activity]
+        step, event = self._steps[activity], self._ends[activity]
         if isinstance(step, ComputeStep):
             self._running.pop(step.processor, None)
-        if about is not None:
-            if len(self.spans) < self._max_spans:
-                self.spans.append(
-                    EndedActivity(
-                        *about, self._start_s[activity], self._moved_s[activity], self._now_s
-                    )
-                )
-            else:
-                self.num_unlogged += 1
-            self._about[activity] = None
+        start_s = self._start_s[activity]
+        self.log.end(activity, start_s, self._moved_s[activity], self._now_s)
         self._ends[activity] = None
         self._unused.append(activity)
         assert event is not None
-        event.fire(self._now_s - self._start_s[activity])
+        event.fire(self._now_s - start_s)
 
     def _why_stuck(self) -> str:
-        """Return what the first process waits for in vain."""
+        """Return which event can never happen: an arrival over a dead link, or that of the first process."""
         for activity in self._flows.stopped():
-            step, event = cast(TransferStep, self._activities[activity]), self._ends[activity]
-            for number in self._table.paths[step.data_path]:
+            step, event = cast(TransferStep, self._steps[activity]), self._ends[activity]
+            for number in self._flows.table.paths[step.data_path]:
                 changing = self._changing.get(number)
                 if changing is not None and not changing.steps.rate(self._now_s):
+                    what = event.what if event else "a transfer"
                     return (
-                        f"{changing.link.name} carries nothing any more after {self._now_s:.3f} s, so "
-                        f"{event.what if event else 'a transfer'} never arrives; give a profile in which it comes "
-                        "back"
+                        f"{changing.link.name} carries nothing any more after {self._now_s:.3f} s, so {what} "
+                        "never arrives"
                     )
         name, event = next(iter(self._left.values()))
         return f"{name} waits for {event.what or 'an event'}, which can never happen"
 
 
 def _amount(value: float, key: str) -> float:
-    if not 0 <= value < inf:
-        raise ConfigError(f"simulation: {key} must be finite and not negative, got {value}")
+    named: dict[str, Any] = {key: value}
+    require_range("simulation", least=0, **named)
     return value

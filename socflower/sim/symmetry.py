@@ -1,14 +1,15 @@
-"""Symmetric parts of a program are executed once: exactly, by an equitable partition of its parts.
+"""Symmetric parts of a program are executed once, exactly, by an equitable partition.
 
-Tasks, links, processors and SoCs form a graph: who depends on whom, crosses what, runs where. Colour refinement divides
-them into classes until all members of a class have equally many neighbours in every class. Then all members of a class
-are in the same state at any time: they start alike, fair shares depend only on how many flows of which class cross a
-link, and processors serve their tasks in the same order. So one member stands for its class, and its flow for as many
-as cross a link there. A part that is slower, hotter or loaded has another colour from the beginning, and so have, step
-by step, all that notice it.
+Tasks, links, processors and SoCs form a graph with edges for dependencies, crossed links and used processors. Colour
+refinement divides them into classes until all members of a class have equally many neighbours in every class. Then all
+members of a class are in the same state at any time: they start alike, fair shares depend only on how many flows of
+which class cross a link, and processors serve their tasks in the same order. So one member represents its class, and
+its flow counts on a link as often as flows of the class cross it. A part that is slower, hotter or loaded has another
+colour from the start, and refinement gives other colours to all parts that it affects.
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,32 +21,33 @@ from socflower.sim.compiled_graph import SERVER, ComputeStep, Program, TransferS
 Colours = NDArray[np.int64]
 
 MIN_TASKS = 200
-"""Smaller programs are executed as they are: to look for symmetry would cost more."""
+"""Smaller programs are executed as they are: the search for symmetry would cost more."""
+
 _MIN_GAIN = 2.0
-"""Tasks by classes; where symmetry gains less, the program is executed as it is."""
+"""Least ratio of tasks to classes; below it, the program is executed as it is."""
+
 _SALT = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
-class Folded:
-    """A program of one member of each class, and the class of each task and SoC of the whole one."""
+class ReducedProgram:
+    """A program of one member of each class, and the class of each task and SoC of the whole program."""
 
     program: Program
-    weights: tuple[
-        tuple[int, ...], ...
-    ]  # by path: how many flows one stands for, on each of its resources
+    # By path: how many flows one flow stands for, on each of its resources.
+    weights: tuple[tuple[int, ...], ...]
     task_class: tuple[int, ...]
     soc_class: tuple[int, ...]
 
 
-def fold(program: Program, min_tasks: int = MIN_TASKS) -> Folded | None:
-    """Return the program of the classes; None where it is small or hardly symmetric."""
+def reduce_program(program: Program, min_tasks: int = MIN_TASKS) -> ReducedProgram | None:
+    """Return the program of the classes; None if it is small or hardly symmetric."""
     size = len(program.steps)
     if size < max(min_tasks, 1):
         return None
     parts = _Parts(program)
     colours = parts.refined(int(size / _MIN_GAIN))
-    return None if colours is None else _quotient(program, parts, colours)
+    return None if colours is None else _Reduction(program, parts, colours).made()
 
 
 class _Parts:
@@ -75,27 +77,24 @@ class _Parts:
                 if step.soc != SERVER:
                     pairs[3].append((task, self.first_soc + step.soc))
                 continue
-            if step.handling_s:
-                pairs[4] += [
-                    (task, self.first_resource + each) for each in program.paths[step.handling_path]
-                ]
-            if step.num_bytes:
-                pairs[5] += [
-                    (task, self.first_resource + each) for each in program.paths[step.data_path]
-                ]
+            handlers = program.paths[step.handling_path] if step.handling_s else ()
+            links = program.paths[step.data_path] if step.num_bytes else ()
+            pairs[4] += [(task, self.first_resource + each) for each in handlers]
+            pairs[5] += [(task, self.first_resource + each) for each in links]
             pairs[6] += [(task, self.first_soc + soc) for soc in step.socs]
             pairs[7] += [(task, other) for other in program.after_round[task]]
         arrays = [np.array(each, np.int64).reshape(-1, 2) for each in pairs]
         kinds = np.repeat(np.arange(len(pairs)), [len(each) for each in arrays])
         both = np.concatenate(arrays)
+        source, target = both[:, 0], both[:, 1]
         return (
-            np.concatenate([both[:, 0], both[:, 1]]),
-            np.concatenate([both[:, 1], both[:, 0]]),
+            np.concatenate([source, target]),
+            np.concatenate([target, source]),
             np.concatenate([kinds, kinds + len(pairs)]),
         )
 
     def _first_colours(self) -> Colours:
-        """Colour the parts by what they are; tasks also by their place among those of their processor."""
+        """Return colours by kind and cost; of tasks also by their position among the tasks of their processor."""
         places = [0] * self.program.num_processors
         colours: list[Hashable] = []
         for task, (step, rounds) in enumerate(
@@ -118,29 +117,30 @@ class _Parts:
         num_colours = int(colours.max()) + 1
         while True:
             signature = _mixed(colours.astype(np.uint64) * _SALT[0] + np.uint64(1))
-            along = _mixed(
-                colours[self.target].astype(np.uint64) * _SALT[1]
-                + self.kind.astype(np.uint64) * _SALT[2]
-            )
+            neighbours = colours[self.target].astype(np.uint64) * _SALT[1]
+            along = _mixed(neighbours + self.kind.astype(np.uint64) * _SALT[2])
             sums = np.zeros(self.size, np.uint64)
             used = np.flatnonzero(np.diff(self.starts))
             if len(used):
                 sums[used] = np.add.reduceat(along, self.starts[used])
             _, colours = np.unique(signature + sums * _SALT[2], return_inverse=True)
             before, num_colours = num_colours, int(colours.max()) + 1
+            # Too little symmetry to gain from.
             if len(np.unique(colours[: self.num_tasks])) > most:
                 return None
+            # Refinement only splits classes, so an equal number means that nothing has changed.
             if num_colours == before:
                 assert self._is_equitable(colours)
                 return colours
 
     def _is_equitable(self, colours: Colours) -> bool:
-        """Whether all members of a class have equally many edges of each kind to each class; no hashes."""
+        """Whether all members of a class have equally many edges of each kind to each class, without hashes."""
         keys = self.kind * (int(colours.max()) + 1) + colours[self.target]
         keys = keys[np.lexsort((keys, self.source))]
         degrees = np.diff(self.starts)
         _, first = np.unique(colours, return_index=True)
-        model = first[colours]  # of each part, the first of its class
+        # Of each part, the first member of its class.
+        model = first[colours]
         if (degrees != degrees[model]).any():
             return False
         offsets = np.arange(len(keys)) - self.starts[self.source]
@@ -168,87 +168,87 @@ class _Classes:
             self.of.append(number)
 
 
-def _quotient(program: Program, parts: _Parts, colours: Colours) -> Folded:
-    tasks, resources, processors, socs = (
-        _Classes(colours[first:end].tolist())
-        for first, end in (
-            (0, parts.first_resource),
-            (parts.first_resource, parts.first_processor),
-            (parts.first_processor, parts.first_soc),
-            (parts.first_soc, parts.size),
-        )
-    )
-    crossing = _crossing(program, tasks.of, resources.first)
-    steps: list[ComputeStep | TransferStep] = []
-    paths: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+class _Reduction:
+    """Builds the program of the classes."""
 
-    def path(task: int, number: int, handled: bool) -> int:
-        crossed = sorted({resources.of[each] for each in program.paths[number]})
-        weights = [crossing[handled, each, tasks.of[task]] for each in crossed]
-        return paths.setdefault((tuple(crossed), tuple(weights)), len(paths))
-
-    for task in tasks.first:
-        step = program.steps[task]
-        if isinstance(step, ComputeStep):
-            steps.append(
-                step._replace(
-                    processor=processors.of[step.processor],
-                    soc=SERVER if step.soc == SERVER else socs.of[step.soc],
-                )
+    def __init__(self, program: Program, parts: _Parts, colours: Colours) -> None:
+        self._program = program
+        self._tasks, self._resources, self._processors, self._socs = (
+            _Classes(colours[first:end].tolist())
+            for first, end in (
+                (0, parts.first_resource),
+                (parts.first_resource, parts.first_processor),
+                (parts.first_processor, parts.first_soc),
+                (parts.first_soc, parts.size),
             )
-        else:
-            steps.append(
-                step._replace(
-                    handling_path=path(task, step.handling_path, True) if step.handling_s else 0,
-                    data_path=path(task, step.data_path, False) if step.num_bytes else 0,
-                    socs=tuple(socs.of[soc] for soc in step.socs),
-                )
-            )
-
-    def others(before: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            [tuple(sorted({tasks.of[other] for other in before[task]})) for task in tasks.first]
         )
+        self._crossing = self._count_crossing()
+        # Numbers of (resources, weights).
+        self._paths: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
 
-    return Folded(
-        program=Program(
+    def made(self) -> ReducedProgram:
+        """Return the program of the first member of each class."""
+        program, first_tasks = self._program, self._tasks.first
+        steps = [self._step(task) for task in first_tasks]
+        after_round = []
+        for task, before in enumerate(self._others(program.after_round)):
+            # A task follows its own rounds in any case.
+            after_round.append(tuple(other for other in before if other != task))
+        reduced = Program(
             steps=tuple(steps),
-            after=others(program.after),
-            after_previous=others(program.after_previous),
-            rounds=tuple(program.rounds[first] for first in tasks.first),
-            after_round=tuple(
-                tuple(
-                    other for other in before if other != task
-                )  # a task follows its own rounds anyway
-                for task, before in enumerate(others(program.after_round))
-            ),
-            paths=tuple(crossed for crossed, _ in paths),
-            capacities=tuple(program.capacities[first] for first in resources.first),
-            num_processors=len(processors.first),
-            num_socs=len(socs.first),
-            num_repeated=bisect_left(tasks.first, program.num_repeated),
-        ),
-        weights=tuple(weights for _, weights in paths),
-        task_class=tuple(tasks.of),
-        soc_class=tuple(socs.of),
-    )
+            after=self._others(program.after),
+            after_previous=self._others(program.after_previous),
+            rounds=tuple(program.rounds[first] for first in first_tasks),
+            after_round=tuple(after_round),
+            paths=tuple(crossed for crossed, _ in self._paths),
+            capacities=tuple(program.capacities[first] for first in self._resources.first),
+            num_processors=len(self._processors.first),
+            num_socs=len(self._socs.first),
+            num_repeated=bisect_left(first_tasks, program.num_repeated),
+        )
+        return ReducedProgram(
+            program=reduced,
+            weights=tuple(weights for _, weights in self._paths),
+            task_class=tuple(self._tasks.of),
+            soc_class=tuple(self._socs.of),
+        )
 
-
-def _crossing(
-    program: Program, task_class: Sequence[int], models: Sequence[int]
-) -> dict[tuple[bool, int, int], int]:
-    """Return how many tasks cross the first resource of a class, by (handled or moved, that class, class of tasks)."""
-    class_of = {resource: number for number, resource in enumerate(models)}
-    counts: dict[tuple[bool, int, int], int] = {}
-    for task, step in enumerate(program.steps):
+    def _step(self, task: int) -> ComputeStep | TransferStep:
+        step = self._program.steps[task]
         if isinstance(step, ComputeStep):
-            continue
-        for handled, used, number in (
-            (True, step.handling_s, step.handling_path),
-            (False, step.num_bytes, step.data_path),
-        ):
-            for resource in program.paths[number] if used else ():
-                if resource in class_of:
-                    key = handled, class_of[resource], task_class[task]
-                    counts[key] = counts.get(key, 0) + 1
-    return counts
+            soc = SERVER if step.soc == SERVER else self._socs.of[step.soc]
+            return step._replace(processor=self._processors.of[step.processor], soc=soc)
+        return step._replace(
+            handling_path=self._path(task, step.handling_path, True) if step.handling_s else 0,
+            data_path=self._path(task, step.data_path, False) if step.num_bytes else 0,
+            socs=tuple(self._socs.of[soc] for soc in step.socs),
+        )
+
+    def _path(self, task: int, number: int, handled: bool) -> int:
+        crossed = sorted({self._resources.of[each] for each in self._program.paths[number]})
+        own = self._tasks.of[task]
+        weights = [self._crossing[handled, each, own] for each in crossed]
+        return self._paths.setdefault((tuple(crossed), tuple(weights)), len(self._paths))
+
+    def _others(self, before: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """Return for each class the classes of the tasks that its first member follows."""
+        of = self._tasks.of
+        return tuple(
+            [tuple(sorted({of[other] for other in before[task]})) for task in self._tasks.first]
+        )
+
+    def _count_crossing(self) -> Counter[tuple[bool, int, int]]:
+        """Return how many tasks cross the first resource of a class, by (handled, that class, class of tasks)."""
+        class_of = {resource: number for number, resource in enumerate(self._resources.first)}
+        counts = Counter[tuple[bool, int, int]]()
+        for task, step in enumerate(self._program.steps):
+            if isinstance(step, ComputeStep):
+                continue
+            for handled, used, number in (
+                (True, step.handling_s, step.handling_path),
+                (False, step.num_bytes, step.data_path),
+            ):
+                for resource in self._program.paths[number] if used else ():
+                    if resource in class_of:
+                        counts[handled, class_of[resource], self._tasks.of[task]] += 1
+        return counts

@@ -1,4 +1,4 @@
-"""Traces of virtual time in the Chrome trace format, which Perfetto opens; rows are made of execution logs."""
+"""Traces of virtual time in the Chrome trace format, which Perfetto opens; rows are made from execution logs."""
 
 import json
 from collections import Counter
@@ -15,7 +15,7 @@ from socflower.plain_numbers import plain, plain_numbers
 from socflower.sim.compiled_graph import Component, TransferStep
 from socflower.sim.execution import Instance, Outcome
 from socflower.sim.processes import EndedActivity
-from socflower.sim.steady_state import Repeated
+from socflower.sim.steady_state import RepeatedRun
 from socflower.wire.saved_state import write_atomically
 
 RUNS = "runs"
@@ -67,6 +67,7 @@ class Trace:
     ) -> None:
         """Add a span to a row of one of `PROCESSES`; rows are sorted by `order`, then by name."""
         assert process in PROCESSES, f"no process {process!r}"
+        # The names of runs are few, and needed to read the trace.
         if not self.room and process != RUNS:
             self.num_dropped += 1
             return
@@ -74,7 +75,7 @@ class Trace:
         self._spans.append(_Span((process, row), name, start_s, duration_s, args or {}))
 
     def drop(self, num_spans: int) -> None:
-        """Count spans that were not even collected."""
+        """Count spans that were not collected."""
         self.num_dropped += num_spans
 
     def state(self, first_span: int = 0) -> dict[str, Any]:
@@ -93,13 +94,10 @@ class Trace:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Add a part of another trace's state; consecutive parts together restore that trace."""
         if state["first_span"] != self.num_spans:
-            raise ConfigError(
-                f"trace: a part from span {state['first_span']} does not follow {self.num_spans} spans"
-            )
+            raise ConfigError(f"trace: span {state['first_span']} does not follow {self.num_spans}")
         rows = [(process, row) for process, row, _ in state["rows"]]
-        self._rows.update(
-            {row: tuple(order) for row, (_, _, order) in zip(rows, state["rows"], strict=True)}
-        )
+        orders = [tuple(order) for _, _, order in state["rows"]]
+        self._rows.update(zip(rows, orders, strict=True))
         self._spans += [
             _Span(rows[row], name, start_s, duration_s, args)
             for row, name, start_s, duration_s, args in state["spans"]
@@ -120,24 +118,20 @@ class Trace:
         try:
             write_atomically(path, json.dumps(document, separators=(",", ":"), default=plain))
         except OSError as error:
-            raise ConfigError(
-                f"trace {path}: cannot be written ({error.strerror}); check the folder"
-            ) from None
+            raise ConfigError(f"trace {path}: cannot be written ({error.strerror})") from None
 
     def _events(self) -> Iterator[dict[str, Any]]:
         for pid, process in enumerate(PROCESSES):
             yield _metadata("process_name", pid, 0, name=process)
             yield _metadata("process_sort_index", pid, 0, sort_index=pid)
         if self.num_dropped:
-            yield _metadata(
-                "process_labels",
-                0,
-                0,
-                labels=f"{self.num_dropped} spans beyond {self.max_spans} dropped",
-            )
-        rows = sorted(
-            self._rows, key=lambda row: (PROCESSES.index(row[0]), self._rows[row], row[1])
-        )
+            label = f"{self.num_dropped} spans beyond {self.max_spans} dropped"
+            yield _metadata("process_labels", 0, 0, labels=label)
+
+        def place(row: tuple[str, str]) -> tuple[Any, ...]:
+            return PROCESSES.index(row[0]), self._rows[row], row[1]
+
+        rows = sorted(self._rows, key=place)
         ids: dict[tuple[str, str], tuple[int, int]] = {}
         for tid, row in enumerate(rows, start=1):
             pid = PROCESSES.index(row[0])
@@ -162,20 +156,21 @@ def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
 
 
 MOST_ROWS = 256
-"""A cluster of more SoCs has rows for its boards instead, one of more boards for its servers or for several boards."""
+"""Above it, rows for SoCs become rows for boards, and rows for boards become rows for servers or several boards."""
 
 
 class _Row(NamedTuple):
     process: str
     name: str
     order: tuple[int, ...]
-    noun: str = ""  # what overlapping pieces are called together; empty where none overlap
+    # The name of overlapping pieces together; empty if none overlap.
+    noun: str = ""
 
 
 class Rows:
-    """The rows of a cluster's traces: one for each processor, network and link, or in a large cluster of many of them.
+    """The rows of a cluster's traces: one for each processor, network and link; in a large cluster, one for many.
 
-    A row of many shows when any of them is busy, and with how many tasks or bytes.
+    A row for many shows when any of them is busy, and with how many tasks or bytes.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -183,19 +178,17 @@ class Rows:
         self.is_aggregated = cluster.num_socs > MOST_ROWS
         num_boards, num_servers = len(cluster.boards), len(cluster.servers)
         by_server = num_boards > MOST_ROWS >= num_servers > 0
-        boards_each, servers_each = (
-            ceil(num_boards / MOST_ROWS),
-            max(1, ceil(num_servers / MOST_ROWS)),
-        )
+        boards_each = ceil(num_boards / MOST_ROWS)
+        self._servers_each = max(1, ceil(num_servers / MOST_ROWS))
         self._part_of_board = [
             cluster.server_of(board) if by_server else board // boards_each
             for board in range(num_boards)
         ]
-        boards: dict[int, list[int]] = {}
+        # First and last board of each part.
+        self._boards: dict[int, tuple[int, int]] = {}
         for board, part in enumerate(self._part_of_board):
-            boards.setdefault(part, []).append(board)
-        self._boards = {part: (each[0], each[-1]) for part, each in boards.items()}
-        self._servers_each = servers_each
+            first, _ = self._boards.setdefault(part, (board, board))
+            self._boards[part] = (first, board)
 
     def processor(self, device: Endpoint, processor: str) -> _Row:
         """Return the row of a processor."""
@@ -214,7 +207,7 @@ class Rows:
         return _Row("SoCs", f"{self._socs_of(part)} network", (part, 1), "transfers")
 
     def link(self, name: str) -> _Row | None:
-        """Return the row of a link; None for a SoC's own in a large cluster, where its network is enough."""
+        """Return the row of a link; None for a SoC's link in a large cluster, whose network row is enough."""
         if not self.is_aggregated:
             return _Row("links", name, (_number(name),), "transfers")
         port, _, direction = name.partition("/")
@@ -223,31 +216,22 @@ class Rows:
         number = _number(port)
         if port.startswith("board"):
             part = self._part_of_board[number]
-            return _Row(
-                "links",
-                f"{_range('board', *self._boards[part])}/{direction}",
-                (1, part),
-                "transfers",
-            )
+            boards = _range("board", *self._boards[part])
+            return _Row("links", f"{boards}/{direction}", (1, part), "transfers")
         if port.startswith("server") and number >= 0:
             part = number // self._servers_each
-            last = min((part + 1) * self._servers_each, len(self._cluster.servers)) - 1
-            return _Row(
-                "links",
-                f"{_range('server', part * self._servers_each, last)}/{direction}",
-                (0, part),
-                "transfers",
-            )
+            first = part * self._servers_each
+            last = min(first + self._servers_each, len(self._cluster.servers)) - 1
+            servers = _range("server", first, last)
+            return _Row("links", f"{servers}/{direction}", (0, part), "transfers")
         return _Row("links", name, (-1, number), "transfers")
 
     def _part(self, soc: int) -> int:
         return self._part_of_board[self._cluster.board_of(soc)]
 
     def _socs_of(self, part: int) -> str:
-        first, last = self._boards[part]
-        return _range(
-            "SoC", self._cluster.socs_of(first).start, self._cluster.socs_of(last).stop - 1
-        )
+        first, last = (self._cluster.socs_of(board) for board in self._boards[part])
+        return _range("SoC", first.start, last.stop - 1)
 
 
 def _range(noun: str, first: int, last: int) -> str:
@@ -259,99 +243,97 @@ class _Piece(NamedTuple):
     start_s: float
     end_s: float
     num_bytes: float = 0.0
-    number: int = 0  # of transfers, or in a row of many of tasks
+    # Of transfers; in a row for many, of tasks.
+    number: int = 0
 
 
 class TracedPart(NamedTuple):
-    """A component's execution, and its seconds after the beginning of the run."""
+    """A component's execution, and when it starts, in seconds after the start of the run."""
 
     component: Component
-    repeated: Repeated
+    repeated: RepeatedRun
     before_s: float
 
 
 class Recorded(NamedTuple):
-    """The spans of a run from its beginning on, by row, and the number of activities without one."""
+    """The spans of a run by row, in seconds after its start, and the number of activities without a span."""
 
     pieces: Sequence[tuple[_Row, _Piece]]
     num_unlogged: int
 
     def add_to(self, trace: Trace, origin_s: float) -> None:
-        """Add the spans of a run that begins at `origin_s`."""
+        """Add the spans of a run that starts at `origin_s`."""
         trace.drop(self.num_unlogged)
         for row, piece in self.pieces:
-            args = (
-                {}
-                if not piece.number
-                else {"tasks": piece.number}
-                if row.noun == "tasks"
-                else {"bytes": piece.num_bytes, "transfers": piece.number}
-            )
+            args: dict[str, float] = {}
+            if piece.number and row.noun == "tasks":
+                args = {"tasks": piece.number}
+            elif piece.number:
+                args = {"bytes": piece.num_bytes, "transfers": piece.number}
+            start_s, duration_s = origin_s + piece.start_s, piece.end_s - piece.start_s
             trace.add(
-                row.process,
-                row.name,
-                piece.name,
-                origin_s + piece.start_s,
-                piece.end_s - piece.start_s,
-                order=row.order,
-                args=args,
+                row.process, row.name, piece.name, start_s, duration_s, order=row.order, args=args
             )
 
 
 def record(graph: TaskGraph, parts: Iterable[TracedPart], rows: Rows, most: int) -> Recorded:
     """Return the spans of components that were executed in one run; of more than `most` activities, the first.
 
-    Work has a row for each processor. A SoC's network and a link can serve several transfers at once; their
-    rows show when they are busy, and with how many bytes. Where periods were skipped, each row shows one span.
+    Work has a row for each processor. A SoC's network and a link can serve several transfers at once; their rows show
+    when they are busy, and with how many bytes. Skipped periods are one span in each row.
     """
     found: dict[_Row, list[_Piece]] = {}
     num_unlogged = 0
     for component, repeated, before_s in parts:
         outcome = repeated.outcome
         own = _pieces_of(graph, component, outcome, rows, most)
-        num_all = sum(
-            1 if outcome.members is None else len(outcome.members[instance.task])
-            for instance in outcome.instances
-        )
-        num_unlogged += outcome.num_unlogged + max(
-            0, num_all - (num_all if rows.is_aggregated else most)
-        )
-        for gap in outcome.gaps:
-            members = outcome.members
-            each = (
-                gap.tasks
-                if members is None
-                else [one for task in gap.tasks for one in members[task]]
-            )
-            for row in {
-                row for task in each for row, _ in _places(graph, component, task, rows)
-            } & own.keys():
-                own[row].append(_Piece(_more(gap.repetitions), gap.start_s, gap.end_s))
-        recurrence = outcome.recurrence
+        num_unlogged += outcome.num_unlogged
+        # In rows for many, all tasks of a class are one piece, so none is left out.
+        if not rows.is_aggregated:
+            num_all = sum(len(outcome.tasks_of(instance.task)) for instance in outcome.instances)
+            num_unlogged += max(0, num_all - most)
+        _add_gaps(own, graph, component, outcome, rows)
         for row, pieces in own.items():
-            if recurrence is not None and repeated.num_periods:
-                more = _Piece(
-                    _more(repeated.num_periods * recurrence.repetitions),
-                    recurrence.at_s,
-                    recurrence.at_s + repeated.inserted_s,
-                )
-                pieces = [
-                    more,
-                    *_parted(_merged(row, pieces), recurrence.at_s, repeated.inserted_s),
-                ]
-            found.setdefault(row, []).extend(
-                piece._replace(start_s=piece.start_s + before_s, end_s=piece.end_s + before_s)
-                for piece in pieces
-            )
-    return Recorded(
-        [
-            (row, piece)
-            for row, pieces in found.items()
-            for piece in _merged(row, pieces)
-            if piece.end_s > piece.start_s
-        ],
-        num_unlogged,
-    )
+            for piece in _with_periods(row, pieces, repeated):
+                found.setdefault(row, []).append(_moved(piece, before_s))
+    return _recorded(found, num_unlogged)
+
+
+def _recorded(found: Mapping[_Row, Sequence[_Piece]], num_unlogged: int) -> Recorded:
+    """Return the pieces of rows, merged, without those that take no time."""
+    pieces = [(row, piece) for row, own in found.items() for piece in _merged(row, own)]
+    busy = [(row, piece) for row, piece in pieces if piece.end_s > piece.start_s]
+    return Recorded(busy, num_unlogged)
+
+
+def _add_gaps(
+    own: dict[_Row, list[_Piece]],
+    graph: TaskGraph,
+    component: Component,
+    outcome: Outcome,
+    rows: Rows,
+) -> None:
+    """Add a piece for each gap to the rows of its tasks that have other pieces."""
+    for gap in outcome.gaps:
+        tasks = [one for task in gap.tasks for one in outcome.tasks_of(task)]
+        touched = {row for task in tasks for row, _ in _places(graph, component, task, rows)}
+        for row in touched & own.keys():
+            own[row].append(_Piece(_more(gap.repetitions), gap.start_s, gap.end_s))
+
+
+def _with_periods(row: _Row, pieces: Sequence[_Piece], repeated: RepeatedRun) -> Sequence[_Piece]:
+    """Return a row's pieces with the inserted periods as one piece."""
+    recurrence = repeated.outcome.recurrence
+    if recurrence is None or not repeated.num_periods:
+        return pieces
+    name = _more(repeated.num_periods * recurrence.repetitions)
+    end_s = recurrence.at_s + repeated.inserted_s
+    others = _parted(_merged(row, pieces), recurrence.at_s, repeated.inserted_s)
+    return [_Piece(name, recurrence.at_s, end_s), *others]
+
+
+def _moved(piece: _Piece, by_s: float) -> _Piece:
+    return piece._replace(start_s=piece.start_s + by_s, end_s=piece.end_s + by_s)
 
 
 def _more(repetitions: int) -> str:
@@ -365,48 +347,35 @@ def _pieces_of(
     rows: Rows,
     most: int,
 ) -> dict[_Row, list[_Piece]]:
-    """Return the pieces of each row. In a row of many, tasks of one class that are there are one piece."""
+    """Return the pieces of each row. In a row for many, the tasks of one class are one piece."""
     found: dict[_Row, list[_Piece]] = {}
     if rows.is_aggregated:
         places: dict[int, Counter[tuple[_Row, bool]]] = {}
         for instance in outcome.instances:
-            counts = places.get(instance.task)
-            if counts is None:
-                of_class = (
-                    (instance.task,) if outcome.members is None else outcome.members[instance.task]
+            tasks = outcome.tasks_of(instance.task)
+            if instance.task not in places:
+                places[instance.task] = Counter(
+                    place for task in tasks for place in _places(graph, component, task, rows)
                 )
-                counts = places[instance.task] = Counter(
-                    place for task in of_class for place in _places(graph, component, task, rows)
+            whole = _piece(graph.tasks[component.tasks[tasks[0]]], instance)
+            for (row, is_link), count in places[instance.task].items():
+                piece = whole._replace(
+                    start_s=instance.moved_s if is_link else instance.start_s,
+                    num_bytes=whole.num_bytes * count,
+                    number=count if row.noun else 0,
                 )
-            one = (
-                outcome.members[instance.task][0] if outcome.members is not None else instance.task
-            )
-            whole = _piece(graph.tasks[component.tasks[one]], instance)
-            for (row, is_link), count in counts.items():
-                start_s = instance.moved_s if is_link else instance.start_s
-                found.setdefault(row, []).append(
-                    _Piece(
-                        whole.name,
-                        start_s,
-                        whole.end_s,
-                        whole.num_bytes * count,
-                        count if row.noun else 0,
-                    )
-                )
+                found.setdefault(row, []).append(piece)
         return found
     every = (
         (instance, task)
         for instance in outcome.instances
-        for task in (
-            (instance.task,) if outcome.members is None else outcome.members[instance.task]
-        )
+        for task in outcome.tasks_of(instance.task)
     )
     for instance, task in islice(every, most):
         whole = _piece(graph.tasks[component.tasks[task]], instance)
         for row, is_link in _places(graph, component, task, rows):
-            found.setdefault(row, []).append(
-                whole._replace(start_s=instance.moved_s) if is_link else whole
-            )
+            piece = whole._replace(start_s=instance.moved_s) if is_link else whole
+            found.setdefault(row, []).append(piece)
     return found
 
 
@@ -420,7 +389,7 @@ def _piece(task: Task, instance: Instance) -> _Piece:
 def _places(
     graph: TaskGraph, component: Component, number: int, rows: Rows
 ) -> Iterator[tuple[_Row, bool]]:
-    """Yield the rows of a task, and whether each is that of a link, which is busy while bytes flow."""
+    """Yield the rows of a task, and whether each is the row of a link, which is busy only while bytes flow."""
     task, step = graph.tasks[component.tasks[number]], component.program.steps[number]
     if isinstance(task, Compute):
         yield rows.processor(task.device, task.processor), False
@@ -441,9 +410,9 @@ def record_spans(spans: Iterable[EndedActivity], num_unlogged: int, rows: Rows) 
     for span in spans:
         if span.processor is not None:
             row = rows.processor(span.processor.device, span.processor.name)
-            found.setdefault(row, []).append(
-                _Piece(span.name, span.start_s, span.end_s, number=int(row.noun != ""))
-            )
+            number = 1 if row.noun else 0
+            piece = _Piece(span.name, span.start_s, span.end_s, number=number)
+            found.setdefault(row, []).append(piece)
             continue
         whole = _Piece(span.name, span.start_s, span.end_s, span.num_bytes, 1)
         for soc in span.socs:
@@ -451,25 +420,17 @@ def record_spans(spans: Iterable[EndedActivity], num_unlogged: int, rows: Rows) 
         for link in span.links:
             if (of_link := rows.link(link)) is not None:
                 found.setdefault(of_link, []).append(whole._replace(start_s=span.moved_s))
-    return Recorded(
-        [
-            (row, piece)
-            for row, pieces in found.items()
-            for piece in _merged(row, pieces)
-            if piece.end_s > piece.start_s
-        ],
-        num_unlogged,
-    )
+    return _recorded(found, num_unlogged)
 
 
 def _number(link: str) -> int:
     """Return the SoC or board number in a link's name, so that board 10 comes after board 9."""
-    digits = "".join(character for character in link if character.isdigit())
+    digits = "".join(filter(str.isdigit, link))
     return int(digits) if digits else -1
 
 
 def _merged(row: _Row, pieces: Sequence[_Piece]) -> Sequence[_Piece]:
-    """Return a row's pieces by time, those that overlap as one, where they may."""
+    """Return a row's pieces by time; in a row with a noun, overlapping pieces become one."""
     if not row.noun:
         return pieces
     found: list[_Piece] = []
@@ -495,12 +456,9 @@ def _parted(pieces: Iterable[_Piece], at_s: float, inserted_s: float) -> Iterato
         if piece.end_s <= at_s:
             yield piece
         elif piece.start_s >= at_s:
-            yield piece._replace(start_s=piece.start_s + inserted_s, end_s=piece.end_s + inserted_s)
+            yield _moved(piece, inserted_s)
         else:
             before = (at_s - piece.start_s) / (piece.end_s - piece.start_s)
             yield piece._replace(end_s=at_s, num_bytes=piece.num_bytes * before)
-            yield piece._replace(
-                start_s=at_s + inserted_s,
-                end_s=piece.end_s + inserted_s,
-                num_bytes=piece.num_bytes * (1.0 - before),
-            )
+            after = piece._replace(start_s=at_s, num_bytes=piece.num_bytes * (1.0 - before))
+            yield _moved(after, inserted_s)

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from socflower.errors import ConfigError, require_range
-from socflower.plain_numbers import plain_numbers
-from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C, HeatSource, Reading
+from pydantic import Field
+
+from socflower.errors import require_order
+from socflower.field_rules import NotNegative, Positive, checked
+from socflower.thermal.sensors.reading import Fraction, HeatSource, Reading, Temperature
 from socflower.thermal.sensors.step_times import StepTiming, TimedSource
 from socflower.wire.message_keys import HeatReport
 
@@ -32,48 +34,47 @@ _MIN_STUCK_READINGS = 3
 _MOST_NOTES = 16
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class HeatLimits:
     """When a device trains less, when it pauses, and how long a message may wait for it.
 
     The temperatures suit boards that throttle at 80 to 85 °C, as a Raspberry Pi does; set them for your device.
     """
 
-    resume_c: float = 65.0  # a device that pauses because of heat trains again at or below this
-    shrink_c: float = 70.0  # at or above this it trains less
-    pause_c: float = 85.0  # at or above this it pauses
-    min_battery_fraction: float = 0.3  # no training on battery below this charge
-    max_user_load: float = 0.5  # no training while others use more of its processors
-    max_pause_s: float = 120.0  # longest time for which a message waits before its work starts
-    min_share: float = 0.1  # smallest share of a training device's power, even when hot
-    stuck_s: float = (
-        60.0  # a temperature still unchanged after so long a pause is from a stuck sensor
-    )
+    # A device that pauses because of heat trains again at or below this.
+    resume_c: Temperature = 65.0
+    # At or above this it trains less.
+    shrink_c: Temperature = 70.0
+    # At or above this it pauses.
+    pause_c: Temperature = 85.0
+    # No training on battery below this charge.
+    min_battery_fraction: Fraction = 0.3
+    # No training while others use more of its processors.
+    max_user_load: Fraction = 0.5
+    # Longest time for which a message waits before its work starts.
+    max_pause_s: NotNegative = 120.0
+    # Smallest share of a training device's power, even when hot.
+    min_share: Annotated[float, Field(gt=0, le=1)] = 0.1
+    # A temperature still unchanged after so long a pause is from a stuck sensor.
+    stuck_s: Positive = 60.0
 
-    def __post_init__(self) -> None:
-        if not COLDEST_C <= self.resume_c < self.shrink_c <= self.pause_c <= HOTTEST_C:
-            raise ConfigError(
-                f"heat limits: need resume_c < shrink_c <= pause_c between {COLDEST_C:g} and "
-                f"{HOTTEST_C:g} °C, got {self.resume_c} < {self.shrink_c} <= {self.pause_c}"
-            )
-        require_range(
-            "heat limits",
-            least=0.0,
-            most=1.0,
-            min_battery_fraction=self.min_battery_fraction,
-            max_user_load=self.max_user_load,
+    def check(self) -> None:
+        """Refuse temperatures in the wrong order."""
+        require_order(resume_c=self.resume_c, shrink_c=self.shrink_c)
+        require_order(
+            equal=True,
+            resume_c=self.resume_c,
+            shrink_c=self.shrink_c,
+            pause_c=self.pause_c,
         )
-        require_range("heat limits", above=0.0, most=1.0, min_share=self.min_share)
-        require_range("heat limits", least=0.0, max_pause_s=self.max_pause_s)
-        require_range("heat limits", above=0.0, stuck_s=self.stuck_s)
 
     def share(self, reading: Reading) -> float:
         """Return the share of its power that the device may use, `min_share` to 1.
 
         1 below `shrink_c`, then linearly down to `min_share` at `pause_c`, times the processor share that others leave.
         """
-        share, now_c = 1.0, reading.temperature_c
+        share = 1.0
+        now_c = reading.temperature_c
         if now_c is not None and now_c >= self.pause_c:
             share = self.min_share
         elif now_c is not None and now_c > self.shrink_c:
@@ -85,17 +86,18 @@ class HeatLimits:
 
     def refusal(self, reading: Reading, *, rests: bool) -> str | None:
         """Return why the device must not train now, or None; `rests` is whether it pauses because of heat."""
-        charge, load = reading.battery_fraction, reading.user_load
+        charge = reading.battery_fraction
+        load = reading.user_load
+        now_c = reading.temperature_c
         if rests:
-            now_c = reading.temperature_c
-            seen = "unknown temperature" if now_c is None else f"{now_c:.1f} °C"
-            return f"at {seen}, rests from {self.pause_c:g} °C down to {self.resume_c:g} °C"
+            shown = "unknown temperature" if now_c is None else f"{now_c:.1f} °C"
+            return f"at {shown}, rests from {self.pause_c:g} °C down to {self.resume_c:g} °C"
         if reading.on_battery and charge is not None and charge < self.min_battery_fraction:
-            return (
-                f"on battery at {100 * charge:.0f} %, limit {100 * self.min_battery_fraction:g} %"
-            )
+            limit = f"limit {100 * self.min_battery_fraction:g} %"
+            return f"on battery at {100 * charge:.0f} %, {limit}"
         if load is not None and load > self.max_user_load:
-            return f"others use {100 * load:.0f} % of its processors, limit {100 * self.max_user_load:g} %"
+            limit = f"limit {100 * self.max_user_load:g} %"
+            return f"others use {100 * load:.0f} % of its processors, {limit}"
         return None
 
 
@@ -103,43 +105,48 @@ class HeatLimits:
 class Pause:
     """A device's pause because of heat. It outlives a message's process, so its fields are plain record values."""
 
-    since_s: float  # on the machine's monotonic clock
-    temperature_c: float  # at its first reading
+    # On the machine's monotonic clock.
+    since_s: float
+    # At its first reading.
+    temperature_c: float
     num_looks: int = 1
-    moved: bool = False  # whether any later reading had another temperature
-    unknown_since_s: tuple[
-        float, ...
-    ] = ()  # time of the first of the present readings without a temperature
+    # Whether any later reading had another temperature.
+    moved: bool = False
+    # Since when there has been no temperature; empty if there is one, since a record has no null.
+    unknown_since_s: tuple[float, ...] = ()
 
     def stuck(self, limits: HeatLimits, now_s: float) -> bool:
         """Whether the sensor must be stuck: a cooling device does not keep exactly the same temperature."""
-        return (
-            not self.moved
-            and self.num_looks >= _MIN_STUCK_READINGS
-            and now_s - self.since_s >= limits.stuck_s
-        )
+        is_long = now_s - self.since_s >= limits.stuck_s
+        return not self.moved and self.num_looks >= _MIN_STUCK_READINGS and is_long
 
 
 def next_pause(
-    limits: HeatLimits, pause: Pause | None, reading: Reading, now_s: float
+    limits: HeatLimits,
+    pause: Pause | None,
+    reading: Reading,
+    now_s: float,
 ) -> Pause | None:
     """Return the pause after a reading: it starts at `pause_c` and ends at `resume_c`.
 
-    It also ends where the temperature has been unknown for `stuck_s`: a sensor failure on a hot device does not mean
-    that the device is cool, but must not stop its training for good.
+    It also ends after the temperature has been unknown for `stuck_s`: a sensor failure on a hot device does not mean
+    that the device is cool, but must not stop its training permanently.
     """
+    # The clock restarted, and so did the machine.
+    if pause is not None and pause.since_s > now_s:
+        pause = None
     now_c = reading.temperature_c
-    if now_c is None and pause is not None and pause.since_s <= now_s:
-        since_s = pause.unknown_since_s or (now_s,)
-        return (
-            None
-            if now_s - since_s[0] >= limits.stuck_s
-            else replace(pause, unknown_since_s=since_s)
-        )
-    if now_c is None or (now_c < limits.pause_c if pause is None else now_c <= limits.resume_c):
-        return None
-    if pause is None or pause.since_s > now_s:  # the clock restarted, and so did the machine
+    if pause is None:
+        if now_c is None or now_c < limits.pause_c:
+            return None
         return Pause(since_s=now_s, temperature_c=now_c)
+    if now_c is None:
+        since_s = pause.unknown_since_s or (now_s,)
+        if now_s - since_s[0] >= limits.stuck_s:
+            return None
+        return replace(pause, unknown_since_s=since_s)
+    if now_c <= limits.resume_c:
+        return None
     return replace(
         pause,
         num_looks=pause.num_looks + 1,
@@ -152,7 +159,7 @@ class HeatGuard:
     """Polls a device while it handles one message, and decides how much it may train.
 
     Several threads may poll: a sampling thread and the training thread. `first` is a reading taken before.
-    `timing` estimates the clock from training steps where the source does not provide it.
+    `timing` estimates the clock from training steps if the source does not provide it.
     """
 
     def __init__(
@@ -167,18 +174,22 @@ class HeatGuard:
         sleep: Callable[[float], object] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._source, self._limits = source, limits
-        self._thread_share, self._poll_interval_s = thread_share, poll_interval_s
-        self._sleep, self._clock = sleep, clock
+        self._source = source
+        self._limits = limits
+        self._thread_share = thread_share
+        self._poll_interval_s = poll_interval_s
+        self._sleep = sleep
+        self._clock = clock
         self._timing = timing
-        self._steps: deque[tuple[float, int]] = (
-            deque()
-        )  # seconds and samples of steps not yet added to `timing`
+        # Seconds and samples of steps that are not yet added to `timing`.
+        self._steps: deque[tuple[float, int]] = deque()
         self._lock = threading.Lock()
         self._taken_over = False
-        self._idle = True  # an idle device's clock is low to save power, not because of heat
+        # An idle device's clock is low to save power, not because of heat.
+        self._idle = True
         self._worked_since_s: float | None = None
-        self._polled_s, self._last = clock(), first
+        self._polled_s = clock()
+        self._last = first
         self._peak_c: float | None = None
         self._throttled_s: float | None = None
         self._clocks: list[float] = []
@@ -189,26 +200,31 @@ class HeatGuard:
 
     def poll(self) -> Reading:
         """Read the source now, while the message is handled."""
+        # Outside the lock: a source may take seconds.
         reading = self._source.read()
         with self._lock:
+            # Training threads append steps without the lock, so that they never wait for it; a deque allows that.
             while self._steps:
                 self._timing.add_step(*self._steps.popleft())
             reading = TimedSource(_FixedSource(reading), self._timing).read()
             now_s = self._clock()
             self._tally(reading, max(0.0, now_s - self._polled_s))
-            self._polled_s, self._last = now_s, reading
+            self._polled_s = now_s
+            self._last = reading
         return reading
 
     def final_poll(self) -> Reading:
         """Read the source after the work; its clock counts only if there was no poll during the work."""
+        # After the work the device is idle, but a low clock is better than no clock.
         self._idle = bool(self._clocks)
         return self.poll()
 
     def share(self) -> float:
         """Return the share of its power that the device may use now; reads the source if the last reading is old."""
         with self._lock:
-            old, share = self._clock() - self._polled_s >= self._poll_interval_s, self._shares[-1]
-        return self._limits.share(self.poll()) if old else share
+            age_s = self._clock() - self._polled_s
+            share = self._shares[-1]
+        return self._limits.share(self.poll()) if age_s >= self._poll_interval_s else share
 
     def take_over_pacing(self) -> None:
         """Declare that the caller itself rests between batches and chooses its number of threads."""
@@ -222,15 +238,17 @@ class HeatGuard:
         return self._rest(step_s, 1.0)
 
     def step_done(self) -> None:
-        """Rest after a training step of code without guard support; the time since its last step counts as work.
+        """Rest after a training step of code that does not use the guard; the time since its last step counts as work.
 
         A reduced number of threads already gives part of the share, so the rest covers only the remainder.
         """
         if self._taken_over:
             return
-        if self._worked_since_s is not None:  # the time before the first step is loading
+        # The time before the first step is loading.
+        if self._worked_since_s is not None:
             step_s = self._clock() - self._worked_since_s
-            if self._thread_share == 1.0:  # fewer threads are slow without heat, too
+            # Fewer threads are slow without heat, too.
+            if self._thread_share == 1.0:
                 self._steps.append((step_s, 1))
             self._rest(step_s, self._thread_share)
         self._worked_since_s = self._clock()
@@ -249,9 +267,11 @@ class HeatGuard:
         """Return a summary of all readings so far."""
         with self._lock:
             last = self._last
-            factor = min(1.0, sum(self._clocks) / len(self._clocks)) if self._clocks else None
-            share = min(1.0, sum(self._shares) / len(self._shares))
+            factor = _mean(self._clocks) if self._clocks else None
+            share = _mean(self._shares)
             slow = factor is not None and factor < _SLOW_CLOCK
+            has_throttled = bool(self._throttled_s) or last.throttled is True
+            all_notes = dict.fromkeys([*notes, *self._notes])
             return HeatReport(
                 temperature_c=last.temperature_c,
                 peak_c=self._peak_c,
@@ -261,8 +281,8 @@ class HeatGuard:
                 battery_fraction=last.battery_fraction,
                 user_load=last.user_load,
                 paused_s=paused_s,
-                triggered=bool(self._throttled_s) or share < 1.0 or slow or last.throttled is True,
-                notes=tuple(dict.fromkeys([*notes, *self._notes]))[:_MOST_NOTES],
+                triggered=has_throttled or share < 1.0 or slow,
+                notes=tuple(all_notes)[:_MOST_NOTES],
             )
 
     def _rest(self, step_s: float, at_full: float) -> float:
@@ -273,6 +293,7 @@ class HeatGuard:
             if left_s <= 0.0:
                 self._idle = False
                 return rested_s
+            # In pieces: a device that cools meanwhile continues earlier.
             nap_s = min(left_s, self._poll_interval_s)
             self._idle = True
             self._sleep(nap_s)
@@ -280,18 +301,21 @@ class HeatGuard:
 
     def _tally(self, reading: Reading, since_s: float) -> None:
         """Record a reading, `since_s` after the previous one; each of the two counts for half of that time."""
-        if reading.temperature_c is not None:
-            self._peak_c = max(
-                reading.temperature_c, self._peak_c if self._peak_c is not None else COLDEST_C
-            )
+        known_c = [value for value in (reading.temperature_c, self._peak_c) if value is not None]
+        self._peak_c = max(known_c, default=None)
         if reading.throttled is not None:
-            throttled = (reading.throttled, self._last.throttled is True)
-            self._throttled_s = (self._throttled_s or 0.0) + since_s * sum(throttled) / 2
+            num_throttled = sum((reading.throttled, self._last.throttled is True))
+            self._throttled_s = (self._throttled_s or 0.0) + since_s * num_throttled / 2
         if reading.clock_factor is not None and not self._idle:
             self._clocks.append(reading.clock_factor)
         self._shares.append(self._limits.share(reading))
         if len(self._notes) < _MOST_NOTES:
             self._notes.update(dict.fromkeys(reading.notes))
+
+
+def _mean(parts: list[float]) -> float:
+    # Rounding must not exceed 1.
+    return min(1.0, sum(parts) / len(parts))
 
 
 @dataclass(frozen=True, slots=True)

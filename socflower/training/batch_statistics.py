@@ -22,9 +22,8 @@ def require_batch_statistics(model: nn.Module, trainer: str) -> None:
     for name, module in model.named_modules():
         if model.training and isinstance(module, _NormBase) and not module.training:
             raise ConfigError(
-                f"{trainer}: {type(module).__name__} {name!r} is in evaluation mode, but int8 training "
-                "normalises by the statistics of the batch; put it into training mode in model_fn, or "
-                "train in FP32"
+                f"{trainer}: {type(module).__name__} {name!r} is in evaluation mode, and int8 training has "
+                "only statistics of the batch; put it into training mode, or train in FP32"
             )
 
 
@@ -38,7 +37,8 @@ class MemberBuffers:
     def __init__(self, model: nn.Module, num_members: int) -> None:
         self._model = model
         self._slots = list(_buffer_slots(model))
-        self._own = [[buffer.clone() for _, _, buffer in self._slots] for _ in range(num_members)]
+        buffers = [buffer for _, _, buffer in self._slots]
+        self._own = [[buffer.clone() for buffer in buffers] for _ in range(num_members)]
         self._samples = [0] * num_members
 
     def activate(self, member: int, num_samples: int) -> None:
@@ -49,17 +49,16 @@ class MemberBuffers:
         self._samples[member] += num_samples
 
     def average(self) -> None:
-        """Write the members' mean to the model's original buffers and to those of every member."""
+        """Write the members' mean to the model's original buffers and to those of every member (F3)."""
         total = sum(self._samples)
         if not total:
-            return  # no samples since the last average: all members have the mean
+            # No samples since the last average: all members have the mean.
+            return
         weights = [samples / total for samples in self._samples]
-        for index, (module, name, shared) in enumerate(self._slots):
-            members = [own[index] for own in self._own]
+        for (module, name, shared), *members in zip(self._slots, *self._own, strict=True):
             if shared.is_floating_point():
-                mean = torch.zeros(
-                    shared.shape, dtype=torch.float64
-                )  # on the CPU: mps has no float64
+                # On the CPU: mps has no float64.
+                mean = torch.zeros(shared.shape, dtype=torch.float64)
                 for weight, buffer in zip(weights, members, strict=True):
                     mean += weight * buffer.cpu().double()
                 shared.copy_(mean.to(shared.dtype))

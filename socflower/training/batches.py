@@ -25,18 +25,16 @@ class BatchSchedule:
         self._task = task
         self._num_samples = tuple(num_samples)
         self._epoch = -1
-        self._batches: list[
-            list[Indices]
-        ] = []  # of the current epoch, by step; for the group, or per member
+        # Of the current epoch, by step; one list for the group, or one per member.
+        self._batches: list[list[Indices]] = []
 
     def batch(self, step: int) -> list[Indices]:
         """Return a step's indices: one array for the group, or one per member into its own data."""
-        epoch, within = divmod(step, self._task.steps_per_epoch)
+        num_steps = self._task.steps_per_epoch
+        epoch, within = divmod(step, num_steps)
         if epoch != self._epoch:
             self._epoch = epoch
-            self._batches = [
-                np.array_split(order, self._task.steps_per_epoch) for order in self._orders(epoch)
-            ]
+            self._batches = [np.array_split(order, num_steps) for order in self._orders(epoch)]
         return [batches[within] for batches in self._batches]
 
     def shares(
@@ -66,15 +64,12 @@ class BatchSchedule:
                 np.random.default_rng([task.seed, epoch, partition]).permutation(size)
                 for partition, size in zip(task.partitions, self._num_samples, strict=True)
             ]
-        order = np.random.default_rng([task.seed, task.deal_epoch]).permutation(
-            self._num_samples[0]
-        )
+        (num_samples,) = self._num_samples
+        order = np.random.default_rng([task.seed, task.deal_epoch]).permutation(num_samples)
         dealt = np.array_split(order, task.num_groups)[task.group_id]
-        return [
-            dealt
-            if epoch == task.deal_epoch
-            else np.random.default_rng([task.seed, epoch, task.group_id]).permutation(dealt)
-        ]
+        if epoch == task.deal_epoch:
+            return [dealt]
+        return [np.random.default_rng([task.seed, epoch, task.group_id]).permutation(dealt)]
 
 
 def sample_key(task: GroupTask, step: int, member: int | None = None) -> tuple[int, ...]:
@@ -83,11 +78,9 @@ def sample_key(task: GroupTask, step: int, member: int | None = None) -> tuple[i
     `step` counts from the task's first one; `member` is a position in `task.members`, whose own data are read.
     """
     epoch = (task.first_step + step) // task.steps_per_epoch
-    return (
-        (task.seed, epoch)
-        if member is None or task.reshuffle
-        else (task.seed, epoch, task.partitions[member])
-    )
+    if member is None or task.reshuffle:
+        return (task.seed, epoch)
+    return (task.seed, epoch, task.partitions[member])
 
 
 def ensure_one_sample(sizes: Sequence[int], due: Collection[int]) -> tuple[int, ...]:

@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
-from socflower.errors import ConfigError, require_range, require_type
+from socflower.errors import ConfigError, require_range
+from socflower.field_rules import OneOf, checked
 from socflower.model_graph.batch_form import (
     Batch,
     concatenated,
@@ -58,9 +60,9 @@ def sgd(
 
     Raises `ConfigError` for a learning rate that is not positive and finite, and for a momentum outside [0, 1).
     """
-    require_range("sgd", above=0.0, advice="such as 0.01", learning_rate=learning_rate)
-    require_range("sgd", least=0.0, below=1.0, advice="such as 0.9", momentum=momentum)
-    require_range("sgd", least=0.0, advice="such as 5e-4", weight_decay=weight_decay)
+    require_range("sgd", above=0.0, learning_rate=learning_rate)
+    require_range("sgd", least=0.0, below=1.0, momentum=momentum)
+    require_range("sgd", least=0.0, weight_decay=weight_decay)
     return partial(torch.optim.SGD, lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
 
 
@@ -70,25 +72,24 @@ def cosine_annealing(optimizer: torch.optim.Optimizer, total_steps: int) -> LRSc
     return CosineAnnealingLR(optimizer, T_max=max(1, total_steps))
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True)
+@checked
 class FP32Trainer:
     """Trains in float32.
 
-    `device` is "auto", "cpu", "cuda", "cuda:1", "mps", or what else torch has: the model is moved there and stays, and
-    batches follow. "auto" is the accelerator that torch finds, else the CPU; sums on an accelerator round otherwise.
+    `device` is "auto", "cpu", "cuda", "cuda:1", "mps", or another device of torch: the model is moved there and stays,
+    and batches follow. "auto" is the accelerator that torch finds, else the CPU, whose sums round differently.
 
     `train_step(model, batch)` returns the mean loss of a batch of any form, a tensor without dimensions; it runs no
-    backward pass and steps no optimiser. Without it a batch (inputs, labels) gets `loss(model(inputs), labels)`,
-    where inputs in a dict are keyword arguments of the model and in a tuple positional ones, and a batch that is a dict
-    gets the `loss` of `model(**batch)`, as models of Hugging Face return it.
-    Where a batch is divided, among members, micro-batches or passes, its loss is put together from those of its parts.
-    Losses of torch, with class weights, `ignore_index` and any reduction, are known by their type. Another loss must be
-    a mean over samples, or `loss_weight(batch)` returns what it divides by, such as the number of labels that count;
-    it is tried on three batches before the first step, and refused if its parts do not make the whole.
-    `max_grad_norm` limits the norm of the whole group's gradient, `accumulation_steps` computes it in so many passes,
-    which takes less memory, and `autocast` runs the passes in another type, such as torch.bfloat16; weights, gradients
-    and optimiser stay in float32.
+    backward pass and steps no optimiser. Without it the loss of a batch (inputs, labels) is `loss(model(inputs),
+    labels)`; inputs in a dict are keyword arguments of the model, and in a tuple positional ones. The loss of a batch
+    that is a dict is the `loss` of `model(**batch)`, as models of Hugging Face return it.
+    If a batch is divided, among members, micro-batches or passes, its loss is computed from those of its parts. Losses
+    of torch, with class weights, `ignore_index` and any reduction, are known by their type. Another loss must be a mean
+    over samples, or `loss_weight(batch)` must return what it divides by, such as the number of labels that count. It is
+    tried on three batches before the first step, and refused if its parts do not add up to the whole.
+    `max_grad_norm` limits the norm of the whole group's gradient. `accumulation_steps` computes the gradient in this
+    many passes, which takes less memory. `autocast` runs the passes in another type, such as torch.bfloat16; weights,
+    gradients and optimiser stay in float32.
     `optimizer` is called with the model's parameters and must hold all trainable ones, or they would silently stay
     untrained; frozen ones (`requires_grad` False) are optional.
     `scheduler` is called with the optimiser and the total number of steps, and stepped once a batch.
@@ -105,50 +106,32 @@ class FP32Trainer:
     loss: LossFn = functional.cross_entropy
     train_step: TrainStep | None = None
     loss_weight: WeightFn | None = None
-    max_grad_norm: float | None = None
-    accumulation_steps: int = 1
+    max_grad_norm: Annotated[float, Field(gt=0.0)] | None = None
+    accumulation_steps: Annotated[int, Field(ge=1)] = 1
     autocast: torch.dtype | None = None
     channels_last: bool = False
-    reduction: str = "auto"
-    num_buckets: int = 1
+    reduction: Annotated[str, OneOf(REDUCTIONS)] = "auto"
+    num_buckets: Annotated[int, Field(ge=1)] = 1
     device: str = AUTO
 
-    def __post_init__(self) -> None:
-        if self.reduction not in REDUCTIONS:
-            raise ConfigError(
-                f"FP32Trainer: reduction = {self.reduction!r}; use one of {', '.join(REDUCTIONS)}"
-            )
+    def check(self) -> None:
+        """Raise `ConfigError` if a function cannot be called, and if settings contradict each other."""
+        for key, value in (("optimizer", self.optimizer), ("loss_weight", self.loss_weight)):
+            if value is not None and not callable(value):
+                raise ConfigError(
+                    f"{key} = {_type_or_value(value)}; give a function, not its result"
+                )
         if self.num_buckets != 1 and self.reduction != "ring":
             raise ConfigError(
-                f"FP32Trainer: num_buckets = {self.num_buckets} divides the sums of reduction = 'ring', "
-                f"and reduction = {self.reduction!r} has none; leave it out"
-            )
-        require_type("FP32Trainer", (int,), "a whole number", num_buckets=self.num_buckets)
-        require_range("FP32Trainer", least=1, num_buckets=self.num_buckets)
-        if not callable(self.optimizer):
-            raise ConfigError(
-                f"FP32Trainer: optimizer = {type(self.optimizer).__name__}(...) is one model's; give a "
-                "function that makes it, such as functools.partial(torch.optim.AdamW, lr=1e-3)"
+                f"num_buckets = {self.num_buckets} needs reduction = 'ring', not {self.reduction!r}"
             )
         if self.train_step is not None and self.loss is not functional.cross_entropy:
             raise ConfigError(
-                "FP32Trainer: train_step computes the loss itself, so loss would be ignored; give one of "
-                "the two"
+                "train_step computes the loss itself; give train_step or loss, not both"
             )
-        if self.loss_weight is not None and not callable(self.loss_weight):
-            raise ConfigError(
-                f"FP32Trainer: loss_weight = {self.loss_weight!r}; give a function of a batch that "
-                "returns what its mean loss divides by"
-            )
-        require_type(
-            "FP32Trainer", (int,), "a whole number", accumulation_steps=self.accumulation_steps
-        )
-        require_range("FP32Trainer", least=1, accumulation_steps=self.accumulation_steps)
-        if self.max_grad_norm is not None:
-            require_range("FP32Trainer", above=0.0, max_grad_norm=self.max_grad_norm)
         if self.autocast not in (None, torch.bfloat16):
             raise ConfigError(
-                f"FP32Trainer: autocast = {self.autocast}; use torch.bfloat16, or None for float32"
+                f"autocast = {self.autocast}; use torch.bfloat16, or None for float32"
             )
 
     @property
@@ -165,46 +148,35 @@ class FP32Trainer:
 
         A loss that is unknown is tried, and one that the model computes.
         """
-        known = (
-            self.loss_weight is None
-            and self.train_step is None
-            and weights_of(self.loss) is not None
-        )
-        if known and not isinstance(first, Mapping):
+        is_own = self.loss_weight is not None or self.train_step is not None
+        is_known = not is_own and weights_of(self.loss) is not None
+        if is_known and not isinstance(first, Mapping):
             return
-        exact = replace(self, autocast=None)  # in bfloat16 parts round otherwise than the whole
+        # In bfloat16 parts would round differently from the whole.
+        exact = replace(self, autocast=None)
         require_divisible(
             model,
             exact.loss_of,
             self.loss_weights,
             trial_batches(data, batch_size),
             remedy=(
-                "return the mean over its samples, or give FP32Trainer(loss_weight=...), a function of a batch that "
-                "returns what its mean divides by, or train on one device"
+                "return the mean over samples, give FP32Trainer(loss_weight=...), which returns what the "
+                "mean of a batch divides by, or train on one device"
             ),
         )
 
     def loss_of(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss of a batch, a tensor without dimensions; `ConfigError` for another result and another form.
+        """Return the loss of a batch, a tensor without dimensions.
 
-        The batch is moved to the model's device.
+        The batch is moved to the model's device. Raises `ConfigError` for another result, and for a form of batch
+        whose loss is unknown.
         """
-        batch = on_device(batch, device_of(model))
+        device = device_of(model)
+        batch = on_device(batch, device)
         if self.channels_last:
-            batch = mapped(
-                batch,
-                lambda tensor: (
-                    tensor.contiguous(memory_format=torch.channels_last)
-                    if tensor.dim() == 4
-                    else tensor
-                ),
-            )
-        autocast = (
-            torch.autocast(device_of(model).type, self.autocast)
-            if self.autocast is not None
-            else nullcontext()
-        )
-        with autocast:
+            batch = mapped(batch, _as_channels_last)
+        own_type = self.autocast is not None
+        with torch.autocast(device.type, self.autocast) if own_type else nullcontext():
             if self.train_step is not None:
                 loss = self.train_step(model, batch)
             elif isinstance(batch, Mapping):
@@ -213,17 +185,13 @@ class FP32Trainer:
                 loss = self._pair_loss(model, *batch)
             else:
                 raise ConfigError(
-                    f"FP32Trainer: the data give {form_of(batch)}, of which the loss is unknown; give "
-                    "FP32Trainer(train_step=...), a function (model, batch) that returns the loss"
+                    f"FP32Trainer: the loss of {form_of(batch)} is unknown; give FP32Trainer(train_step=...)"
                 )
-        if (
-            not isinstance(loss, Tensor)
-            or loss.dim()
-            or (torch.is_grad_enabled() and not loss.requires_grad)
-        ):
+        is_scalar = isinstance(loss, Tensor) and not loss.dim()
+        if not is_scalar or (torch.is_grad_enabled() and not loss.requires_grad):
             raise ConfigError(
-                f"FP32Trainer: the loss of a batch is {_described(loss)}; it must be a tensor without "
-                "dimensions, the mean over the samples, through which gradients flow"
+                f"FP32Trainer: the loss of a batch is {_described(loss)}; return the mean over samples, a "
+                "tensor without dimensions but with a gradient"
             )
         return loss
 
@@ -231,14 +199,14 @@ class FP32Trainer:
         """Return the loss that a model computes from a dict with labels."""
         if self.loss is not functional.cross_entropy:
             raise ConfigError(
-                f"FP32Trainer: the data give {form_of(batch)}, of which the model itself computes the "
-                "loss, so that loss would be ignored; leave it out, or give train_step"
+                f"FP32Trainer: the model computes the loss of {form_of(batch)}, so loss would be ignored; "
+                "leave it out, or give train_step"
             )
         loss = output_entry(model(**batch), "loss")
         if loss is None:
             raise ConfigError(
-                f"FP32Trainer: the model returned no loss for {form_of(batch)}; give it its labels, or "
-                "FP32Trainer(train_step=...), a function (model, batch) that returns the loss"
+                f"FP32Trainer: the model returned no loss for {form_of(batch)}; add labels, or give "
+                "FP32Trainer(train_step=...)"
             )
         return loss
 
@@ -247,11 +215,13 @@ class FP32Trainer:
         try:
             return self.loss(made, labels)
         except IndexError:
-            if not isinstance(made, Tensor) or made.dim() != 2 or int(labels.max()) < made.shape[1]:
+            largest = int(labels.max())
+            is_of_classes = isinstance(made, Tensor) and made.dim() == 2
+            if not is_of_classes or largest < made.shape[1]:
                 raise
             raise ConfigError(
-                f"FP32Trainer: the labels reach {int(labels.max())}, but the model has {made.shape[1]} "
-                "outputs; give the model an output for each class"
+                f"FP32Trainer: the labels reach {largest}, but the model has {made.shape[1]} outputs; give "
+                "it one for each class"
             ) from None
 
     def start(
@@ -289,7 +259,8 @@ class FP32Session:
     def __init__(
         self, trainer: FP32Trainer, model: nn.Module, num_members: int, total_steps: int
     ) -> None:
-        self._trainer, self._weights = trainer, trainer.loss_weights
+        self._trainer = trainer
+        self._weights = trainer.loss_weights
         self._device = resolve_device(trainer.device, "FP32Trainer: device")
         model.to(self._device)
         if trainer.channels_last:
@@ -300,24 +271,22 @@ class FP32Session:
             model.train()
         self._model = model
         self._proximal_mu = 0.0
-        self._is_read_back = False  # whether a state was saved and read
         self._received: list[tuple[nn.Parameter, Tensor]] = []
+        # Whether a state has been saved and read back.
+        self._is_read_back = False
         self._optimizer = trainer.optimizer(model.parameters())
         _require_trains(self._optimizer, model, scheduled=trainer.scheduler is not None)
         # Before a state is restored, in which momentum may be disabled.
         self._momentum = float(self._optimizer.param_groups[0].get("momentum", 0.0))
-        self._scheduler = (
-            trainer.scheduler(self._optimizer, total_steps) if trainer.scheduler else None
-        )
-        separate_passes = num_members > 1 and (
-            trainer.reduction != "auto" or depends_on_batch(model)
-        )
-        self._buffers = MemberBuffers(model, num_members) if separate_passes else None
-        self._ring_order = (
-            RingOrderSum(model, num_members, trainer.num_buckets)
-            if separate_passes and trainer.reduction == "ring"
-            else None
-        )
+        self._scheduler: LRScheduler | None = None
+        if trainer.scheduler is not None:
+            self._scheduler = trainer.scheduler(self._optimizer, total_steps)
+        self._buffers: MemberBuffers | None = None
+        self._ring_order: RingOrderSum | None = None
+        if num_members > 1 and (trainer.reduction != "auto" or depends_on_batch(model)):
+            self._buffers = MemberBuffers(model, num_members)
+            if trainer.reduction == "ring":
+                self._ring_order = RingOrderSum(model, num_members, trainer.num_buckets)
 
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Do one synchronous step of the group; see `TrainingSession.step`."""
@@ -359,7 +328,7 @@ class FP32Session:
         """Add the gradient of the members' parts of a batch of `num_samples`; return their part of its mean loss.
 
         Parts are in the order of the members; another processor may add the gradients of further samples (F12).
-        `weight` returns the weight of the whole batch, where that is not its number of samples.
+        `weight` returns the weight of the whole batch, if that is not its number of samples.
         """
         return self._accumulate(self._passes(parts), weight or (lambda: float(num_samples)))
 
@@ -369,31 +338,29 @@ class FP32Session:
         if self._buffers is None and len(present) > 1:
             whole = concatenated([part for _, part in present])
             present = present if whole is None else [(0, whole)]
-        steps = self._trainer.accumulation_steps
-        return [
-            _Pass(
-                member,
-                num_samples_of(part),
-                [(micro, self._weights.of(micro)) for micro in _micro_batches(part, steps)],
-            )
-            for member, part in present
-        ]
+        passes = []
+        for member, part in present:
+            micro_batches = _micro_batches(part, self._trainer.accumulation_steps)
+            weighted = [(micro, self._weights.of(micro)) for micro in micro_batches]
+            passes.append(_Pass(member, num_samples_of(part), weighted))
+        return passes
 
     def _accumulate(self, passes: Sequence["_Pass"], total: Callable[[], float] | None) -> Tensor:
         """Add the gradients of passes over a batch with the weight `total`; None: there are no others."""
         own = sum(each.weight for each in passes)
         loss = torch.zeros((), device=self._device)
-        if self._ring_order is not None and passes:
-            self._ring_order.begin()
+        ring_order = self._ring_order if passes else None
+        if ring_order is not None:
+            ring_order.begin()
         for each in passes:
             if self._buffers is not None:
                 self._buffers.activate(each.member, each.num_samples)
             for micro, weight in each.micro_batches:
                 loss = loss + self._backward(micro, weight, total or (lambda: own))
-            if self._ring_order is not None:
-                self._ring_order.add_member(each.member)
-        if self._ring_order is not None and passes:
-            self._ring_order.write_sums()
+            if ring_order is not None:
+                ring_order.add_member(each.member)
+        if ring_order is not None:
+            ring_order.write_sums()
         return loss
 
     def _backward(self, batch: Batch, weight: float, total: Callable[[], float]) -> Tensor:
@@ -403,7 +370,8 @@ class FP32Session:
         """
         loss = self._trainer.loss_of(self._model, batch)
         share = self._weights.share(weight, total())
-        if not weight:  # nothing of it counts: its mean is 0 / 0, and its gradient 0
+        if not weight:
+            # Nothing of it counts: its mean is 0 / 0, and its gradient 0.
             return torch.zeros((), device=self._device)
         if share != 1.0:
             loss = loss * share
@@ -413,10 +381,9 @@ class FP32Session:
     def apply(self) -> None:
         """Step the optimiser and the schedule with the current gradients."""
         for parameter, received in self._received:
+            term = self._proximal_mu * (parameter.detach() - received)
             # A parameter without a gradient gets that of the proximal term, as in a loss that contains the term.
-            parameter.grad = (
-                parameter.grad if parameter.grad is not None else 0.0
-            ) + self._proximal_mu * (parameter.detach() - received)
+            parameter.grad = term if parameter.grad is None else parameter.grad + term
         if self._trainer.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._trainer.max_grad_norm)
         self._optimizer.step()
@@ -437,15 +404,12 @@ class FP32Session:
 
         Raises `ConfigError` for an optimiser without the momentum of plain SGD.
         """
+        is_sgd = isinstance(self._optimizer, torch.optim.SGD)
         for group in self._optimizer.param_groups:
-            if (
-                not isinstance(self._optimizer, torch.optim.SGD)
-                or group["nesterov"]
-                or group["dampening"]
-            ):
+            if not is_sgd or group["nesterov"] or group["dampening"]:
                 raise ConfigError(
-                    f"{type(self._optimizer).__name__}: its momentum cannot be handed over to a gradient "
-                    "compression; use SGD without nesterov and dampening, or another compression"
+                    f"{type(self._optimizer).__name__}: a gradient compression cannot take over its "
+                    "momentum; use SGD without nesterov and dampening, or another compression"
                 )
             group["momentum"] = 0.0
         return self._momentum
@@ -473,24 +437,20 @@ class FP32Session:
 
     def state(self) -> bytes:
         """Return the state of optimiser and schedule; see `ExchangingSession.state`."""
-        state = {
-            "optimizer": self._optimizer.state_dict(),
-            "scheduler": self._scheduler.state_dict() if self._scheduler else None,
-        }
+        state = {"optimizer": self._optimizer.state_dict(), "scheduler": self._schedule_state()}
         if not self._is_read_back and self._optimizer.state:
-            self._is_read_back = True  # once: later states have values of the same types
+            # Once: later states have values of the same types.
+            self._is_read_back = True
             require_readable(state, self._names)
         return to_bytes(state)
 
+    def _schedule_state(self) -> dict[str, Any] | None:
+        return None if self._scheduler is None else self._scheduler.state_dict()
+
     def require_readable_settings(self) -> None:
         """Before the first step, raise `ConfigError` for settings of optimiser and schedule that cannot be saved."""
-        require_readable(
-            {
-                "optimizer": self._optimizer.state_dict()["param_groups"],
-                "scheduler": self._scheduler.state_dict() if self._scheduler else None,
-            },
-            self._names,
-        )
+        groups = self._optimizer.state_dict()["param_groups"]
+        require_readable({"optimizer": groups, "scheduler": self._schedule_state()}, self._names)
 
     @property
     def _names(self) -> str:
@@ -500,70 +460,63 @@ class FP32Session:
     @property
     def state_bytes(self) -> int:
         """Bytes of the optimiser's state, besides weights and gradients."""
-        return sum(
-            value.nbytes
-            for own in self._optimizer.state.values()
-            for value in own.values()
-            if isinstance(value, Tensor)
-        )
+        values = [value for own in self._optimizer.state.values() for value in own.values()]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     def named_state(self) -> dict[str, Any]:
         """Return the state of optimiser and schedule with parameters by name, so that parts of a model can exchange it.
 
         `parameters` has each parameter's state, `groups` the settings of each group, `scheduler` the schedule's state.
         """
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        own = {
-            names[id(parameter)]: plain(dict(state))
-            for parameter, state in self._optimizer.state.items()
-        }
+        names = self._parameter_names()
+        states = self._optimizer.state.items()
         groups = [
             {key: plain(value) for key, value in group.items() if key != "params"}
             for group in self._optimizer.param_groups
         ]
         return {
-            "parameters": own,
+            "parameters": {names[id(parameter)]: plain(dict(own)) for parameter, own in states},
             "groups": groups,
-            "scheduler": plain(self._scheduler.state_dict()) if self._scheduler else None,
+            "scheduler": plain(self._schedule_state()),
         }
 
+    def _parameter_names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self._model.named_parameters()}
+
     def restore_named(self, state: Mapping[str, Any]) -> None:
-        """Restore what `named_state` of one or several parts of the model has of this one's parameters."""
+        """Restore the state of this model's parameters from the `named_state` of one or several models."""
         groups = self._optimizer.param_groups
         if len(groups) != len(state["groups"]):
             raise ConfigError(
-                f"FP32Trainer: the optimizer function makes {len(groups)} groups of parameters of one "
-                f"part of the model and {len(state['groups'])} of another; make as many of each part"
+                f"FP32Trainer: the optimizer function makes {len(groups)} parameter groups of one part of "
+                f"the model and {len(state['groups'])} of another; make equally many"
             )
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        held = [names[id(parameter)] for group in groups for parameter in group["params"]]
-        numbers = {name: number for number, name in enumerate(held)}
-        self._optimizer.load_state_dict(
-            {
-                "param_groups": [
-                    {
-                        **settings,
-                        "params": [numbers[names[id(parameter)]] for parameter in group["params"]],
-                    }
-                    for settings, group in zip(state["groups"], groups, strict=True)
-                ],
-                "state": {
-                    number: dict(state["parameters"][name])
-                    for number, name in enumerate(held)
-                    if name in state["parameters"]
-                },
-            }
-        )
+        names = self._parameter_names()
+        states = {}
+        settings = []
+        # torch numbers the parameters through all groups, in order.
+        number = 0
+        for group, own_settings in zip(groups, state["groups"], strict=True):
+            first = number
+            for parameter in group["params"]:
+                own = state["parameters"].get(names[id(parameter)])
+                if own is not None:
+                    states[number] = dict(own)
+                number += 1
+            settings.append({**own_settings, "params": list(range(first, number))})
+        self._optimizer.load_state_dict({"param_groups": settings, "state": states})
         if self._scheduler is not None and state["scheduler"] is not None:
             self._scheduler.load_state_dict(state["scheduler"])
 
     def advance_schedule(self, num_steps: int) -> None:
         """Move the learning-rate schedule as if `num_steps` steps had been done."""
+        if self._scheduler is None:
+            return
         with warnings.catch_warnings():
             # torch warns if a schedule is stepped before its optimiser, which is intended here.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
-            for _ in range(num_steps if self._scheduler is not None else 0):
-                self._scheduler.step()  # type: ignore[union-attr]
+            for _ in range(num_steps):
+                self._scheduler.step()
 
     def restore(self, state: bytes) -> None:
         """Restore optimiser and schedule from a state."""
@@ -587,8 +540,8 @@ def require_no_closure(optimizer: torch.optim.Optimizer, where: str) -> None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigError(
-            f"{where}: {type(optimizer).__name__} evaluates the loss several times a step, where a step "
-            "here is one gradient; use an optimiser whose step needs no closure, such as SGD or AdamW"
+            f"{where}: {type(optimizer).__name__} evaluates the loss several times a step; use an optimiser "
+            "without a closure, such as SGD or AdamW"
         )
 
 
@@ -598,37 +551,34 @@ def _require_trains(optimizer: torch.optim.Optimizer, model: nn.Module, *, sched
     require_no_closure(optimizer, "FP32Trainer")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held - {id(parameter) for parameter in model.parameters()}:
-        raise ConfigError(
-            f"{what} holds tensors that are no parameters of the model; give it those that the optimizer "
-            "function is called with"
-        )
-    left_out = [
-        name
-        for name, part in model.named_parameters()
-        if part.requires_grad and id(part) not in held
-    ]
+        raise ConfigError(f"{what} holds tensors that are no parameters of the model")
+    trainable = [(name, part) for name, part in model.named_parameters() if part.requires_grad]
+    left_out = [name for name, part in trainable if id(part) not in held]
     if left_out:
-        named = ", ".join(left_out[:3]) + (
-            f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
-        )
         raise ConfigError(
-            f"{what} leaves out {named}, which would never be trained; give it all parameters that the "
-            "optimizer function is called with, or freeze those in model_fn by requires_grad_(False)"
+            f"{what} leaves out {', '.join(left_out[:3])}; give it all parameters, or freeze those in "
+            "model_fn by requires_grad_(False)"
         )
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    if not all(0.0 <= rate < math.inf for rate in rates):
-        raise ConfigError(
-            f"{what} has lr = {', '.join(map(str, rates))}; it must be above 0 and finite"
-        )
     # A scheduler may set the rate itself: OneCycleLR does, from the rate that it is given.
-    if rates and not any(rates) and not scheduled:
-        raise ConfigError(
-            f"{what} has lr = 0 and no scheduler raises it, so nothing would be trained; give it an lr "
-            "above 0"
-        )
+    trains = not rates or any(rates) or scheduled
+    if not trains or not all(0.0 <= rate < math.inf for rate in rates):
+        given = ", ".join(f"{rate:g}" for rate in rates)
+        raise ConfigError(f"{what} has lr = {given} and no scheduler; give a finite lr above 0")
 
 
 def _described(loss: Any) -> str:
     if not isinstance(loss, Tensor):
         return type(loss).__name__
     return f"a tensor of shape {tuple(loss.shape)}" if loss.dim() else "a tensor without a gradient"
+
+
+def _type_or_value(value: Any) -> str:
+    """Return a value as text; an optimiser, whose text has many lines, by its type."""
+    return repr(value) if isinstance(value, int | float | str) else f"{type(value).__name__}(...)"
+
+
+def _as_channels_last(tensor: Tensor) -> Tensor:
+    if tensor.dim() != 4:
+        return tensor
+    return tensor.contiguous(memory_format=torch.channels_last)

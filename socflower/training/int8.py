@@ -2,28 +2,31 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypedDict
+from dataclasses import field
+from typing import Annotated, ClassVar, Literal, TypedDict
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
-from socflower.errors import ConfigError, require_range
+from socflower.errors import ConfigError
+from socflower.field_rules import OneOf, checked
 from socflower.model_graph.batch_form import num_samples as num_samples_of
 from socflower.model_graph.batch_form import pair_of
-from socflower.plain_numbers import plain_numbers
 from socflower.precision import NITI, EngineSettings, Int8Model, TrainingAlgorithm
 from socflower.precision.int8.batch_share import BatchPeers, gather
+from socflower.precision.int8.fixed_point import FloatArray, Int32Array
 from socflower.precision.int8.model import JointStep
 from socflower.precision.int8.network import UnsupportedOperator
+from socflower.precision.int8.parameters import export_velocities, import_velocities
 from socflower.training.batch_statistics import require_batch_statistics
 from socflower.training.trainer import (
     Part,
     SessionResult,
     TrainingSpan,
     require_cpu,
+    require_images,
     require_trained_parameters,
 )
 from socflower.wire.saved_state import from_bytes, to_bytes
@@ -38,41 +41,39 @@ class _Settings(TypedDict):
     seed: int | None
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True)
+@checked
 class Int8Trainer:
     """Trains in int8 (Mandheling); the trained model is FP32 with the int8 values.
 
     `learning_rate` is that of the FP32 parameters: biases and BatchNorm under an integer update, everything under an
     FP32 one. The members of a group share one exponent per tensor and one set of BatchNorm statistics, as if
     maxima and sums were all-reduced: an integer sum over members is exact, so a group's step equals that of one
-    device with the whole batch, bit for bit. Parameters that are frozen (`requires_grad` False) keep their
-    FP32 values bit for bit. In groups, dropout follows from the training's seed and the step; elsewhere it draws a seed
-    per step from torch's global generator.
+    device with the whole batch, bit for bit (F4). Frozen parameters (`requires_grad` False) keep their FP32 values
+    bit for bit. In groups, dropout follows from the training's seed and the step; elsewhere each step draws a seed
+    from torch's global generator.
+
+    `fp32_operators` are the paths of modules that run in torch FP32; `unsupported` "fp32" adds all modules without
+    int8 kernels. `device` is "cpu", or "auto", which means the same.
     """
 
     arithmetic: ClassVar[str] = "int8"
     algorithm: TrainingAlgorithm = NITI
-    learning_rate: float = 0.01
-    schedule: str = "cosine"
+    learning_rate: Annotated[float, Field(gt=0.0)] = 0.01
+    schedule: Annotated[str, OneOf(SCHEDULES)] = "cosine"
     settings: EngineSettings = field(default_factory=EngineSettings)
-    fp32_operators: Sequence[str] = ()  # paths of modules that run in torch FP32
-    unsupported: Literal["refuse", "fp32"] = "refuse"  # how to handle modules without int8 kernels
-    device: str = "cpu"  # "auto" is the same
+    fp32_operators: Sequence[str] = ()
+    unsupported: Literal["refuse", "fp32"] = "refuse"
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(
-                f"Int8Trainer: schedule = {self.schedule!r}; use one of {', '.join(SCHEDULES)}"
-            )
         require_cpu(self.device, "Int8Trainer")
         object.__setattr__(self, "device", "cpu")
-        require_range("Int8Trainer", above=0.0, learning_rate=self.learning_rate)
 
     def rate(self, progress: float) -> float:
         """Return the learning rate at a fraction of training in [0, 1]."""
-        annealed = 0.5 * (1.0 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1.0
-        return self.learning_rate * annealed
+        if self.schedule == "constant":
+            return self.learning_rate
+        return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
 
     def model(
         self,
@@ -88,9 +89,7 @@ class Int8Trainer:
         frozen statistics.
         """
         require_batch_statistics(module, "Int8Trainer")
-        if len(input_shape) != 3:
-            raise _no_images(input_shape)
-        channels, height, width = input_shape
+        channels, height, width = require_images(input_shape, "Int8Trainer")
         try:
             return Int8Model.from_module(
                 module,
@@ -103,10 +102,7 @@ class Int8Trainer:
                 head=head,
             )
         except UnsupportedOperator as error:
-            advice = error.remedy(
-                "use", "Int8Trainer(fp32_operators={})", "Int8Trainer(unsupported={})"
-            )
-            raise ConfigError(f"{error.what}; {advice}") from None
+            raise error.advising("Int8Trainer({})") from None
 
     def start(
         self, model: nn.Module, span: TrainingSpan, state: bytes | None = None
@@ -116,7 +112,7 @@ class Int8Trainer:
         if span.proximal_mu:
             raise ConfigError(
                 f"Int8Trainer: proximal-mu = {span.proximal_mu}, but its integer update has no proximal "
-                "term, so that FedProx would be FedAvg: use FedAvg, or FP32Trainer"
+                "term; use FedAvg, or FP32Trainer"
             )
         session = Int8Session(self, model, span)
         if state is not None:
@@ -128,18 +124,16 @@ class Int8Session:
     """One model under int8 training; see `TrainingSession` and `JointSession`."""
 
     def __init__(self, trainer: Int8Trainer, model: nn.Module, span: TrainingSpan) -> None:
-        self._trainer, self._module = trainer, model
-        self._step, self._total_steps, self._seed = (
-            span.first_step,
-            max(1, span.total_steps),
-            span.seed,
-        )
+        self._trainer = trainer
+        self._module = model
+        self._step, self._total_steps = span.first_step, max(1, span.total_steps)
+        self._seed = span.seed
         self._peers: BatchPeers | None = None
-        self._image_shape: tuple[int, ...] = ()  # in a ring, known to all of its members
+        # In a ring, known to all of its members, also to one without samples.
+        self._image_shape: tuple[int, ...] = ()
         self._joint: JointStep | None = None
-        self._int8: Int8Model | None = (
-            None  # built at the first batch, which has the shape of the images
-        )
+        # Built at the first batch, which has the shape of the images.
+        self._int8: Int8Model | None = None
         self._state: bytes | None = None
 
     def step(self, parts: Sequence[Part]) -> Tensor:
@@ -154,25 +148,24 @@ class Int8Session:
 
     def join(self, peers: BatchPeers) -> None:
         """Train as a member of a ring; see `JointSession.join`."""
-        self._peers, self._image_shape = peers, ()
+        self._peers = peers
+        self._image_shape = ()
 
     def gradients(self, parts: Sequence[Part], num_samples: int) -> Tensor:
         """Compute this member's share of a step; see `JointSession.gradients`."""
         assert self._peers is not None
         pairs = [pair_of(part, "Int8Trainer") for part in parts if num_samples_of(part)]
-        images, labels = (
-            _arrays(pairs)
-            if pairs
-            else (np.zeros((0, *self._image_shape), np.float32), np.zeros(0, int))
-        )
+        images = np.zeros((0, *self._image_shape), np.float32)
+        labels = np.zeros(0, np.int32)
+        if pairs:
+            images, labels = _arrays(pairs)
         if not self._image_shape:
-            self._image_shape = self._common_shape(self._peers, images.shape[1:])
+            self._image_shape = _common_shape(self._peers, images.shape[1:])
             images = images.reshape(len(images), *self._image_shape)
         if self._int8 is None:
             self._int8 = self._start(self._image_shape)
-        self._joint = self._int8.begin_joint_step(
-            images, labels, self._peers, **self._settings(self._int8)
-        )
+        settings = self._settings(self._int8)
+        self._joint = self._int8.begin_joint_step(images, labels, self._peers, **settings)
         return torch.tensor(self._joint.loss)
 
     def exchange(self) -> None:
@@ -196,11 +189,9 @@ class Int8Session:
         if self._int8 is None:
             return self._state or b""
         self._module.load_state_dict(self._int8.state_dict())
-        header = {
-            "trackers": self._int8.trackers_to_json(),
-            "exponents": self._int8.weight_exponents(),
-        }
-        return to_bytes(_STATE, header, self._int8.velocities())
+        parameters = self._int8.parameters
+        header = {"trackers": self._int8.trackers.to_json(), "exponents": parameters.exponents}
+        return to_bytes(_STATE, header, export_velocities(self._int8.graph, parameters))
 
     def restore(self, state: bytes) -> None:
         """Restore exponents and momentum from a state."""
@@ -211,40 +202,34 @@ class Int8Session:
         progress = min(1.0, self._step / self._total_steps)
         seed = None
         if model.draws and self._seed:
-            seed = int(
-                np.random.SeedSequence([*self._seed, self._step]).generate_state(1, np.uint64)[0]
-            )
+            sequence = np.random.SeedSequence([*self._seed, self._step])
+            seed = int(sequence.generate_state(1, np.uint64)[0])
         elif model.draws:
             seed = int(torch.randint(2**62, ()))
         return {"learning_rate": self._trainer.rate(progress), "progress": progress, "seed": seed}
 
-    @staticmethod
-    def _common_shape(peers: BatchPeers, own: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of an image, which a member without samples learns from the others."""
-        if own and len(own) != 3:
-            raise _no_images(own)
-        channels, height, width = gather(peers, own or (0.0, 0.0, 0.0)).max(axis=0)
-        return int(channels), int(height), int(width)
-
     def _start(self, image_shape: Sequence[int]) -> Int8Model:
-        header, arrays = from_bytes(_STATE, self._state) if self._state else ({}, {})
+        """Build the model, and restore the state if there is one."""
+        header, velocities = from_bytes(_STATE, self._state) if self._state else ({}, {})
         model = self._trainer.model(self._module, image_shape, exponents=header.get("exponents"))
         if header:
-            model.restore_trackers(header["trackers"])
-            model.restore_velocities(arrays)
+            model.trackers.restore(header["trackers"])
+            import_velocities(model.graph, model.parameters, velocities)
         return model
 
 
 def _arrays(
     pairs: Sequence[tuple[Tensor, Tensor]],
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+) -> tuple[FloatArray, Int32Array]:
+    """Return the images and labels of all pairs together."""
     images = torch.cat([inputs for inputs, _ in pairs]).numpy()
-    labels = torch.cat([labels for _, labels in pairs]).numpy().astype(np.int32)
-    return np.ascontiguousarray(images, dtype=np.float32), labels
+    labels = torch.cat([labels for _, labels in pairs]).numpy()
+    return np.ascontiguousarray(images, dtype=np.float32), labels.astype(np.int32)
 
 
-def _no_images(shape: Sequence[int]) -> ConfigError:
-    return ConfigError(
-        "Int8Trainer: int8 training takes images (n, channels, height, width), got inputs of shape "
-        f"{('n', *shape)}; use FP32Trainer"
-    )
+def _common_shape(peers: BatchPeers, own: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of an image, which a member without samples learns from the others."""
+    if own:
+        require_images(own, "Int8Trainer")
+    channels, height, width = gather(peers, own or (0.0, 0.0, 0.0)).max(axis=0)
+    return int(channels), int(height), int(width)

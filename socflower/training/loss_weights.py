@@ -26,18 +26,25 @@ from socflower.workloads.evaluation import IGNORED
 
 WeightFn: TypeAlias = Callable[[Batch], float]
 
-_TRIAL_ROWS = 32  # at most, of each batch on which a loss is tried
-_TRIAL_CUTS = (0.25, 0.6, 0.9)  # where the three batches are cut in two
-_TRIAL_TOLERANCE = 1e-4  # of float32 losses, relative
-_TRIAL_DRAWS = 16  # of a loss that draws random numbers
+_TRIAL_ROWS = 32
+"""The most samples of a batch on which a loss is tried."""
+
+_TRIAL_CUTS = (0.25, 0.6, 0.9)
+"""The part of each of the three batches after which it is cut in two."""
+
+_TRIAL_TOLERANCE = 1e-4
+"""Relative difference of float32 losses that is rounding."""
+
+_TRIAL_DRAWS = 16
+"""Number of tries of a loss that draws random numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossWeights:
     """The weights of a loss.
 
-    `read` returns the weight of a part, which only its labels tell; None: its number of samples. `is_sum`: the loss is
-    a sum, and parts are added as they are.
+    `read` computes the weight of a part from its labels; if it is None, the weight is the number of samples. If
+    `is_sum`, the loss is a sum, and parts are added without weights.
     """
 
     read: WeightFn | None = None
@@ -45,7 +52,7 @@ class LossWeights:
 
     @property
     def is_read(self) -> bool:
-        """Whether the weight of a batch is known only to those who have its labels."""
+        """Whether the weight of a batch can be computed only from its labels."""
         return self.read is not None
 
     def of(self, part: Batch) -> float:
@@ -59,8 +66,7 @@ class LossWeights:
         weight = float(self.read(part))
         if not 0.0 <= weight < math.inf:
             raise ConfigError(
-                f"loss weight: a part of {num_samples(part)} samples has {weight}; it must be 0 or more, "
-                "what the mean over the part divides by"
+                f"loss weight: {weight} for {num_samples(part)} samples; it must be 0 or more and finite"
             )
         return float(np.float32(weight))
 
@@ -73,8 +79,8 @@ class LossWeights:
             return 1.0
         if not total:
             raise ConfigError(
-                "loss: every label of a batch is ignored or has weight 0, so its mean is 0 / 0; leave "
-                "such samples out, or use larger batches"
+                "loss: every label of a batch is ignored or has weight 0; leave such samples out, or use "
+                "larger batches"
             )
         return weight / total
 
@@ -122,21 +128,24 @@ def weights_of(loss: Callable[..., Any]) -> LossWeights | None:
     None for any other loss, also for subclasses of torch's, and for a binary cross-entropy with `weight`, which may
     have an entry for each sample of a whole batch.
     """
-    if type(loss) in (*_LABEL_LOSSES, *_SAMPLE_LOSSES):
-        by_label, settings = type(loss) in _LABEL_LOSSES, vars(loss) | vars(loss)["_buffers"]
+    kind = type(loss)
+    settings = vars(loss)
+    by_label = kind in _LABEL_LOSSES
+    if by_label or kind in _SAMPLE_LOSSES:
+        settings = settings | settings["_buffers"]
     else:
         function, settings = _with_keywords(loss)
-        if function not in (*_LABEL_FUNCTIONS, *_SAMPLE_FUNCTIONS):
-            return None
         by_label = function in _LABEL_FUNCTIONS
-    if any(settings.get(legacy) is not None for legacy in ("size_average", "reduce")):
-        return None
-    weight, reduction = settings.get("weight"), settings.get("reduction", "mean")
-    if not by_label and weight is not None:
+        if not by_label and function not in _SAMPLE_FUNCTIONS:
+            return None
+    weight = settings.get("weight")
+    reduction = settings.get("reduction", "mean")
+    is_legacy = any(settings.get(name) is not None for name in ("size_average", "reduce"))
+    if is_legacy or (weight is not None and not by_label):
         return None
     if reduction == "sum":
         return LossWeights(is_sum=True)
-    if by_label and reduction == "mean":
+    if reduction == "mean" and by_label:
         ignored = int(settings.get("ignore_index", IGNORED))
         return LossWeights(read=lambda batch: label_weight(batch, weight, ignored))
     return BY_SAMPLES if reduction in ("mean", "batchmean") else None
@@ -145,16 +154,18 @@ def weights_of(loss: Callable[..., Any]) -> LossWeights | None:
 def label_weight(
     batch: Batch, class_weights: Tensor | None = None, ignored: int = IGNORED
 ) -> float:
-    """Return what the mean cross-entropy of a batch (inputs, labels) divides by.
+    """Return the divisor of the mean cross-entropy of a batch (inputs, labels).
 
     That is the summed class weights of the labels that are not `ignored`. Labels that are probabilities count one by
     one, and batches of another form by their samples.
     """
-    if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
+    is_pair = isinstance(batch, tuple | list) and len(batch) == 2
+    labels = batch[1] if is_pair else None
+    if not isinstance(labels, Tensor):
         return num_samples(batch)
-    labels = batch[1]
     if labels.is_floating_point():
-        return labels.numel() / labels.shape[1] if labels.dim() > 1 else len(labels)
+        num_classes = labels.shape[1] if labels.dim() > 1 else 1
+        return labels.numel() / num_classes
     counted = labels != ignored
     if class_weights is None:
         return float(counted.sum())
@@ -164,18 +175,23 @@ def label_weight(
 
 
 def trial_batches(data: DataSource, batch_size: int) -> list[Batch]:
-    """Return three batches of evenly spaced samples of `data`, on which a loss is tried; none of fewer than two."""
-    size = min(batch_size, _TRIAL_ROWS, len(data))
+    """Return three batches of evenly spaced samples of `data`, on which a loss is tried.
+
+    Batches of fewer than two samples cannot be divided, so there are no trials.
+    """
+    total = len(data)
+    size = min(batch_size, _TRIAL_ROWS, total)
     if size < 2:
         return []
-    rows = np.linspace(0, len(data) - 1, size).astype(np.int64)
-    with forked_generators(0):  # samples may draw from global generators
-        return [
-            data.batch(
-                torch.from_numpy((rows + turn * (len(data) // (3 * size) + 1)) % len(data)), (0,)
-            )
-            for turn in range(len(_TRIAL_CUTS))
-        ]
+    rows = np.linspace(0, total - 1, size).astype(np.int64)
+    stride = total // (3 * size) + 1
+    batches = []
+    # Samples may draw from the global generators.
+    with forked_generators(0):
+        for turn in range(len(_TRIAL_CUTS)):
+            shifted = torch.from_numpy((rows + turn * stride) % total)
+            batches.append(data.batch(shifted, (0,)))
+    return batches
 
 
 def require_divisible(
@@ -189,8 +205,8 @@ def require_divisible(
     """Raise `ConfigError` if the loss of a batch is not the weighted mean of those of its parts.
 
     Each batch is cut unevenly in two, on a copy of the model in evaluation mode, with the generators restored
-    afterwards. A loss that draws random numbers may differ by what its mean over 16 draws leaves open. `remedy` ends
-    the message.
+    afterwards. For a loss that draws random numbers, the means over 16 draws may differ by four standard errors.
+    `remedy` ends the message.
     """
     if not batches:
         return
@@ -204,21 +220,18 @@ def require_divisible(
         for batch, cut in zip(batches, _TRIAL_CUTS, strict=False):
             size = num_samples(batch)
             first = min(max(1, round(cut * size)), size - 1)
-            sizes = (first, size - first)
-            whole = _Draws(partial(_joined, tried, loss_of, weights, [batch], batch))
+            joined = partial(_joined, tried, loss_of, weights, batch)
+            whole = _Draws(partial(joined, [batch]))
             try:
-                parts = _Draws(
-                    partial(_joined, tried, loss_of, weights, split(batch, sizes), batch)
-                )
+                parts = _Draws(partial(joined, split(batch, (first, size - first))))
             except Exception as error:
                 raise ConfigError(
-                    f"the loss of {first} of the {size} samples of a batch fails ({reason(error)}), and "
-                    f"batches are divided; {remedy}"
+                    f"the loss of {first} of the {size} samples of a batch fails ({reason(error)}); {remedy}"
                 ) from error
             if not whole.agrees_with(parts):
                 raise ConfigError(
                     f"the loss cannot be divided: of a batch of {size} samples it is {whole.mean:.6g}, "
-                    f"but {parts.mean:.6g} from its parts of {sizes[0]} and {sizes[1]}; {remedy}"
+                    f"but {parts.mean:.6g} from its parts of {first} and {size - first}; {remedy}"
                 )
 
 
@@ -226,15 +239,17 @@ def _joined(
     model: nn.Module,
     loss_of: Callable[[nn.Module, Batch], Tensor],
     weights: LossWeights,
-    parts: Sequence[Batch],
     batch: Batch,
+    parts: Sequence[Batch],
 ) -> float:
     """Return the loss of a batch from those of its parts."""
     total = weights.of(batch)
-    own = [(part, weights.of(part)) for part in parts]
-    return sum(
-        weights.share(weight, total) * float(loss_of(model, part)) for part, weight in own if weight
-    )
+    loss = 0.0
+    for part in parts:
+        weight = weights.of(part)
+        if weight:
+            loss += weights.share(weight, total) * float(loss_of(model, part))
+    return loss
 
 
 class _Draws:
@@ -242,19 +257,20 @@ class _Draws:
 
     def __init__(self, value_of: Callable[[], float]) -> None:
         values = [self._drawn(value_of, draw) for draw in range(2)]
+        self.error = 0.0
         if values[0] != values[1] and math.isfinite(values[0]):
             values += [self._drawn(value_of, draw) for draw in range(2, _TRIAL_DRAWS)]
+            self.error = statistics.stdev(values) / math.sqrt(len(values))
         self.mean = statistics.fmean(values)
-        self.error = 0.0 if len(values) == 2 else statistics.stdev(values) / math.sqrt(len(values))
 
     def agrees_with(self, other: "_Draws") -> bool:
-        """Whether both means differ by rounding alone, or by what the draws leave open."""
+        """Whether the difference of the means can be rounding, or chance of the draws."""
         if not math.isfinite(self.mean):
-            return True  # training itself reports a loss that is not finite
-        allowed = _TRIAL_TOLERANCE * max(abs(self.mean), 1e-3) + 4.0 * math.hypot(
-            self.error, other.error
-        )
-        return abs(self.mean - other.mean) <= allowed
+            # Training itself reports a loss that is not finite.
+            return True
+        rounding = _TRIAL_TOLERANCE * max(abs(self.mean), 1e-3)
+        chance = 4.0 * math.hypot(self.error, other.error)
+        return abs(self.mean - other.mean) <= rounding + chance
 
     @staticmethod
     def _drawn(value_of: Callable[[], float], draw: int) -> float:

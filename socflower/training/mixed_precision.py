@@ -8,10 +8,10 @@ processors' weights by gamma, w = gamma * w_FP32 + (1 - gamma) * w_INT8.
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.field_rules import OneOf, checked
 from socflower.model_graph import batch_form
 from socflower.model_graph.graph import in_mode
 from socflower.model_graph.model_copy import copied
 from socflower.model_graph.random_state import forked_generator
-from socflower.plain_numbers import plain_numbers
 from socflower.precision import Int8Backend, NativeInt8Backend
 from socflower.precision.cpu_share import (
     MIXING_RULES,
@@ -36,7 +36,14 @@ from socflower.precision.cpu_share import (
 )
 from socflower.training.batch_statistics import require_batch_statistics
 from socflower.training.fp32 import FP32Session, FP32Trainer
-from socflower.training.trainer import Metric, Part, SessionResult, TrainingSpan, require_cpu
+from socflower.training.trainer import (
+    Metric,
+    Part,
+    SessionResult,
+    TrainingSpan,
+    require_cpu,
+    require_images,
+)
 from socflower.wire.message_keys import ALPHA, ALPHA_STEPS, CPU_SHARE
 from socflower.workloads.evaluation import IGNORED
 
@@ -44,8 +51,7 @@ _PROFILED_SAMPLES = 32
 """Number of samples of the first batch on which beta is measured."""
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True)
+@checked
 class MixedPrecisionTrainer:
     """Trains each batch on an FP32 worker (torch) and an INT8 worker (`backend`) in parallel.
 
@@ -60,39 +66,29 @@ class MixedPrecisionTrainer:
 
     arithmetic: ClassVar[str] = "mixed"
     fp32: FP32Trainer = field(default_factory=FP32Trainer)
-    rule: str = "paper"
+    rule: Annotated[str, OneOf(MIXING_RULES)] = "paper"
     backend: Callable[[], Int8Backend] = NativeInt8Backend
     held_out: Tensor | None = None
     npu_ratio: float | None = None
     parallel: bool = True
 
     def __post_init__(self) -> None:
-        if self.rule not in MIXING_RULES:
-            raise ConfigError(
-                f"MixedPrecisionTrainer: rule = {self.rule!r}; use one of {', '.join(MIXING_RULES)}"
-            )
-        if self.fp32.loss is not functional.cross_entropy or self.fp32.loss_weight is not None:
-            raise ConfigError(
-                "MixedPrecisionTrainer: int8 training has the cross-entropy of logits only; leave the "
-                "loss and the loss_weight of its FP32Trainer at their defaults"
-            )
-        if self.fp32.train_step is not None:
-            raise ConfigError(
-                "MixedPrecisionTrainer: the train_step of its FP32Trainer computes a loss that int8 "
-                "training does not have, so that a part of the samples would get another one; leave it "
-                "out, or use FP32Trainer"
-            )
-        if self.fp32.reduction == "ring":
-            raise ConfigError(
-                "MixedPrecisionTrainer: reduction = 'ring' of its FP32Trainer sums the members' "
-                "gradients as a ring does, which int8 gradients do not take part in; use 'always'"
-            )
-        if self.held_out is not None and not len(self.held_out):
-            raise ConfigError(
-                "MixedPrecisionTrainer: held_out has no inputs; give at least one, or None"
-            )
         require_cpu(self.fp32.device, "MixedPrecisionTrainer")
         object.__setattr__(self, "fp32", replace(self.fp32, device="cpu"))
+
+    def check(self) -> None:
+        """Raise `ConfigError` for settings of the FP32Trainer that int8 training does not have."""
+        fp32 = self.fp32
+        is_plain = fp32.loss is functional.cross_entropy and fp32.loss_weight is None
+        if not is_plain or fp32.train_step is not None:
+            raise ConfigError(
+                "int8 training has only the cross-entropy of logits; leave out the loss, loss_weight and "
+                "train_step of the FP32Trainer"
+            )
+        if fp32.reduction == "ring":
+            raise ConfigError("int8 gradients have no order of a ring: use reduction = 'always'")
+        if self.held_out is not None and not len(self.held_out):
+            raise ConfigError("held_out has no inputs; give at least one, or None")
 
     def start(
         self, model: nn.Module, span: TrainingSpan, state: bytes | None = None
@@ -108,13 +104,57 @@ class MixedPrecisionTrainer:
 
 @dataclass(slots=True)
 class _Int8Pass:
-    """The INT8 worker's result of a step; its gradients are still to be multiplied by `weight`."""
+    """The INT8 worker's result of a step; its gradients are still to be multiplied by `weight`.
+
+    `loss` is its part of the batch's mean loss.
+    """
 
     gradients: dict[str, Tensor]
     weight: float
-    loss: float  # its part of the batch's mean loss
+    loss: float
     num_samples: int
     seconds: float
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Samples of a session: all, the CPU's, and the INT8 backend's, besides alpha with the number of its steps.
+
+    A gradient counts when it is applied, since a ring may repeat a pass.
+    """
+
+    applied: int = 0
+    applied_cpu: int = 0
+    since_average: int = 0
+    int8_since_average: int = 0
+    pending: int = 0
+    pending_cpu: int = 0
+    pending_int8: int = 0
+    alphas: list[tuple[float, int]] = field(default_factory=list)
+
+    def apply(self) -> None:
+        """Count the gradient that is applied."""
+        self.applied += self.pending
+        self.applied_cpu += self.pending_cpu
+        self.since_average += self.pending
+        self.int8_since_average += self.pending_int8
+
+    def note_alpha(self, alpha: float) -> None:
+        """Count a step at this alpha."""
+        if self.alphas and self.alphas[-1][0] == alpha:
+            self.alphas[-1] = (alpha, self.alphas[-1][1] + 1)
+        else:
+            self.alphas.append((alpha, 1))
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return the CPU's share of the samples, and each alpha with its steps."""
+        metrics: dict[str, Metric] = {}
+        if self.applied:
+            metrics[CPU_SHARE] = self.applied_cpu / self.applied
+        if self.alphas:
+            metrics[ALPHA] = [alpha for alpha, _ in self.alphas]
+            metrics[ALPHA_STEPS] = [float(steps) for _, steps in self.alphas]
+        return metrics
 
 
 class MixedPrecisionSession:
@@ -128,31 +168,30 @@ class MixedPrecisionSession:
         fp32: FP32Session,
         header: dict[str, Any],
     ) -> None:
-        self._trainer, self._model, self._span, self._fp32 = trainer, model, span, fp32
+        self._trainer = trainer
+        self._model = model
+        self._span = span
+        self._fp32 = fp32
         self._parameters = dict(model.named_parameters())
         every = dict(model.named_parameters(remove_duplicate=False))
         self._aliases = {name: part for name, part in every.items() if name not in self._parameters}
         self._step = span.first_step
         self._backend: Int8Backend | None = None
-        self._worker = (
-            ThreadPoolExecutor(1, thread_name_prefix="int8") if trainer.parallel else None
-        )
+        self._worker: ThreadPoolExecutor | None = None
+        if trainer.parallel:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="int8")
         self._dropped = False
         self._events: list[str] = []
         self._alpha: float | None = header.get("alpha")
         self._alpha_epoch: int | None = header.get("alpha_epoch")
-        self._alphas: list[tuple[float, int]] = []  # (alpha, number of steps)
         self._ratio = ThroughputRatio(*header["seconds"]) if "seconds" in header else None
         self._shares: list[float] = [1.0] * span.num_members
         self._floor = 0.0
-        self._num_samples = self._num_cpu_samples = 0
-        # Of the gradient that is not yet applied: samples, those of the CPU, and those of the INT8 backend. They count
-        # when it is applied, since a ring may repeat a pass.
-        self._gradient_samples, self._num_int8_samples = (0, 0), 0
-        self._int8_samples_since_average = self._samples_since_average = 0
+        self._counts = _Counts()
         self._joules_at_start: float | None = None
 
-    final_in_backward = False  # the INT8 worker's part is added after the FP32 pass
+    # The INT8 worker's part is added after the FP32 pass.
+    final_in_backward = False
 
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Do one synchronous step on both processors of every member; see `TrainingSession.step`."""
@@ -167,40 +206,33 @@ class MixedPrecisionSession:
         _require_labels(parts)
         if num_own and self._trainer.rule != "fp32":
             self._prepare(parts)
-        sizes = [
-            cpu_samples(len(labels), share, self._floor)
-            for (_, labels), share in zip(parts, self._shares, strict=True)
-        ]
-        cpu_parts = [
-            (inputs[:size], labels[:size])
-            for (inputs, labels), size in zip(parts, sizes, strict=True)
-        ]
-        npu_parts = [
-            (inputs[size:], labels[size:])
-            for (inputs, labels), size in zip(parts, sizes, strict=True)
-        ]
+        cpu_parts = []
+        npu_parts = []
+        num_cpu = 0
+        for (inputs, labels), share in zip(parts, self._shares, strict=True):
+            size = cpu_samples(len(labels), share, self._floor)
+            cpu_parts.append((inputs[:size], labels[:size]))
+            npu_parts.append((inputs[size:], labels[size:]))
+            num_cpu += size
         self._fp32.begin()
-        self._num_int8_samples = 0
+        self._counts.pending_int8 = 0
         int8 = self._start_int8(npu_parts, num_samples)
         started_s = time.perf_counter()
         loss = self._fp32.accumulate(cpu_parts, num_samples)
         cpu_s = time.perf_counter() - started_s
         if int8 is not None:
-            loss = loss + self._merge_int8(int8, npu_parts, num_samples, (sum(sizes), cpu_s))
-        self._gradient_samples = (num_own, num_own if self._dropped else sum(sizes))
+            loss = loss + self._merge_int8(int8, npu_parts, num_samples, (num_cpu, cpu_s))
+        self._counts.pending = num_own
+        self._counts.pending_cpu = num_own if self._dropped else num_cpu
         return loss
 
     def apply(self) -> None:
         """Do a step of the FP32 optimiser, and count it."""
         self._fp32.apply()
-        num_samples, num_cpu_samples = self._gradient_samples
         self._step += 1
-        self._num_samples += num_samples
-        self._samples_since_average += num_samples
-        self._int8_samples_since_average += self._num_int8_samples
-        self._num_cpu_samples += num_cpu_samples
+        self._counts.apply()
         if self._alpha is not None and self._trainer.rule != "fp32":
-            self._note_alpha(self._alpha)
+            self._counts.note_alpha(self._alpha)
 
     def disable_momentum(self) -> float:
         """Return the FP32 optimiser's momentum and set it to 0."""
@@ -211,12 +243,7 @@ class MixedPrecisionSession:
         self._average_statistics()
         if self._worker is not None:
             self._worker.shutdown()
-        metrics: dict[str, Metric] = self._npu_energy()
-        if self._num_samples:
-            metrics[CPU_SHARE] = self._num_cpu_samples / self._num_samples
-        if self._alphas:
-            metrics[ALPHA] = [alpha for alpha, _ in self._alphas]
-            metrics[ALPHA_STEPS] = [float(steps) for _, steps in self._alphas]
+        metrics = self._npu_energy() | self._counts.metrics()
         return SessionResult(state=self.state(), metrics=metrics, events=tuple(self._events))
 
     def state(self) -> bytes:
@@ -234,8 +261,10 @@ class MixedPrecisionSession:
             if self._backend is None and not self._dropped:
                 self._build_backend(next(inputs for inputs, labels in parts if len(labels)))
         except ConfigError:
-            raise  # a model or inputs that int8 cannot run: the caller's mistake
-        except Exception as error:  # a vendor's runtime may raise anything
+            # Int8 cannot run the model or the inputs: a mistake of the caller.
+            raise
+        except Exception as error:
+            # A vendor's runtime may raise anything.
             self._drop_backend(error)
         try:
             if not self._dropped:
@@ -245,53 +274,42 @@ class MixedPrecisionSession:
         if self._dropped:
             return
         assert self._alpha is not None
-        ratios = (
-            self._span.npu_ratios
-            or [self._ratio.beta if self._ratio else 0.0] * self._span.num_members
-        )
+        beta = self._ratio.beta if self._ratio else 0.0
+        ratios = self._span.npu_ratios or [beta] * self._span.num_members
         self._shares = [cpu_share(self._trainer.rule, self._alpha, ratio) for ratio in ratios]
         self._floor = accuracy_floor(self._trainer.rule, self._alpha)
 
     def _build_backend(self, inputs: Tensor) -> None:
-        if inputs.dim() != 4:
-            raise ConfigError(
-                f"mixed precision: int8 training takes images (n, channels, height, width), got inputs "
-                f"of shape {tuple(inputs.shape)}; use FP32Trainer"
-            )
+        channels, height, width = require_images(inputs.shape[1:], "MixedPrecisionTrainer")
         held_out = self._trainer.held_out
         if held_out is not None and held_out.shape[1:] != inputs.shape[1:]:
             raise ConfigError(
-                f"mixed precision: held_out has inputs of shape {tuple(held_out.shape[1:])}, but "
+                f"MixedPrecisionTrainer: held_out has inputs of shape {tuple(held_out.shape[1:])}, but "
                 f"training has {tuple(inputs.shape[1:])}; hold out samples of the same data"
             )
         require_batch_statistics(self._model, "MixedPrecisionTrainer")
-        channels, height, width = inputs.shape[1:]
         self._backend = self._trainer.backend()
         self._backend.build(self._model, (channels, height, width))
         if self._fp32.accumulates_gradients and not self._backend.hands_out_gradients:
             raise ConfigError(
-                f"mixed precision: {self._backend.name} hands out differences of rounded weights, whose "
-                "noise momentum adds up: such a training stays at chance; give the FP32Trainer "
-                "optimizer=sgd(learning_rate, momentum=0.0), or leave the backend at its default, which "
-                "hands out gradients"
+                f"MixedPrecisionTrainer: momentum adds up the rounding noise of {self._backend.name}; give "
+                "the FP32Trainer optimizer=sgd(learning_rate, momentum=0.0), or leave backend out"
             )
         # In the middle of an epoch alpha is known, and no measurement would load the running statistics.
         self._backend.load_weights(self._weights(with_statistics=True), seed=self._seed)
         self._joules_at_start = self._backend.energy_j()
 
     def _measure(self, parts: Sequence[Part]) -> None:
-        """Measure alpha at the begin of an epoch, and beta if it is needed and unknown."""
+        """Measure alpha at the beginning of an epoch, and beta if it is needed and unknown."""
         epoch = self._step // self._span.steps_per_epoch
         if self._alpha_epoch != epoch:
             self._average_statistics()
             if self._dropped:
                 return
-            self._alpha, self._alpha_epoch = self._measure_alpha(parts), epoch
-        if (
-            self._ratio is None
-            and not self._span.npu_ratios
-            and self._trainer.rule in RULES_BY_THROUGHPUT
-        ):
+            self._alpha = self._measure_alpha(parts)
+            self._alpha_epoch = epoch
+        is_needed = self._trainer.rule in RULES_BY_THROUGHPUT and not self._span.npu_ratios
+        if self._ratio is None and is_needed:
             # The measurement must not advance the generator of the model's random layers.
             with forked_generator():
                 self._ratio = self._measure_ratio(parts)
@@ -311,29 +329,29 @@ class MixedPrecisionSession:
         assert self._backend is not None
         inputs = torch.cat([inputs for inputs, _ in parts])[:_PROFILED_SAMPLES]
         labels = torch.cat([labels for _, labels in parts])[:_PROFILED_SAMPLES]
-        replica = copied(self._model)
-        fp32 = self._trainer.fp32.start(replica, TrainingSpan())
+        size = len(labels)
+        fp32 = self._trainer.fp32.start(copied(self._model), TrainingSpan())
         weights = self._weights(with_statistics=True)
-        known = self._backend.samples_per_s(len(labels))
-        fastest: list[float] = []
+        known = self._backend.samples_per_s(size)
+        cpu_s = npu_s = math.inf
         for attempt in range(3):
             self._backend.load_weights(weights, seed=-1 - attempt)
-            int8 = (
-                self._submit(lambda: self._int8_seconds(inputs, labels)) if known is None else None
-            )
+            int8 = None
+            if known is None:
+                int8 = self._submit(lambda: self._int8_seconds(inputs, labels))
             started_s = time.perf_counter()
             fp32.begin()
-            fp32.accumulate([(inputs, labels)], len(labels))
-            cpu_s = time.perf_counter() - started_s
-            npu_s = int8.result() if int8 is not None else len(labels) / (known or 1.0)
+            fp32.accumulate([(inputs, labels)], size)
+            seconds = time.perf_counter() - started_s
+            int8_s = size / known if known else 0.0
+            if int8 is not None:
+                int8_s = int8.result()
             # The first run builds graphs and fills caches.
             if attempt:
-                fastest = [
-                    min(pair)
-                    for pair in zip(fastest or [cpu_s, npu_s], [cpu_s, npu_s], strict=True)
-                ]
+                cpu_s = min(cpu_s, seconds)
+                npu_s = min(npu_s, int8_s)
         self._backend.load_weights(weights, seed=self._seed)
-        return ThroughputRatio(fastest[0] / len(labels), fastest[1] / len(labels))
+        return ThroughputRatio(cpu_s / size, npu_s / size)
 
     def _int8_seconds(self, inputs: Tensor, labels: Tensor) -> float:
         assert self._backend is not None
@@ -349,16 +367,11 @@ class MixedPrecisionSession:
             return {}
         try:
             joules = self._backend.energy_j()
-        except Exception as error:  # a vendor's runtime may raise anything
+        except Exception as error:
+            # A vendor's runtime may raise anything.
             self._drop_backend(error)
             return {}
         return {} if joules is None else {"npu-energy-j": joules - self._joules_at_start}
-
-    def _note_alpha(self, alpha: float) -> None:
-        if self._alphas and self._alphas[-1][0] == alpha:
-            self._alphas[-1] = (alpha, self._alphas[-1][1] + 1)
-        else:
-            self._alphas.append((alpha, 1))
 
     # ------------------------------------------------------------------------------------------ the INT8 worker
 
@@ -373,7 +386,9 @@ class MixedPrecisionSession:
             return None
         assert self._backend is not None
         # Drawn here and not in the worker, which runs in parallel to the CPU's random layers.
-        draws = [int(torch.randint(2**62, ())) if self._backend.draws else None for _ in present]
+        draws: list[int | None] = [None] * len(present)
+        if self._backend.draws:
+            draws = [int(torch.randint(2**62, ())) for _ in present]
         return self._submit(lambda: self._int8_work(present, draws, num_samples))
 
     def _submit(self, work: Callable[[], Any]) -> "Future[Any]":
@@ -394,11 +409,13 @@ class MixedPrecisionSession:
         assert backend is not None
         started_s = time.perf_counter()
         weights = self._weights()
-        others = {*self._aliases, *(name for name, _ in self._model.named_buffers())}
-        rate = self._fp32.learning_rate or 1.0  # at rate 0 the weights would not change
+        # At rate 0 the weights would not change.
+        rate = self._fp32.learning_rate or 1.0
         progress = min(1.0, self._step / max(1, self._span.total_steps))
+        is_alone = len(present) == 1
         total: dict[str, Tensor] = {}
-        loss, num_done = 0.0, 0
+        loss = 0.0
+        num_done = 0
         for (inputs, labels), draw in zip(present, draws, strict=True):
             backend.load_weights(weights, seed=self._seed)
             if draw is not None:
@@ -407,12 +424,11 @@ class MixedPrecisionSession:
                 _images(inputs), _labels(labels), learning_rate=rate, progress=progress
             )
             share = len(labels) / num_samples
-            for name, array in backend.pseudo_gradient(weights, learning_rate=rate).items():
-                if name in others or not (parameter := self._parameters[name]).requires_grad:
-                    continue  # a frozen one may have changed in the accelerator; it is loaded again in the next step
-                gradient = torch.from_numpy(array).to(parameter.dtype).reshape(parameter.shape)
-                if len(present) == 1:
-                    total[name] = gradient  # no copy: it is unchanged until the backend's next step
+            gradients = backend.pseudo_gradient(weights, learning_rate=rate)
+            for name, gradient in self._trained(gradients):
+                if is_alone:
+                    # No copy: it is unchanged until the backend's next step.
+                    total[name] = gradient
                 elif name in total:
                     total[name].add_(gradient, alpha=share)
                 else:
@@ -423,11 +439,27 @@ class MixedPrecisionSession:
             # Checking the sum is faster than checking all elements.
             if not math.isfinite(float(gradient.sum())):
                 raise TrainingFailed(f"its gradient of {name} is not finite")
-        weight = num_done / num_samples if len(present) == 1 else 1.0
         seconds = time.perf_counter() - started_s
-        # A configured throughput differs from that of this machine, which emulates the accelerator.
+        # If the throughput is given, this machine only emulates the accelerator, and its own time does not count.
         known = backend.samples_per_s(num_done) if self._ratio is not None else None
-        return _Int8Pass(total, weight, loss, num_done, num_done / known if known else seconds)
+        return _Int8Pass(
+            gradients=total,
+            weight=num_done / num_samples if is_alone else 1.0,
+            loss=loss,
+            num_samples=num_done,
+            seconds=num_done / known if known else seconds,
+        )
+
+    def _trained(self, gradients: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the gradients of trained parameters, in their types and shapes.
+
+        The accelerator may have changed frozen parameters in its copy; they are loaded again in the next step.
+        """
+        others = {*self._aliases, *(name for name, _ in self._model.named_buffers())}
+        for name, array in gradients.items():
+            if name not in others and (parameter := self._parameters[name]).requires_grad:
+                gradient = torch.from_numpy(array).to(parameter.dtype)
+                yield name, gradient.reshape(parameter.shape)
 
     def _merge_int8(
         self,
@@ -441,7 +473,8 @@ class MixedPrecisionSession:
             work = future.result()
             if not math.isfinite(work.loss):
                 raise TrainingFailed(f"its loss is {work.loss}")
-        except Exception as error:  # a vendor's runtime may raise anything
+        except Exception as error:
+            # A vendor's runtime may raise anything.
             self._drop_backend(error)
             return self._fp32.accumulate(parts, num_samples)
         for name, gradient in work.gradients.items():
@@ -450,7 +483,7 @@ class MixedPrecisionSession:
                 parameter.grad = gradient * work.weight
             else:
                 parameter.grad.add_(gradient, alpha=work.weight)
-        self._num_int8_samples = work.num_samples
+        self._counts.pending_int8 = work.num_samples
         if self._ratio is not None:
             self._ratio.note(cpu=cpu, npu=(work.num_samples, work.seconds))
         return torch.tensor(work.loss)
@@ -479,39 +512,39 @@ class MixedPrecisionSession:
     def _average_statistics(self) -> None:
         """Average running statistics over members and then processors, by the samples that each has seen (F3)."""
         self._fp32.average_statistics()
-        buffers = {
-            name: buffer
-            for name, buffer in self._model.named_buffers()
-            if buffer.is_floating_point()
-        }
-        if (
-            buffers
-            and self._int8_samples_since_average
-            and self._backend is not None
-            and not self._dropped
-        ):
-            share = self._int8_samples_since_average / self._samples_since_average
-            try:
-                seen = {
-                    name: torch.from_numpy(np.array(array))
-                    for name, array in self._backend.weights().items()
-                    if name in buffers
-                }
-                if not all(bool(torch.isfinite(statistic).all()) for statistic in seen.values()):
-                    raise TrainingFailed("its running statistics are not finite")
-            except Exception as error:  # a vendor's runtime may raise anything; then only the CPU's statistics are used
-                self._drop_backend(error)
-                seen = {}
-            for name, statistic in seen.items():
-                buffers[name].lerp_(statistic.to(buffers[name].dtype), share)
-        self._int8_samples_since_average = self._samples_since_average = 0
+        counts = self._counts
+        if counts.int8_since_average and self._backend is not None and not self._dropped:
+            share = counts.int8_since_average / counts.since_average
+            for buffer, statistic in self._int8_statistics(self._backend):
+                buffer.lerp_(statistic.to(buffer.dtype), share)
+        counts.int8_since_average = counts.since_average = 0
+
+    def _int8_statistics(self, backend: Int8Backend) -> list[tuple[Tensor, Tensor]]:
+        """Return each running statistic of the model with that of the backend; none if the backend fails."""
+        named = self._model.named_buffers()
+        buffers = {name: buffer for name, buffer in named if buffer.is_floating_point()}
+        if not buffers:
+            return []
+        try:
+            seen = {
+                name: torch.from_numpy(np.array(array))
+                for name, array in backend.weights().items()
+                if name in buffers
+            }
+            if not all(bool(torch.isfinite(statistic).all()) for statistic in seen.values()):
+                raise TrainingFailed("its running statistics are not finite")
+        except Exception as error:
+            # A vendor's runtime may raise anything.
+            self._drop_backend(error)
+            return []
+        return [(buffers[name], statistic) for name, statistic in seen.items()]
 
 
 def _require_labels(parts: Sequence[Part]) -> None:
     if any(bool((labels == IGNORED).any()) for _, labels in parts):
         raise ConfigError(
-            f"MixedPrecisionTrainer: some labels are {IGNORED}, which FP32 training ignores and int8 "
-            "training cannot; leave such samples out, or use FP32Trainer"
+            f"MixedPrecisionTrainer: int8 training cannot ignore labels of {IGNORED}; leave such samples "
+            "out, or use FP32Trainer"
         )
 
 

@@ -1,4 +1,4 @@
-"""What of a model travels: the parameters that train, and buffers; frozen parameters stay where they are."""
+"""The part of a model that nodes exchange: trainable parameters and buffers, without frozen parameters."""
 
 import hashlib
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def num_bytes_of(model: nn.Module) -> int:
 
 
 def untrained_names(model: nn.Module) -> list[str]:
-    """Return the names in the state dict of what no optimiser steps: buffers and frozen parameters."""
+    """Return the names of the entries of the state dict that no optimiser changes: buffers and frozen parameters."""
     return [
         name
         for name, entry in model.state_dict(keep_vars=True).items()
@@ -50,21 +50,14 @@ def load_trainable_state(model: nn.Module, arrays: Mapping[str, Tensor]) -> None
     Raises `ConfigError` for a tensor that the model does not have, or has in another shape, and for a trainable
     parameter or buffer that is missing.
     """
-    own = model.state_dict()
-    for name, tensor in arrays.items():
-        if name not in own:
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    sent = {name: tuple(tensor.shape) for name, tensor in arrays.items()}
+    for name in [*sent, *trainable_state(model)]:
+        if own.get(name) != sent.get(name):
             raise ConfigError(
-                f"{_MODELS_DIFFER}: {type(model).__name__} has no {name!r}, which was sent"
+                f"{type(model).__name__} of this node is not the server's: {name!r} has the shape "
+                f"{own.get(name, 'of nothing')} here and {sent.get(name, 'of nothing')} there"
             )
-        if own[name].shape != tensor.shape:
-            raise ConfigError(
-                f"{_MODELS_DIFFER}: {name!r} has the shape {tuple(own[name].shape)} and was sent with "
-                f"{tuple(tensor.shape)}"
-            )
-    if missing := [name for name in trainable_state(model) if name not in arrays]:
-        raise ConfigError(
-            f"{_MODELS_DIFFER}: {missing[0]!r} is trained, or a buffer, and was not sent"
-        )
     model.load_state_dict(arrays, strict=False)
 
 
@@ -75,19 +68,14 @@ def require_same_base(own: str, expected: str | None, config_key: str) -> None:
     """
     if own and expected is None:
         raise ConfigError(
-            "the model has frozen parameters, which were not sent; so that every node can check that "
-            f"its own are the server's, give ConfigRecord({{{config_key!r}: frozen_digest(model)}}) "
-            "as train_config, and as evaluate_config if clients evaluate"
+            "the model has frozen parameters, which were not sent; so that nodes can compare theirs, give "
+            f"ConfigRecord({{{config_key!r}: frozen_digest(model)}}) as train_config and evaluate_config"
         )
     if expected is not None and own != expected:
         raise ConfigError(
-            f"the frozen parameters of this node are not the server's: their digest is "
-            f"{own[:12] or 'of nothing'}, and the server's {expected[:12]}; load the same ones in "
-            "model_fn, or make them with the same seed"
+            "the frozen parameters of this node are not the server's: their digest is "
+            f"{own[:12] or 'of nothing'}, and the server's {expected[:12]}; load or make the same ones"
         )
-
-
-_MODELS_DIFFER = "the model of this node is not the server's"
 
 
 def frozen_digest(model: nn.Module) -> str:
@@ -96,6 +84,7 @@ def frozen_digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name in sorted(frozen):
         tensor = frozen[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        header = f"{name} {tensor.dtype} {tuple(tensor.shape)}\n"
+        digest.update(header.encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest() if frozen else ""

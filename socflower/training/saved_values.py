@@ -27,7 +27,7 @@ _READABLE = (
 
 
 def plain(value: Any) -> Any:
-    """Return a state with tensors on the CPU and numbers of NumPy as those of Python, in dicts, lists and tuples.
+    """Return a state with tensors on the CPU and NumPy's numbers as Python's, in dicts, lists and tuples.
 
     A schedule by `np.cos` makes the learning rate a `np.float64`, which `torch.load(weights_only=True)` refuses.
     """
@@ -59,15 +59,14 @@ def from_bytes(saved: bytes) -> dict[str, Any]:
 
 
 def require_readable(state: Mapping[str, Any], where: str) -> None:
-    """Raise `ConfigError` for a state that would be saved and not read back, in the name of its first such value."""
+    """Raise `ConfigError`, with the first such value, for a state that can be saved but not read back."""
     try:
         from_bytes(to_bytes(state))
     except Exception as error:
-        found = next(_unreadable(plain(state)), ("a value", type(error)))
-        path, kind = found
+        path, kind = next(_unreadable(plain(state)), ("a value", type(error)))
         raise ConfigError(
-            f"{where}: its state has {path} of type {kind.__name__}, which can be saved but not read "
-            "back; make it a number, a text or a tensor"
+            f"{where}: its state has {path} of type {kind.__name__}, which cannot be read back; make it a "
+            "number, a text or a tensor"
         ) from error
 
 

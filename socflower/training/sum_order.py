@@ -20,26 +20,27 @@ from socflower.model_graph.torch_device import host_buffer
 
 @dataclass(slots=True)
 class GradientBucket:
-    """Parameters whose gradients are exchanged together, with their buffer."""
+    """Parameters whose gradients are exchanged together, with their buffer.
+
+    `buffer` is flat and on the CPU, and separate from the gradients, so that a failed reduction does not corrupt them.
+    `gradients` is the same on the parameters' device; on the CPU it is the buffer itself. `views` has one view of it
+    like each parameter, `strides` those of the parameters when the views were made. `stored` tells for each parameter
+    whether its gradient is in the buffer.
+    """
 
     parameters: list[nn.Parameter]
-    buffer: (
-        Tensor  # flat, on the CPU; separate, so that a failed reduction does not corrupt gradients
-    )
-    gradients: Tensor  # the same on the parameters' device; on the CPU, the buffer itself
-    views: list[Tensor]  # of `gradients`, one like each parameter
-    strides: list[tuple[int, ...]]  # of the parameters, when the views were created
-    stored: list[bool] = field(
-        default_factory=list
-    )  # by parameter, whether its gradient is in the buffer
+    buffer: Tensor
+    gradients: Tensor
+    views: list[Tensor]
+    strides: list[tuple[int, ...]]
+    stored: list[bool] = field(default_factory=list)
     num_missing: int = 0
 
     def has_current_layout(self) -> bool:
         """Whether the parameters still have the layout of the views, and are on their device."""
-        return (
-            all(parameter.device == self.gradients.device for parameter in self.parameters)
-            and [parameter.stride() for parameter in self.parameters] == self.strides
-        )
+        if any(parameter.device != self.gradients.device for parameter in self.parameters):
+            return False
+        return [parameter.stride() for parameter in self.parameters] == self.strides
 
     def clear(self) -> None:
         """Mark all gradients as missing."""
@@ -58,7 +59,8 @@ class GradientBucket:
 
     def store_gradient(self, position: int) -> None:
         """Move a gradient to the buffer; without a gradient, as for a member without samples, zeros."""
-        parameter, view = self.parameters[position], self.views[position]
+        parameter = self.parameters[position]
+        view = self.views[position]
         if parameter.grad is None:
             view.zero_()
         elif parameter.grad is not view:
@@ -106,7 +108,8 @@ class RingOrderSum:
 
 def sum_in_ring_order(buffers: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Return the result of `all_reduce` over these buffers of all members, bit for bit."""
-    total, size = np.empty_like(buffers[0]), len(buffers)
+    total = np.empty_like(buffers[0])
+    size = len(buffers)
     bounds = [len(total) * part // size for part in range(size + 1)]
     for part in range(size):
         within = slice(bounds[part], bounds[part + 1])
@@ -124,22 +127,19 @@ def make_buckets(model: nn.Module, num_buckets: int) -> list[GradientBucket]:
 
 def make_bucket(parameters: Sequence[nn.Parameter]) -> GradientBucket:
     """Return a bucket of parameters of one type on one device, with an empty buffer."""
-    size, like = sum(parameter.numel() for parameter in parameters), parameters[0]
-    buffer = host_buffer(size, like.dtype, like.device)
-    gradients = (
-        buffer
-        if like.device.type == "cpu"
-        else torch.zeros(size, dtype=like.dtype, device=like.device)
-    )
+    size = sum(parameter.numel() for parameter in parameters)
+    like = parameters[0]
+    buffer = gradients = host_buffer(size, like.dtype, like.device)
+    if like.device.type != "cpu":
+        gradients = torch.zeros(size, dtype=like.dtype, device=like.device)
     views = []
     start = 0
     for parameter in parameters:
         # In the parameter's own layout, copying and reading the gradient is one contiguous pass.
         views.append(torch.as_strided(gradients, parameter.size(), _strides(parameter), start))
         start += parameter.numel()
-    return GradientBucket(
-        list(parameters), buffer, gradients, views, [parameter.stride() for parameter in parameters]
-    )
+    strides = [parameter.stride() for parameter in parameters]
+    return GradientBucket(list(parameters), buffer, gradients, views, strides)
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
@@ -155,13 +155,9 @@ def _strides(parameter: Tensor) -> tuple[int, ...]:
 
 def _parts(parameters: Sequence[nn.Parameter], num_parts: int) -> list[list[nn.Parameter]]:
     """Split a sequence of parameters into non-empty runs of about equal bytes, each of one type on one device."""
-    starts = {
-        *bucket_starts([parameter.nbytes for parameter in parameters], num_parts),
-        *(
-            index
-            for index, (before, after) in enumerate(pairwise(parameters), start=1)
-            if (before.dtype, before.device) != (after.dtype, after.device)
-        ),
-    }
+    starts = set(bucket_starts([parameter.nbytes for parameter in parameters], num_parts))
+    for index, (before, after) in enumerate(pairwise(parameters), start=1):
+        if (before.dtype, before.device) != (after.dtype, after.device):
+            starts.add(index)
     bounds = [*sorted(starts), len(parameters)]
     return [list(parameters[start:end]) for start, end in pairwise(bounds)]

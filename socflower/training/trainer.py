@@ -17,7 +17,7 @@ from socflower.precision.int8.batch_share import BatchPeers
 from socflower.workloads.data_source import DataSource
 
 Part: TypeAlias = Batch
-"""One member's share of a batch: often (inputs, labels), else as the data's collate function has it; `()` if none."""
+"""One member's share of a batch: (inputs, labels), or a batch of the data's collate function; `()` without samples."""
 
 Metric: TypeAlias = float | list[float]
 
@@ -25,33 +25,35 @@ Metric: TypeAlias = float | list[float]
 @plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSpan:
-    """The steps of a training that a session does, and the number of members of its group."""
+    """The steps of a training that a session does, and the number of members of its group.
+
+    `first_step` counts from the start of training, which has `total_steps`. `proximal_mu` is that of FedProx: the
+    loss grows by mu / 2 times the squared distance from the received weights. `seed` is that of the random numbers
+    which all members share; if it is empty, they come from torch's global generator. `npu_ratios` has each member's
+    beta (F10); if it is empty, the client measures it.
+    """
 
     num_members: int = 1
-    first_step: int = 0  # counted from the start of training
-    total_steps: int = 1  # of the whole training
+    first_step: int = 0
+    total_steps: int = 1
     steps_per_epoch: int = 1
-    proximal_mu: float = (
-        0.0  # of FedProx: the loss grows by mu / 2 times the squared way from the received weights
-    )
-    seed: tuple[
-        int, ...
-    ] = ()  # of random numbers that all members share; empty: torch's global generator has them
-    npu_ratios: tuple[
-        float, ...
-    ] = ()  # each member's NPU share of its throughput (F10); empty: the client measures it
+    proximal_mu: float = 0.0
+    seed: tuple[int, ...] = ()
+    npu_ratios: tuple[float, ...] = ()
 
 
 @plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionResult:
-    """The result of a session, besides the trained model."""
+    """The result of a session, besides the trained model.
 
-    state: bytes  # to resume from
-    metrics: Mapping[str, Metric] = field(
-        default_factory=dict
-    )  # for the reply, besides loss and samples
-    events: tuple[str, ...] = ()  # failures that were recovered from, a line each
+    A later session resumes from `state`. `metrics` go into the reply, besides loss and number of samples; `events`
+    are the failures that the session recovered from, one line each.
+    """
+
+    state: bytes
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    events: tuple[str, ...] = ()
 
 
 class TrainingSession(Protocol):
@@ -176,8 +178,8 @@ class JointSession(TrainingSession, Protocol):
 class Trainer(Protocol):
     """Starts training sessions.
 
-    Where a trainer computes on another device than the CPU, its `device` is the device's name; where it trains in
-    another arithmetic than FP32, its `arithmetic` is "int8" or "mixed".
+    A trainer that computes on another device than the CPU has its name as `device`. One that trains in another
+    arithmetic than FP32 has "int8" or "mixed" as `arithmetic`.
     """
 
     def start(
@@ -196,39 +198,39 @@ def training_device(trainer: Trainer) -> torch.device:
 
 
 def arithmetic_of(trainer: Trainer) -> str:
-    """Return the arithmetic that a trainer trains in, as of `DeviceReport`."""
+    """Return the arithmetic that a trainer trains in, as `DeviceReport` names it."""
     return str(getattr(trainer, "arithmetic", ""))
 
 
 def require_cpu(device: str, trainer: str) -> None:
     """Raise `ConfigError` in the name of a trainer with integer kernels for a device other than "auto" and "cpu"."""
     if device not in (AUTO, "cpu"):
+        raise ConfigError(f"{trainer}: device = {device!r}, but int8 runs on the CPU; leave it out")
+
+
+def require_images(shape: Sequence[int], trainer: str) -> Sequence[int]:
+    """Return the shape of a sample; raise `ConfigError` if it is not (channels, height, width)."""
+    if len(shape) != 3:
         raise ConfigError(
-            f"{trainer}: device = {device!r}, but its integer kernels run on the CPU; leave it out, or "
-            "use FP32Trainer"
+            f"{trainer}: int8 training takes images (n, channels, height, width), not inputs of shape "
+            f"{('n', *shape)}; use FP32Trainer"
         )
+    return shape
 
 
 def mean_loss(losses: Sequence[Tensor]) -> float:
     """Return the mean of the losses of steps, 0 without any; the only place that waits for the device."""
-    return (
-        float(torch.stack([loss.to(losses[-1].device) for loss in losses]).mean())
-        if losses
-        else 0.0
-    )
+    if not losses:
+        return 0.0
+    device = losses[-1].device
+    return float(torch.stack([loss.to(device) for loss in losses]).mean())
 
 
 def require_trained_parameters(model: nn.Module) -> None:
     """Raise `ConfigError` for a model without trainable parameters."""
-    parameters = list(model.parameters())
-    if not any(parameter.requires_grad for parameter in parameters):
-        what = (
-            "has no parameters"
-            if not parameters
-            else "has all of its parameters frozen (requires_grad is False)"
-        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            f"{type(model).__name__} {what}: there is nothing to train; leave at least one trainable"
+            f"{type(model).__name__} has no parameter with requires_grad: there is nothing to train"
         )
 
 

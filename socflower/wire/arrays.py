@@ -12,44 +12,30 @@ from numpy.typing import NDArray
 
 _INDEX_LENGTH = struct.Struct("<I")
 _LONGEST_INDEX_BYTES = 16 << 20
-_DTYPES = {
-    name: np.dtype(name)
-    for name in (
-        "float16",
-        "float32",
-        "float64",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "bool",
-    )
-}
+_NAMES = (
+    *("float16", "float32", "float64", "int8", "int16", "int32", "int64"),
+    *("uint8", "uint16", "uint32", "uint64", "bool"),
+)
+_DTYPES = {name: np.dtype(name) for name in _NAMES}
 _LARGEST_RANK = 16
 _MOST_ELEMENTS = 1 << 40
 
 
 class MalformedBytes(ValueError):
-    """Bytes from a peer or a file that are not what they should be; the text, one line, says what is wrong."""
+    """Invalid bytes from a peer or a file; the text is one line."""
 
 
 def array_to_bytes(array: NDArray[Any]) -> memoryview:
     """Return an array's elements in C order, little-endian; a view if the array already has this layout."""
     # ascontiguousarray would make a vector of a scalar, hence the reshape.
     flat: NDArray[Any] = np.ascontiguousarray(array).reshape(-1)
-    return (
-        flat.astype(flat.dtype.newbyteorder("<"), copy=False).view(np.uint8).data
-        if flat.size
-        else memoryview(b"")
-    )
+    if not flat.size:
+        return memoryview(b"")
+    return flat.astype(flat.dtype.newbyteorder("<"), copy=False).view(np.uint8).data
 
 
 def array_type(array: NDArray[Any], name: str = "array") -> str:
-    """Return the name of an array's type. Raises `TypeError` for elements that are no numbers."""
+    """Return the name of an array's type. Raises `TypeError` for elements other than numbers."""
     found: str = array.dtype.newbyteorder("=").name
     if found not in _DTYPES:
         raise TypeError(f"{name}: elements of type {array.dtype} do not travel")
@@ -65,12 +51,10 @@ def array_num_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def check_shape(shape: Sequence[int]) -> None:
-    """Raise `MalformedBytes` if no array has that shape; also for one without elements, whose sizes bound nothing."""
-    if (
-        len(shape) > _LARGEST_RANK
-        or not all(type(size) is int and size >= 0 for size in shape)
-        or math.prod(max(size, 1) for size in shape) > _MOST_ELEMENTS
-    ):
+    """Raise `MalformedBytes` if no array has that shape."""
+    is_size = len(shape) <= _LARGEST_RANK and all(type(size) is int and size >= 0 for size in shape)
+    # An empty array has no bytes that would bound its other sizes, hence a 1 for each 0.
+    if not is_size or math.prod(max(size, 1) for size in shape) > _MOST_ELEMENTS:
         raise MalformedBytes(f"a tensor of shape {str(list(shape[:5]))[:80]}")
 
 
@@ -96,35 +80,22 @@ def pack_arrays(arrays: Mapping[str, NDArray[Any]]) -> list[memoryview]:
 
     Raises `TypeError` for arrays of other than numbers.
     """
-    index = json.dumps(
-        [[name, array_type(array, name), array.shape] for name, array in arrays.items()]
-    ).encode()
-    return [
-        memoryview(_INDEX_LENGTH.pack(len(index)) + index),
-        *map(array_to_bytes, arrays.values()),
-    ]
+    entries = [[name, array_type(array, name), array.shape] for name, array in arrays.items()]
+    index = json.dumps(entries).encode()
+    head = memoryview(_INDEX_LENGTH.pack(len(index)) + index)
+    return [head, *map(array_to_bytes, arrays.values())]
 
 
 def unpack_arrays(body: memoryview) -> dict[str, NDArray[Any]]:
     """Return what `pack_arrays` packed, as arrays that may be written to; `MalformedBytes` for anything else.
 
-    Types, shapes and sizes are checked before anything is allocated: the arrays have as many bytes as `body` at most.
+    Types, shapes and sizes are checked before anything is allocated: the arrays have at most as many bytes as `body`.
     """
     length = _INDEX_LENGTH.unpack_from(body)[0] if body.nbytes >= _INDEX_LENGTH.size else math.inf
     if length > min(body.nbytes - _INDEX_LENGTH.size, _LONGEST_INDEX_BYTES):
         raise MalformedBytes("arrays without an index")
     start = _INDEX_LENGTH.size + int(length)
-    try:
-        index = [
-            (name, dtype, shape, array_num_bytes(dtype, shape))
-            for name, dtype, shape in json.loads(bytes(body[_INDEX_LENGTH.size : start]))
-        ]
-        if len({name for name, *_ in index if isinstance(name, str)}) != len(index):
-            raise MalformedBytes("arrays of which two have one name, or one has none")
-    except MalformedBytes:
-        raise
-    except (ValueError, TypeError, RecursionError):
-        raise MalformedBytes("arrays whose index cannot be read") from None
+    index = _read_index(bytes(body[_INDEX_LENGTH.size : start]))
     if start + sum(num_bytes for *_, num_bytes in index) != body.nbytes:
         raise MalformedBytes(f"{body.nbytes} bytes of arrays, which is not what their index says")
     arrays: dict[str, NDArray[Any]] = {}
@@ -132,3 +103,20 @@ def unpack_arrays(body: memoryview) -> dict[str, NDArray[Any]]:
         arrays[name] = array_from_bytes(dtype, shape, body[start : start + num_bytes]).copy()
         start += num_bytes
     return arrays
+
+
+def _read_index(text: bytes) -> list[tuple[str, str, list[int], int]]:
+    """Return name, type, shape and size in bytes of each array."""
+    try:
+        index = [
+            (name, dtype, shape, array_num_bytes(dtype, shape))
+            for name, dtype, shape in json.loads(text)
+        ]
+        num_names = len({name for name, *_ in index if isinstance(name, str)})
+    except MalformedBytes:
+        raise
+    except (ValueError, TypeError, RecursionError):
+        raise MalformedBytes("arrays whose index cannot be read") from None
+    if num_names != len(index):
+        raise MalformedBytes("arrays of which two have one name, or one has none")
+    return index

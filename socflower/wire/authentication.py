@@ -1,13 +1,14 @@
-"""Who may call, by gRPC interceptors on both sides; nothing of a call is read before its caller is known.
+"""Authentication of callers by gRPC interceptors on both sides; no message is read before its caller is known.
 
-With TLS each call carries its caller's name and token, which the encryption hides. Without TLS (on a trusted network) a
-token never travels. A call carries an HMAC made with it over method, caller, receiver and a number that is used once;
-keys for this call alone are derived from the same, and every message, in both directions, carries a tag (GMAC) over
-its position and its bytes. So without the token nobody can call or answer, recorded calls cannot be replayed, and no
-message can be changed, left out or moved. Messages can be read: encryption needs TLS.
+With TLS each call carries its caller's name and token, which the encryption hides.
 
-The receiver is a name that both sides know, or a challenge: 16 random bytes of the server's process, which clients ask
-for, so that calls recorded before a restart cannot be replayed either.
+Without TLS (on a trusted network) the token is never sent. A call carries an HMAC, keyed by the token, of method,
+caller, receiver and a nonce. Keys for this call alone are derived from the same values, and every message, in both
+directions, carries a tag (GMAC) of its position and its bytes. So nobody without the token can call or answer, a
+recorded call cannot be replayed, and no message can be changed, left out or moved. Messages are not encrypted.
+
+The receiver is a name that both sides know, or a challenge: 16 random bytes of the server's process. Clients ask for
+the challenge, so that calls that were recorded before a restart cannot be replayed either.
 """
 
 import hmac
@@ -26,19 +27,22 @@ from socflower.wire.secure_channel import PeerNotReady, PeerRefused
 
 
 class ForgedAnswer(PeerRefused):
-    """An answer of somebody who does not know the token, or one that was changed."""
+    """An answer that was made without the token, or changed."""
 
 
 OVERHEAD_BYTES = 32
-"""What authentication adds to a message at most."""
+"""The most bytes that authentication adds to a message."""
 
 _CALLER_KEY, _TOKEN_KEY, _HELLO_KEY = "socflower-caller", "socflower-token", "socflower-hello-bin"
 _NUM_NONCE, _NUM_RECEIVER, _NUM_MAC, _NUM_TAG = 16, 16, 32, 16
 _CHALLENGE = "/socflower.Authentication/Challenge"
 _CHALLENGE_TIMEOUT_S = 30.0
-_FLOOD = 32  # challenges on one connection without an authenticated call; a client asks once
-_MOST_PEERS = 10_000  # whose challenges are counted
-_MOST_NONCES = 100_000  # then the challenge changes, and earlier nonces need not be kept
+# So many challenges on one connection without an authenticated call are an attack; a client asks once.
+_FLOOD = 32
+# Challenges are counted for at most so many connections.
+_MOST_PEERS = 10_000
+# After so many nonces the challenge changes, and earlier nonces need not be kept.
+_MOST_NONCES = 100_000
 
 
 def caller_of(context: grpc.ServicerContext) -> str:
@@ -57,7 +61,7 @@ class _Session:
         return hmac.digest(self._secret, b"call\0" + self._call, "sha256")
 
     def seal(self, messages: Iterator[bytes], direction: bytes) -> Iterator[bytes]:
-        """Yield messages with their tags, the first one with a nonce of this direction before it."""
+        """Yield messages with their tags; a nonce of this direction precedes the first one."""
         prefix = os.urandom(_NUM_NONCE)
         cipher = self._cipher(direction, prefix)
         for position, message in enumerate(messages):
@@ -65,7 +69,7 @@ class _Session:
             prefix = b""
 
     def open(self, messages: Iterator[bytes], direction: bytes) -> Iterator[memoryview]:
-        """Yield what was sealed; raise `PeerRefused` for a message that was not sealed so."""
+        """Yield the messages that `seal` got; raise `PeerRefused` for one that was changed."""
         cipher: AESGCM | None = None
         for position, sealed in enumerate(messages):
             view = memoryview(sealed)
@@ -73,7 +77,8 @@ class _Session:
                 cipher, view = self._cipher(direction, bytes(view[:_NUM_NONCE])), view[_NUM_NONCE:]
             try:
                 cipher.decrypt(position.to_bytes(12), view[:_NUM_TAG], view[_NUM_TAG:])
-            except (InvalidTag, ValueError):  # ValueError: shorter than a tag
+            except (InvalidTag, ValueError):
+                # ValueError: the message is shorter than a tag.
                 raise PeerRefused("a changed message") from None
             yield view[_NUM_TAG:]
 
@@ -82,7 +87,7 @@ class _Session:
 
 
 # ------------------------------------------------------------------------------------------------------ client
-# grpcio has no types, so that mypy takes its classes for Any and warns of every subclass.
+# grpcio has no types, so mypy takes its classes for Any and warns of every subclass.
 @dataclass(frozen=True, slots=True)
 class _Details(grpc.ClientCallDetails):  # type: ignore[misc]
     method: str
@@ -96,9 +101,10 @@ class ClientAuthentication(
     grpc.StreamUnaryClientInterceptor,  # type: ignore[misc]
     grpc.StreamStreamClientInterceptor,  # type: ignore[misc]
 ):
-    """Shows `token` as `caller` in all calls of a channel; `receiver` names the server, by default its challenge.
+    """Authenticates all calls of a channel as `caller` by `token`.
 
-    Answers that were made without the token raise `ForgedAnswer`.
+    `receiver` names the server; by default its challenge does. Answers made without the token raise
+    `ForgedAnswer`.
     """
 
     def __init__(
@@ -115,7 +121,7 @@ class ClientAuthentication(
     def intercept_unary_unary(
         self, continuation: Any, client_call_details: Any, request: Any
     ) -> Any:
-        """Authenticate a call; called by gRPC, as the next three are."""
+        """Authenticate a call. gRPC calls this method and the next three."""
         return self._intercept(continuation, client_call_details, request, False, False)
 
     def intercept_unary_stream(
@@ -149,13 +155,12 @@ class ClientAuthentication(
             )
         hello = os.urandom(_NUM_NONCE) + self._receiver
         session = _Session(self._token, details.method, self._caller, hello)
-        sealed = session.seal(iter(request) if requests else iter((request,)), b"request")
-        call = continuation(
-            _Details(
-                details.method, details.timeout, (*metadata, (_HELLO_KEY, hello + session.mac()))
-            ),
-            sealed if requests else next(sealed),
-        )
+        metadata = (*metadata, (_HELLO_KEY, hello + session.mac()))
+        own = _Details(details.method, details.timeout, metadata)
+        if requests:
+            call = continuation(own, session.seal(iter(request), b"request"))
+        else:
+            call = continuation(own, next(session.seal(iter((request,)), b"request")))
         return _Opened(call, session, answers)
 
 
@@ -179,9 +184,8 @@ class _Opened:
             self._call.cancel()
             raise ForgedAnswer("an answer that was made without the token") from None
 
-    def result(
-        self, timeout: float | None = None
-    ) -> bytes:  # gRPC asks a call of one answer for it
+    def result(self, timeout: float | None = None) -> bytes:
+        # gRPC calls this for a call with one answer.
         return next(self)
 
     def _result(self) -> Iterator[bytes]:
@@ -190,11 +194,11 @@ class _Opened:
 
 # ------------------------------------------------------------------------------------------------------ server
 class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Admits calls whose caller shows the token that `token_of` returns for its name (None: nobody of that name).
+    """Admits calls with the token that `token_of` returns for the caller's name (None: no such caller).
 
-    `on_refused(peer, what)` is called for each call that is refused. Handlers may raise `PeerRefused` or any
-    `SocflowerError` to refuse a call, and `PeerNotReady`; they return or yield bytes. At most `most_challenges` callers
-    without a token may hold a thread, each until it has read its challenge.
+    `on_refused(peer, what)` is called for each refused call. Handlers may raise `PeerRefused` or any `SocflowerError`
+    to refuse a call, and `PeerNotReady`; they return or yield bytes. At most `most_challenges` callers without a token
+    may hold a thread, each until it has read its challenge.
     """
 
     def __init__(
@@ -211,15 +215,17 @@ class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
         self._receiver = os.urandom(_NUM_RECEIVER) if receiver is None else _padded(receiver)
         self._is_challenge = receiver is None
         self._nonces: set[bytes] = set()
-        self._num_challenges = 0  # in progress
-        self._challenges_of: dict[str, int] = {}  # by connection, since its last authenticated call
+        # Challenges in progress.
+        self._num_challenges = 0
+        # Challenges by connection, since its last authenticated call.
+        self._challenges_of: dict[str, int] = {}
         self._lock = Lock()
 
     def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        """Return a handler that authenticates before it calls the one of the service; called by gRPC."""
+        """Return a handler that authenticates, and then calls the service's handler. gRPC calls this method."""
         method: str = handler_call_details.method
         if method == _CHALLENGE and self._is_challenge:
-            # Not a handler of one message: it would hold a thread until the message comes, perhaps never.
+            # A handler of one message would hold a thread until the message comes, perhaps never.
             return grpc.stream_stream_rpc_method_handler(self._challenge)
         handler = continuation(handler_call_details)
         if handler is None:
@@ -233,19 +239,20 @@ class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
 
         def serve(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             session = self._authenticate(method, context)
-            requests = (
-                messages if session is None else self._opened(session, messages, method, context)
-            )
+            if session is None:
+                yield from self._answers(answer, handler, messages, method, context)
+                return
+            requests = self._opened(session, messages, method, context)
             answers = self._answers(answer, handler, requests, method, context)
-            yield from answers if session is None else session.seal(answers, b"answer")
+            yield from session.seal(answers, b"answer")
 
-        # A handler of one message would be called after that message was read; this one is called before.
+        # gRPC calls a handler of one message after it has read the message; it calls this handler before.
         return grpc.stream_stream_rpc_method_handler(serve)
 
     def _challenge(
         self, messages: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        """Answer with the receiver's name; the caller has shown no token yet."""
+        """Answer with the receiver's name; the caller is not authenticated yet."""
         peer = context.peer()
         with self._lock:
             self._num_challenges += 1
@@ -258,18 +265,14 @@ class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
             self._end_challenge()
             return
         if is_flood:
-            self._on_refused(
-                peer,
-                f"{_FLOOD} challenges on one connection, without an authenticated call after them",
+            what = (
+                f"{_FLOOD} challenges on one connection, without an authenticated call after them"
             )
-        if (
-            too_many
-        ):  # callers that do not read the answers hold the others; this one may call again
-            self.refuse(
-                context,
-                f"a challenge beyond {self._most_challenges} at a time",
-                grpc.StatusCode.UNAVAILABLE,
-            )
+            self._on_refused(peer, what)
+        if too_many:
+            # Other callers have not read their challenges; this caller may try again.
+            what = f"a challenge beyond {self._most_challenges} at a time"
+            self.refuse(context, what, grpc.StatusCode.UNAVAILABLE)
         yield self._receiver
 
     def _end_challenge(self) -> None:
@@ -285,9 +288,9 @@ class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
         context: grpc.ServicerContext,
     ) -> Iterator[bytes]:
         try:
-            request = (
-                requests if handler.request_streaming else self._only(requests, method, context)
-            )
+            request: Any = requests
+            if not handler.request_streaming:
+                request = self._only(requests, method, context)
             if handler.response_streaming:
                 yield from answer(request, context)
             else:
@@ -302,14 +305,10 @@ class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
             return next(requests)
         except PeerRefused:
             raise
-        except (
-            Exception
-        ):  # for a truncated or too long message, gRPC ends the iterator or raises a bare Exception
-            self.refuse(
-                context,
-                f"an empty, truncated or too long {_short(method)!r} call",
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-            )
+        except Exception:
+            # For a truncated or too long message, gRPC ends the iterator or raises a bare Exception.
+            what = f"an empty, truncated or too long {_short(method)!r} call"
+            self.refuse(context, what, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
     def _opened(
         self,
@@ -333,39 +332,36 @@ class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
         hello, shown = metadata.get(_HELLO_KEY, b""), metadata.get(_TOKEN_KEY, "")
         if not shown if self._tls else len(hello) != _NUM_NONCE + _NUM_RECEIVER + _NUM_MAC:
             self.refuse(context, f"{what} without a token")
-        token = self._token_of(caller)
-        secret = token or os.urandom(32)  # of an unknown caller: nothing fits
+        # For an unknown caller no token is right; the comparison takes as long as any.
+        secret = self._token_of(caller) or os.urandom(32)
         if self._tls:
-            if not hmac.compare_digest(shown.encode(), secret.hex().encode()):
-                self.refuse(
-                    context,
-                    f"{what} with a wrong token",
-                    remedy="; give the one that was agreed on",
-                )
+            self._require_equal(context, what, shown.encode(), secret.hex().encode())
             return None
         nonce, receiver, mac = hello[:_NUM_NONCE], hello[_NUM_NONCE:-_NUM_MAC], hello[-_NUM_MAC:]
         session = _Session(secret, method, caller, nonce + receiver)
-        if not hmac.compare_digest(mac, session.mac()):
-            self.refuse(
-                context, f"{what} with a wrong token", remedy="; give the one that was agreed on"
-            )
+        self._require_equal(context, what, mac, session.mac())
         with self._lock:
             self._challenges_of.pop(context.peer(), None)
-        # Only nonces of authenticated calls are kept, so that others cannot fill the memory.
-        with self._lock:
             is_current, replayed = receiver == self._receiver, nonce in self._nonces
+            # Only nonces of authenticated calls are kept, so that others cannot fill the memory.
             if is_current:
                 self._nonces.add(nonce)
             if self._is_challenge and len(self._nonces) > _MOST_NONCES:
                 self._receiver = os.urandom(_NUM_RECEIVER)
                 self._nonces.clear()
-        if (
-            not is_current
-        ):  # recorded elsewhere; or made just before a restart, and its caller calls again
+        if not is_current:
+            # The call was recorded elsewhere; or it was made just before a restart, and its caller tries again.
             self.refuse(context, f"{what} for another receiver", grpc.StatusCode.UNAVAILABLE)
         if replayed:
             self.refuse(context, f"a replayed {_short(method)!r} call")
         return session
+
+    def _require_equal(
+        self, context: grpc.ServicerContext, what: str, shown: bytes, secret: bytes
+    ) -> None:
+        if not hmac.compare_digest(shown, secret):
+            remedy = "; give the one that was agreed on"
+            self.refuse(context, f"{what} with a wrong token", remedy=remedy)
 
     def refuse(
         self,

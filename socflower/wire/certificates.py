@@ -4,17 +4,21 @@ A thin layer over `cryptography`; docs/guides/deployment.md says what an authori
 this one, `ca.key`, signs new hosts and must not be on a machine of the rack.
 """
 
+import inspect
 import ipaddress
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from socflower.errors import ConfigError
@@ -24,24 +28,25 @@ from socflower.wire.saved_state import remove_partial, write_atomically
 _CA_DAYS = 3650
 # A board without a clock battery starts with a past time, at which a new certificate would not be valid yet.
 _CLOCK_SKEW = timedelta(days=1)
-_DNS_NAME = re.compile(
-    r"(?=.{1,253}\Z)(?!ca\Z)(?!-)[a-z0-9-]{1,63}(?<!-)(\.(?!-)[a-z0-9-]{1,63}(?<!-))*"
-)
-_ANEW = (
-    "put the right file back, or start with an empty folder and give every host new certificates"
-)
+_LABEL = r"(?!-)[a-z0-9-]{1,63}(?<!-)"
+# "ca" would overwrite the authority's files.
+_DNS_NAME = re.compile(rf"(?=.{{1,253}}\Z)(?!ca\Z){_LABEL}(\.{_LABEL})*")
+_START_OVER = "put the right file back, or start with an empty folder"
+
+
+_Status: TypeAlias = Literal["new", "kept", "renewed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCertificate:
-    """One host's files; copy all three to the host, with the key readable only by its Flower user."""
+    """The files of one host; copy all three to it, and make the key readable only by its Flower user."""
 
     host: str
     ca: Path
     certificate: Path
     key: Path
     not_after: datetime
-    status: str  # "new", "kept" or "renewed"
+    status: _Status
 
     @property
     def node_config(self) -> str:
@@ -58,9 +63,9 @@ def write_certificates(
 ) -> dict[str, HostCertificate]:
     """Write a certificate and a key for each host into `folder`, and an authority if there is none; return them.
 
-    A host is a DNS name or an IP address, as used by its peers. Existing files are kept, unless `renew` is set.
+    A host is a DNS name or an IP address, as its peers use it. Existing files are kept, unless `renew` is set.
     Certificates expire at the latest with the authority's, ten years after its creation. Keys are written with mode
-    0600. Raises `ConfigError` for a host that is neither, a folder that cannot be written, files that are damaged or of
+    0600. Raises `ConfigError` for an invalid host, a folder that cannot be written, files that are damaged or of
     another authority, and expired certificates; nothing is written before all hosts and files are checked.
     """
     names = list(dict.fromkeys(_host(host) for host in hosts))
@@ -71,51 +76,53 @@ def write_certificates(
     folder = folder.absolute()
     if set("\"'\\\n") & set(str(folder)):
         raise ConfigError(
-            f"{folder}: quotes, backslashes and line breaks in a path cannot stand in --node-config; "
-            "name another folder"
+            f"{folder}: --node-config takes no path with quotes, backslashes or line breaks"
         )
     # Some file systems do not allow colons, and scp reads them as a host; no DNS name contains an underscore.
     stems = {host: folder / host.replace(":", "_") for host in names}
     with exclusive_folder(folder, f"--out {folder}"):
-        remove_partial(folder)  # of a killed command; it may hold a key
-        authority = _read(folder / "ca", None, _ANEW)
-        present = {
-            host for host, stem in stems.items() if any(path.exists() for path in _files(stem))
-        }
-        if authority is None and present:  # a new authority must not overwrite keys of an old one
+        # A killed command may have left a part of a key.
+        remove_partial(folder)
+        authority = _read(folder / "ca", None, _START_OVER)
+        present = [host for host, stem in stems.items() if any(map(Path.exists, _files(stem)))]
+        if authority is None and present:
+            # A new authority must not overwrite keys of an old one.
             raise ConfigError(
-                f"{stems[min(present)]}.key: is there, but ca.pem and ca.key that it belongs to are not; "
-                "put them back, or start with an empty folder"
+                f"{stems[present[0]]}.key: is there without the ca.pem and ca.key that it belongs to; "
+                f"{_START_OVER}"
             )
-        kept = (
-            {}
-            if renew
-            else {
-                host: _read(stems[host], authority, "give the host new ones with --renew")
-                for host in present
-            }
-        )
+        pairs: dict[str, _Pair] = {}
+        for host in () if renew else present:
+            found = _read(stems[host], authority, "give the host new ones with --renew")
+            assert found is not None
+            pairs[host] = found
+        kept = set(pairs)
         try:
             issuer = authority or _issue(folder / "ca", None, None, _CA_DAYS)
-            issued = {
-                host: kept.get(host) or _issue(stems[host], host, issuer, valid_days)
-                for host in names
-            }
+            for host in names:
+                if host not in pairs:
+                    pairs[host] = _issue(stems[host], host, issuer, valid_days)
         except OSError as error:
             raise ConfigError(
-                f"{folder}: cannot be written ({error.strerror}); make room, or name another folder"
+                f"{folder}: cannot be written ({error.strerror}); make room"
             ) from None
-    return {
-        host: HostCertificate(
-            host=host,
-            ca=folder / "ca.pem",
-            certificate=_files(stems[host])[0],
-            key=_files(stems[host])[1],
-            not_after=certificate.not_valid_after_utc,
-            status="kept" if host in kept else "renewed" if host in present else "new",
-        )
-        for host, (certificate, _) in issued.items()
-    }
+    made = {}
+    for host in names:
+        status: _Status = "renewed" if host in present else "new"
+        if host in kept:
+            status = "kept"
+        not_after = pairs[host][0].not_valid_after_utc
+        made[host] = _of_files(host, folder / "ca.pem", stems[host], not_after, status)
+    return made
+
+
+def _of_files(
+    host: str, ca: Path, stem: Path, not_after: datetime, status: _Status
+) -> HostCertificate:
+    certificate, key = _files(stem)
+    return HostCertificate(
+        host=host, ca=ca, certificate=certificate, key=key, not_after=not_after, status=status
+    )
 
 
 _Pair = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
@@ -124,20 +131,22 @@ _Pair = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
 def _host(text: str) -> str:
     """Return the host's name or address in canonical form."""
     host = text.strip().lower().rstrip(".")
-    try:
-        if "%" not in host:  # a zone cannot stand in a certificate
-            return str(ipaddress.ip_address(host))
-    except ValueError:
-        pass
+    address = _address(host)
+    if address is not None:
+        return str(address)
     # A last label of digits alone is a mistyped address: no such top-level domain exists.
     if not _DNS_NAME.fullmatch(host) or host.rpartition(".")[2].isdigit():
-        hint = (
-            f"; leave out the port: {host.partition(':')[0]}"
-            if re.fullmatch(r"[^:]+:\d+", host)
-            else ""
-        )
+        has_port = re.fullmatch(r"[^:]+:\d+", host)
+        hint = f"; leave out the port: {host.partition(':')[0]}" if has_port else ""
         raise ConfigError(f"host {text!r} is neither a DNS name nor an IP address{hint}")
     return host
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return an address without a zone, which no certificate can contain."""
+    with suppress(ValueError):
+        return None if "%" in host else ipaddress.ip_address(host)
+    return None
 
 
 def _files(stem: Path) -> tuple[Path, Path]:
@@ -156,50 +165,44 @@ def _read(stem: Path, issuer: _Pair | None, remedy: str) -> _Pair | None:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
-    except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: the key is encrypted
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        # TypeError: the key is encrypted.
         raise ConfigError(f"{path}: is damaged, or not in unencrypted PEM form; {remedy}") from None
-    if (
-        not isinstance(key, ec.EllipticCurvePrivateKey)
-        or certificate.public_key() != key.public_key()
-    ):
-        raise ConfigError(f"{key_path}: is not the key of {certificate_path.name}; {remedy}")
+    problem = _problem(certificate, key, issuer, certificate_path.name)
+    if problem is None and isinstance(key, ec.EllipticCurvePrivateKey):
+        return certificate, key
+    problem = problem or f"{key_path.name}: is no key of an elliptic curve"
+    raise ConfigError(f"{stem.parent / problem}; {remedy}")
+
+
+def _problem(
+    certificate: x509.Certificate,
+    key: PrivateKeyTypes,
+    issuer: _Pair | None,
+    name: str,
+) -> str | None:
+    """Return the file and its fault if a certificate has another key, signer or time."""
+    if certificate.public_key() != key.public_key():
+        return f"{name.removesuffix('.pem')}.key: is not the key of {name}"
     try:
-        certificate.verify_directly_issued_by((issuer or (certificate,))[0])
+        certificate.verify_directly_issued_by(issuer[0] if issuer else certificate)
     except (ValueError, TypeError, InvalidSignature):
-        signer = "ca.pem" if issuer else "itself: a host's certificate cannot sign others"
-        raise ConfigError(f"{certificate_path}: was not signed by {signer}; {remedy}") from None
+        # A host's certificate signs no others, and so not itself.
+        return f"{name}: was not signed by {'ca.pem' if issuer else 'itself'}"
     if certificate.not_valid_after_utc <= _now():
-        raise ConfigError(
-            f"{certificate_path}: ended on {certificate.not_valid_after_utc:%Y-%m-%d}; {remedy}"
-        )
-    return certificate, key
+        return f"{name}: ended on {certificate.not_valid_after_utc:%Y-%m-%d}"
+    return None
 
 
 def _issue(stem: Path, host: str | None, issuer: _Pair | None, valid_days: int) -> _Pair:
     """Make a key and a host's certificate, or without `issuer` an authority's, and write both."""
-    key, is_ca = ec.generate_private_key(ec.SECP256R1()), issuer is None
-    # A common name is limited to 64 characters; it is for people, TLS uses the alternative name.
-    name = x509.Name(
-        [
-            x509.NameAttribute(
-                NameOID.COMMON_NAME, (host or "socflower private certificate authority")[:64]
-            )
-        ]
-    )
+    key = ec.generate_private_key(ec.SECP256R1())
+    # People read this name; TLS uses the alternative name. It has at most 64 characters.
+    text = (host or "socflower private certificate authority")[:64]
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
     not_after = _now() + timedelta(days=valid_days)
     if issuer is not None:
         not_after = min(not_after, issuer[0].not_valid_after_utc)
-    usage = dict.fromkeys(
-        (
-            "content_commitment",
-            "key_encipherment",
-            "data_encipherment",
-            "key_agreement",
-            "encipher_only",
-            "decipher_only",
-        ),
-        False,
-    )
     builder = (
         x509.CertificateBuilder()
         .subject_name(name)
@@ -209,46 +212,50 @@ def _issue(stem: Path, host: str | None, issuer: _Pair | None, valid_days: int) 
         .not_valid_before(_now() - _CLOCK_SKEW)
         .not_valid_after(not_after)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(
-            x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None), critical=True
-        )
-        .add_extension(
-            x509.KeyUsage(
-                digital_signature=not is_ca, key_cert_sign=is_ca, crl_sign=is_ca, **usage
-            ),
-            critical=True,
-        )
     )
-    if issuer is not None and host is not None:
-        try:
-            general_name: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(host))
-        except ValueError:
-            general_name = x509.DNSName(host)
-        # A host is both server and client: it listens to one neighbour of the ring and connects to the other.
-        both = x509.ExtendedKeyUsage(
-            [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        )
-        identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer[1].public_key())
-        builder = (
-            builder.add_extension(x509.SubjectAlternativeName([general_name]), critical=False)
-            .add_extension(both, critical=False)
-            .add_extension(identifier, critical=False)
-        )
+    critical, others = _for_host(host, issuer) if host and issuer else _for_authority()
+    for extension in (*critical, *others):
+        builder = builder.add_extension(extension, critical=extension in critical)
     certificate = builder.sign(issuer[1] if issuer else key, hashes.SHA256())
-    certificate_path, key_path = _files(stem)
-    write_atomically(
-        key_path,
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        ),
-        mode=0o600,
-    )
-    write_atomically(
-        certificate_path, certificate.public_bytes(serialization.Encoding.PEM), mode=0o644
-    )
+    _write(stem, certificate, key)
     return certificate, key
+
+
+_Extensions = tuple[list[x509.ExtensionType], list[x509.ExtensionType]]
+"""Those that are critical, and all others."""
+
+
+def _for_authority() -> _Extensions:
+    usage = _usage("key_cert_sign", "crl_sign")
+    return [x509.BasicConstraints(ca=True, path_length=0), usage], []
+
+
+def _for_host(host: str, issuer: _Pair) -> _Extensions:
+    address = _address(host)
+    name = x509.IPAddress(address) if address else x509.DNSName(host)
+    # A host listens to one neighbour of the ring and connects to the other, so it is both server and client.
+    both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    return (
+        [x509.BasicConstraints(ca=False, path_length=None), _usage("digital_signature")],
+        [
+            x509.SubjectAlternativeName([name]),
+            x509.ExtendedKeyUsage(both),
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer[1].public_key()),
+        ],
+    )
+
+
+def _usage(*uses: str) -> x509.KeyUsage:
+    keys = inspect.signature(x509.KeyUsage).parameters
+    return x509.KeyUsage(**{key: key in uses for key in keys})
+
+
+def _write(stem: Path, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+    certificate_path, key_path = _files(stem)
+    pem = serialization.Encoding.PEM
+    form, encryption = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    write_atomically(key_path, key.private_bytes(pem, form, encryption), mode=0o600)
+    write_atomically(certificate_path, certificate.public_bytes(pem), mode=0o644)
 
 
 def _now() -> datetime:

@@ -27,14 +27,15 @@ UNFINISHED = ".socflower-"
 _POLL_S = 0.1
 
 _ENDING_S = 5.0
-"""How long to wait for a lock whose holder has ended or is about to. Measured on a busy machine: up to 0.05 s."""
+"""How long to wait for a lock whose holder has ended or is about to; on a busy machine it took up to 0.05 s."""
 
 _ENDING_POLL_S = 0.01
-_PF_EXITING = 0x4  # of the flags in /proc/PID/stat: the process runs the kernel's code that ends it
+# A flag in /proc/PID/stat: the process runs the kernel's code that ends it.
+_PF_EXITING = 0x4
 
 
 class FolderLock:
-    """Locks the file `path` until `release` or the end of this process; the file has the process id of its holder.
+    """Locks the file `path` until `release` or the end of this process; the file contains its holder's process id.
 
     Parameters
     ----------
@@ -52,8 +53,8 @@ class FolderLock:
     the file cannot be made or its file system has no locks.
 
     A killed holder keeps the lock for a moment: until the kernel has closed its files, and until each child that it was
-    starting runs its own program, because a forked child has a copy of the descriptor until then. So a lock whose
-    holder is no longer running is waited for, 5 s at most.
+    starting runs its own program, because a forked child has a copy of the descriptor until then. So the constructor
+    waits up to 5 s for a lock whose holder is no longer running.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class FolderLock:
         on_wait: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.path = path
-        # An existence lock would outlive a killed process, so none replaces one of the kernel.
+        # A fallback to a lock by existence would outlive a killed process.
         self._lock = FileLock(
             path, thread_local=False, fallback_to_soft=False, poll_interval=_POLL_S
         )
@@ -77,14 +78,11 @@ class FolderLock:
             path.write_text(f"{os.getpid()}\n")
         except OSError as error:
             self._lock.release()
-            if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                raise ConfigError(
-                    f"{what}: its file system has no locks ({error.strerror}), so two processes could "
-                    "spoil each other's files; name one on another file system"
-                ) from None
-            raise ConfigError(
-                f"{what}: cannot write in {path.parent} ({error.strerror}); name another one"
-            ) from None
+            has_no_locks = error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+            cause = (
+                "its file system has no locks" if has_no_locks else f"cannot write in {path.parent}"
+            )
+            raise ConfigError(f"{what}: {cause} ({error.strerror}); name another folder") from None
 
     def _acquire_from_holder(
         self, what: str, wait_s: float, on_wait: Callable[[str], None]
@@ -100,11 +98,12 @@ class FolderLock:
             ended = is_ending(self._holder_pid())
             if time.monotonic() >= deadline_s:
                 break
+        # A holder may not have written its id yet.
         pid = self._holder_pid()
-        # Without an id: it has not written it yet.
-        busy = f"{what}: {f'process {pid}' if pid else 'another process'} is at work there"
+        holder = f"process {pid}" if pid else "another process"
+        busy = f"{what}: {holder} is at work there"
         if ended:
-            busy = f"{what}: process {pid} has ended, but a process that it started still holds {self.path}"
+            busy = f"{what}: {holder} has ended, but a process that it started holds {self.path}"
         if wait_s:
             on_wait(f"{busy}; waiting for its end")
         try:
@@ -121,8 +120,8 @@ class FolderLock:
     def release(self) -> None:
         """Remove the file and release the lock; a second call does nothing."""
         if self._lock.is_locked:
-            # While locked: afterwards it may belong to another process. Who opened it before locks it in vain and
-            # tries again, as `filelock` does with a file that has no name any more.
+            # Before the release, after which it may belong to another process. A process that opened it before locks
+            # a file without a name, which `filelock` notices and tries again.
             self.path.unlink(missing_ok=True)
             self._lock.release()
 
@@ -148,15 +147,15 @@ def is_ending(pid: int | None) -> bool:
         # The second field, a name in brackets, may have spaces and brackets.
         fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
         status = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
-    except OSError:  # it ended just now, or this system shows no such files
+    except OSError:
+        # It ended just now, or this system shows no such files.
         return _is_free(pid)
-    pending = [
-        int(line.split()[1], 16)
-        for line in status.splitlines()
-        if line.startswith(("SigPnd:", "ShdPnd:"))
-    ]
-    killed = any(signals >> (signal.SIGKILL - 1) & 1 for signals in pending)
-    return killed or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
+    is_killed = False
+    for line in status.splitlines():
+        if line.startswith(("SigPnd:", "ShdPnd:")):
+            signals = int(line.split()[1], 16)
+            is_killed |= bool(signals >> (signal.SIGKILL - 1) & 1)
+    return is_killed or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
 
 
 def _is_free(pid: int) -> bool:
@@ -164,9 +163,19 @@ def _is_free(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except OSError:  # another user's
+    except OSError:
+        # It is another user's process.
         pass
     return False
+
+
+def _require_folder(folder: Path, what: str) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{what}: is a file; name a folder")
+
+
+def _unwritable(folder: Path, what: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{what}: cannot write in {folder} ({error.strerror}); name another folder")
 
 
 @contextmanager
@@ -175,15 +184,12 @@ def exclusive_folder(folder: Path, what: str) -> Iterator[None]:
 
     Raises `ConfigError`, which begins with `what`, as `FolderLock` does, and for a file of that name.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{what}: is a file; name a folder")
+    _require_folder(folder, what)
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"{what}: cannot write in {folder} ({error.strerror}); name another folder"
-        ) from None
+        raise _unwritable(folder, what, error) from None
     try:
         with FolderLock(folder / LOCK_FILE, what):
             yield
@@ -194,15 +200,16 @@ def exclusive_folder(folder: Path, what: str) -> Iterator[None]:
         raise
 
 
-_SUFFIX = ".locked"  # only folders with this suffix are removed on behalf of another process
+# Only folders with this suffix are removed on behalf of another process.
+_SUFFIX = ".locked"
 _TRIES = 100
 
 
 @contextmanager
 def temporary_folder(prefix: str = "socflower-", *, within: Path | None = None) -> Iterator[Path]:
-    """Yield an empty folder in `within`, or where the system keeps temporary files; remove it at the end.
+    """Yield an empty folder in `within`, or among the system's temporary files; remove it at the end.
 
-    Raises `OSError` where it cannot be made.
+    Raises `OSError` if it cannot be made.
     """
     parent = Path(tempfile.gettempdir()) if within is None else within
     remove_abandoned(parent, prefix)
@@ -221,19 +228,16 @@ def new_folder(out: Path, *, within: Path | None = None) -> Iterator[Path]:
 
     It is created in `within`, by default in `out` or its nearest existing parent.
     """
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out}: is a file; name a folder")
-    nearest = within or next(
-        (parent for parent in (out, *out.parents) if parent.exists()), Path(".")
-    )
-    # On the file system of `out`, so that the move is a rename and write errors appear before training.
+    what = f"--out {out}"
+    _require_folder(out, what)
+    # On the file system of `out` the move is a rename, and write errors appear before training.
+    existing = (parent for parent in (out, *out.parents) if parent.exists())
+    nearest = within or next(existing, Path("."))
     with ExitStack() as stack:
         try:
             temporary = stack.enter_context(temporary_folder(UNFINISHED, within=nearest))
         except OSError as error:
-            raise ConfigError(
-                f"--out {out}: cannot write in {nearest} ({error.strerror}); name another folder"
-            ) from None
+            raise _unwritable(nearest, what, error) from None
         yield temporary
         out.mkdir(parents=True, exist_ok=True)
         for entry in temporary.iterdir():
@@ -249,13 +253,15 @@ def remove_abandoned(parent: Path, prefix: str = "socflower-") -> None:
         try:
             # No link is followed: in a world-writable folder any user may have created it.
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # removed meanwhile, or another user's
+        except OSError:
+            # It was removed meanwhile, or is another user's.
             continue
         try:
             if os.fstat(descriptor).st_uid == os.getuid():
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # in use, or on a file system without locks
+        except OSError:
+            # It is in use, or on a file system without locks.
             pass
         finally:
             os.close(descriptor)
@@ -267,16 +273,16 @@ def _make(parent: Path, prefix: str) -> tuple[Path, int]:
         folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=_SUFFIX, dir=parent))
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except (
-            FileNotFoundError
-        ):  # another process removed it as abandoned before it was locked here
+        except FileNotFoundError:
+            # Another process removed it as abandoned before it was locked here.
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
             continue
-        except OSError:  # no locks on this file system; other processes cannot lock it either, so none removes it
+        except OSError:
+            # This file system has no locks, so no other process can lock the folder to remove it.
             return folder, descriptor
         if folder.is_dir():
             return folder, descriptor

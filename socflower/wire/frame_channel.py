@@ -5,13 +5,12 @@ takes outgoing frames from `frames`, and passes incoming ones to `on_frame`. Whe
 the other end reports how many messages it has, and sending continues from there. A message that was interrupted is sent
 again from its beginning. The training loops do not see this.
 
-What the messages are is a parameter, `MessageKinds`.
+`MessageKinds` says how messages become bytes.
 
-Memory is bounded on both sides. Received messages that are not processed yet take at most the credit that this end
-gave, or are one single message of any size: a message is sent if no earlier one waits at the other end, or if all of it
-fits into the credit. Sent messages kept here are bounded by `send(..., wait_for_room=True)` at one end, and at the
-other by what uses the channel (in split training by the replay window, F23): two ends that wait for each other to read
-would deadlock.
+Memory is bounded on both sides. A message is sent if no earlier one waits at the other end, or if all of it fits into
+the other end's credit. So waiting messages take at most the credit, or are one message of any size. Kept messages are
+bounded at one end by `send(..., wait_for_room=True)`, and at the other end by the protocol (in split training by the
+replay window, F23). If both ends waited for room, they would deadlock.
 """
 
 import math
@@ -20,9 +19,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from threading import Condition
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Annotated, Any, Generic, Protocol, TypeVar
 
-from socflower.errors import ConfigError, SocflowerError
+from pydantic import Field
+
+from socflower.errors import SocflowerError
+from socflower.field_rules import checked
 from socflower.wire.arrays import MalformedBytes
 from socflower.wire.framing import LARGEST_PART_BYTES, Assembly, body_num_bytes, parts_of
 from socflower.wire.framing_pb2 import Credit, Part
@@ -33,50 +35,41 @@ _KEPT_TRANSFERS = 1024
 
 
 class StreamLost(SocflowerError):
-    """The other end was gone, silent or unreachable for longer than the timeout."""
+    """The other end was silent or unreachable for longer than the timeout."""
 
 
 class MessageKinds(Protocol[M]):
-    """The messages of one use of the channel, as bytes. What comes in is not trusted."""
+    """The messages of one use of the channel, as bytes. Incoming bytes are not trusted."""
 
-    frame: type[
-        Any
-    ]  # a protobuf message with a oneof `kind`, of which `credit` and `part` are those of framing.proto
+    # A protobuf message with a oneof `kind` that includes `credit` and `part` of framing.proto.
+    frame: type[Any]
 
     def encode(self, message: M) -> tuple[bytes, Sequence[bytes | memoryview]]:
         """Return a message's head, and its body in pieces that are not copied before they are sent."""
         ...
 
     def begin(self, head: bytes, num_bytes: int) -> Callable[[memoryview], M]:
-        """Return what makes the message of its complete body, of `num_bytes`; it may raise `MalformedBytes`.
+        """Return a function that makes the message of its complete body, of `num_bytes`.
 
-        Raises it here for a message that is too large or invalid, before any of its body is stored.
+        Raises `MalformedBytes` for a message that is too large or invalid, before any of its body is stored; the
+        function may raise it, too.
         """
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class ChannelLimits:
-    """Limits on what a side sends in one part and accepts, in bytes."""
+    """Limits of one end, in bytes."""
 
-    part_bytes: int = 256 << 10  # of the messages that it sends
-    credit_bytes: int = 64 << 20  # of messages that it has not worked off
-
-    def __post_init__(self) -> None:
-        for entry in fields(self):
-            value, most = (
-                getattr(self, entry.name),
-                LARGEST_PART_BYTES if entry.name == "part_bytes" else math.inf,
-            )
-            if not 1 <= value <= most:
-                raise ConfigError(
-                    f"stream: {entry.name} = {value} must be "
-                    f"{'1 or more' if most == math.inf else f'from 1 to {most}'}"
-                )
+    # The size of one part of a message that it sends.
+    part_bytes: Annotated[int, Field(ge=1, le=LARGEST_PART_BYTES)] = 256 << 10
+    # The size of received messages that it has not processed.
+    credit_bytes: Annotated[int, Field(ge=1)] = 64 << 20
 
 
 def cost_bytes(head: bytes, num_bytes: int) -> int:
-    """Return the bytes that a message takes of its receiver's credit; many small ones are bounded too."""
+    """Return the bytes that a message takes of its receiver's credit."""
+    # The constant bounds the number of small messages.
     return len(head) + num_bytes + 1024
 
 
@@ -88,7 +81,8 @@ class _Unacknowledged:
     head: bytes
     body: Sequence[bytes | memoryview]
     num_bytes: int
-    began_s: float = math.nan  # when its first part went out on the present stream
+    # The time at which its first part was sent on the present stream.
+    began_s: float = math.nan
     sent_bytes: int = 0
 
     @property
@@ -98,16 +92,15 @@ class _Unacknowledged:
     def parts(self, part_bytes: int) -> Iterator[Part]:
         """Yield the message in parts."""
         for index, piece in enumerate(parts_of(self.body, part_bytes)):
-            yield (
-                Part(number=self.number, index=index, body=piece)
-                if index
-                else Part(number=self.number, head=self.head, num_bytes=self.num_bytes, body=piece)
-            )
+            part = Part(number=self.number, index=index, body=piece)
+            if index == 0:
+                part.head, part.num_bytes = self.head, self.num_bytes
+            yield part
 
 
 @dataclass(slots=True)
 class _Arriving(Generic[M]):
-    """A message of which not all parts have been received."""
+    """A message whose last part has not been received yet."""
 
     decode: Callable[[memoryview], M]
     body: Assembly
@@ -117,39 +110,44 @@ class _Arriving(Generic[M]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentMessage:
-    """A message that has crossed the link, as its sender saw it."""
+    """A message that has crossed the link, as its sender measured it."""
 
-    sent: bool  # by this end; otherwise by the other
-    num_bytes: int  # with framing
-    seconds: float  # from its first byte, or from when the link was free of the one before, until all was known there
-    at_s: float  # when this end knew, on the channel's clock
+    # Whether this end sent it.
+    sent: bool
+    # The size with framing.
+    num_bytes: int
+    # The time from its first byte, or from the end of the transfer before it, until its acknowledgement.
+    seconds: float
+    # The time of the acknowledgement, on the channel's clock.
+    at_s: float
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What has gone through a channel, all streams together."""
+    """The traffic of a channel over all its streams."""
 
-    sent_bytes: int = 0  # frames, those sent again too
+    # The size of all frames, also of repeated ones.
+    sent_bytes: int = 0
     received_bytes: int = 0
-    num_streams: int = 0  # 1 if the link held
+    # 1 if no stream broke.
+    num_streams: int = 0
     peak_inbox_bytes: int = 0
     peak_kept_bytes: int = 0
     peak_kept_messages: int = 0
 
     def add(self, other: "Traffic") -> None:
-        """Add what went through another channel; peaks are the higher of both."""
+        """Add the traffic of another channel; peaks are the higher of both."""
         for entry in fields(Traffic):
             own, more = getattr(self, entry.name), getattr(other, entry.name)
-            setattr(
-                self, entry.name, max(own, more) if entry.name.startswith("peak_") else own + more
-            )
+            total = max(own, more) if entry.name.startswith("peak_") else own + more
+            setattr(self, entry.name, total)
 
 
 class FrameChannel(Generic[M]):
     """One end of the channel, safe between threads. Loops call `send`, `receive`, `poll` and `flush`, streams the rest.
 
-    `kinds` are the messages. `patience_s` is how long `receive`, and `send` where it waits for room, wait without
-    progress; then they raise `StreamLost`. `peer` names the other end in such messages.
+    `kinds` converts messages. `receive`, and `send` with `wait_for_room`, raise `StreamLost` after `patience_s` without
+    progress. `peer` names the other end in errors.
     """
 
     def __init__(
@@ -169,33 +167,31 @@ class FrameChannel(Generic[M]):
         self._clock = clock
         self._changed = Condition()
         self._failure: Exception | None = None
-        self._stream_id = (
-            0  # number of the present stream; even one that was detached keeps its number
-        )
+        # The present stream, also after it was detached.
+        self._stream_id = 0
         self._attached = False
         self._progress_s = clock()
-        # As sender.
+        # The state of a sender.
         self._next_number = 1
         self._unacknowledged: deque[_Unacknowledged] = deque()
         self._unacknowledged_bytes = 0
-        self._started = (
-            0  # number of the last message of which anything went out on the present stream
-        )
+        # Number of the last message whose sending began on the present stream.
+        self._started = 0
         self._peer_used = 0
         self._peer_credit_bytes = 0
-        self._unused_by_peer: deque[tuple[int, int]] = (
-            deque()
-        )  # numbers and costs of what the peer has not worked off
-        self._free_s = -math.inf  # when the link was last seen free of what was sent
-        # As receiver.
-        self._inbox: deque[tuple[int, M]] = deque()  # costs
+        # Numbers and costs of messages that the peer has not processed.
+        self._unused_by_peer: deque[tuple[int, int]] = deque()
+        # The last time at which everything sent was acknowledged.
+        self._free_s = -math.inf
+        # The state of a receiver.
+        # Costs and messages.
+        self._inbox: deque[tuple[int, M]] = deque()
         self._inbox_bytes = 0
         self._received = 0
         self._used = 0
         self._arriving: _Arriving[M] | None = None
-        self._most_received = (
-            0  # bytes of the message that is arriving, on whichever stream most of it came
-        )
+        # The most bytes of the next message that arrived on one stream.
+        self._most_received = 0
         self._last_credit = (0, 0)
         self._unreported_transfers: deque[SentMessage] = deque(maxlen=_KEPT_TRANSFERS)
         self._transfers: deque[SentMessage] = deque(maxlen=_KEPT_TRANSFERS)
@@ -211,11 +207,9 @@ class FrameChannel(Generic[M]):
         num_bytes = body_num_bytes(body)
         with self._changed:
             began_s = self._clock()
+            most_bytes = self.limits.credit_bytes - cost_bytes(head, num_bytes)
             while (
-                wait_for_room
-                and self._unacknowledged
-                and self._unacknowledged_bytes + cost_bytes(head, num_bytes)
-                > self.limits.credit_bytes
+                wait_for_room and self._unacknowledged and self._unacknowledged_bytes > most_bytes
             ):
                 self._wait(began_s, "takes nothing of what it is sent")
             self._raise_failure()
@@ -223,33 +217,30 @@ class FrameChannel(Generic[M]):
             self._next_number += 1
             self._unacknowledged.append(kept)
             self._unacknowledged_bytes += kept.cost_bytes
-            self.traffic.peak_kept_bytes = max(
-                self.traffic.peak_kept_bytes, self._unacknowledged_bytes
-            )
-            self.traffic.peak_kept_messages = max(
-                self.traffic.peak_kept_messages, len(self._unacknowledged)
-            )
+            traffic, num_kept = self.traffic, len(self._unacknowledged)
+            traffic.peak_kept_bytes = max(traffic.peak_kept_bytes, self._unacknowledged_bytes)
+            traffic.peak_kept_messages = max(traffic.peak_kept_messages, num_kept)
             self._changed.notify_all()
 
     def poll(self) -> M | None:
-        """Return the next message if there is one. Raises what `fail` was given."""
+        """Return the next message, or None if there is none. Raises the exception that `fail` was given."""
         with self._changed:
             self._raise_failure()
             return self._pop() if self._inbox else None
 
     def receive(self, what: str = "message") -> M:
-        """Return the next message, waiting for it. Raises what `fail` was given, and `StreamLost`."""
+        """Wait for the next message. Raises the exception that `fail` was given, and `StreamLost`."""
         message = self._wait_for_message(what, lambda: False)
         assert message is not None
         return message
 
     def receive_or_idle(self, what: str = "message") -> M | None:
-        """Return the next message, or None as soon as `is_idle`, waiting for either. Raises as `receive` does."""
+        """Wait for the next message, or for `is_idle`, and then return None. Raises as `receive` does."""
         return self._wait_for_message(what, self._all_started)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no message waits for the link: the sending of each has at least begun."""
+        """Whether the sending of all messages has at least begun."""
         with self._changed:
             return self._all_started()
 
@@ -269,7 +260,7 @@ class FrameChannel(Generic[M]):
             return transfers
 
     def in_flight(self) -> tuple[float, int] | None:
-        """Return the begin (on the channel's clock) and the bytes of what is in flight; None if nothing is."""
+        """Return since when (on the channel's clock) how many bytes are in flight; None if none are."""
         with self._changed:
             going = [kept for kept in self._unacknowledged if kept.number <= self._started]
             if not going:
@@ -317,15 +308,11 @@ class FrameChannel(Generic[M]):
         """
         with self._changed:
             oldest = self._unacknowledged[0].number if self._unacknowledged else self._next_number
-            if (
-                not oldest - 1 <= received < self._next_number
-                or not self._peer_used <= used <= received
-                or credit_bytes < 1
-            ):
+            can_be = oldest - 1 <= received < self._next_number
+            if not (can_be and self._peer_used <= used <= received and credit_bytes >= 1):
                 raise MalformedBytes(
-                    f"a stream that says it has {received} messages and used {used}, with "
-                    f"{credit_bytes} bytes of credit, where {oldest - 1} to {self._next_number - 1} can "
-                    f"be and {self._peer_used} are used"
+                    f"a stream that claims {received} messages received, {used} used and {credit_bytes} "
+                    "bytes of credit"
                 )
             self._stream_id += 1
             self._attached = True
@@ -358,9 +345,8 @@ class FrameChannel(Generic[M]):
                     credit = self._credit_due()
                     if credit is None and parts is None:
                         sending = self._start_next()
-                        parts = (
-                            sending.parts(self.limits.part_bytes) if sending is not None else None
-                        )
+                        if sending is not None:
+                            parts = sending.parts(self.limits.part_bytes)
                     if credit is not None:
                         frame = self._kinds.frame(credit=credit)
                     elif parts is not None and sending is not None:
@@ -388,9 +374,8 @@ class FrameChannel(Generic[M]):
             elif kind == "part":
                 self._take_part(frame.part)
             else:
-                raise MalformedBytes(
-                    f"a {kind or 'frame of an unknown kind'} in the middle of a stream"
-                )
+                what = kind or "frame of an unknown kind"
+                raise MalformedBytes(f"a {what} in the middle of a stream")
             self._changed.notify_all()
 
     # ------------------------------------------------------------------------------------------------------- inside
@@ -401,8 +386,7 @@ class FrameChannel(Generic[M]):
         if left_s <= 0:
             state = "" if self._attached else " and has no stream"
             raise StreamLost(
-                f"{self.peer} {complaint}{state} for {self._patience_s:g} s; see whether it still works, "
-                "and start the span again"
+                f"{self.peer} {complaint}{state} for {self._patience_s:g} s; see whether it still works"
             )
         self._changed.wait(left_s)
 
@@ -457,12 +441,10 @@ class FrameChannel(Generic[M]):
 
     def _take_credit(self, credit: Credit) -> None:
         oldest = self._unacknowledged[0].number if self._unacknowledged else self._next_number
-        if (
-            not oldest - 1 <= credit.received <= self._started
-            or not self._peer_used <= credit.used <= credit.received
-        ):
+        can_be = oldest - 1 <= credit.received <= self._started
+        if not (can_be and self._peer_used <= credit.used <= credit.received):
             raise MalformedBytes(
-                f"a credit for {credit.received} messages received and {credit.used} used, where "
+                f"a credit for {credit.received} messages received and {credit.used} used; "
                 f"{self._started} were sent"
             )
         now_s = self._clock()
@@ -515,20 +497,16 @@ class FrameChannel(Generic[M]):
             )
         if len(part.body) > LARGEST_PART_BYTES:
             raise MalformedBytes(
-                f"a part of {len(part.body)} bytes, where {LARGEST_PART_BYTES} are the limit"
+                f"a part of {len(part.body)} bytes, where {LARGEST_PART_BYTES} is the limit"
             )
-        arriving = self._arriving
+        arriving, is_first = self._arriving, part.HasField("head")
+        next_index = 0 if arriving is None else arriving.next_index
+        # Each stream sends a message from its beginning, which has the head.
+        if part.index != next_index or is_first != (arriving is None):
+            place = f", where part {next_index} is next" if arriving else " before its beginning"
+            raise MalformedBytes(f"part {part.index} of message {part.number}{place}")
         if arriving is None:
-            if part.index != 0 or not part.HasField("head"):
-                raise MalformedBytes(
-                    f"part {part.index} of message {part.number} before its beginning"
-                )
             arriving = self._arriving = self._begin(part)
-        if part.index != arriving.next_index or (part.index and part.HasField("head")):
-            raise MalformedBytes(
-                f"part {part.index} of message {part.number}, where part {arriving.next_index} is "
-                "next"
-            )
         arriving.body.add(part.body)
         arriving.next_index += 1
         arrived_bytes = arriving.body.num_bytes - arriving.body.missing_bytes
@@ -547,13 +525,9 @@ class FrameChannel(Generic[M]):
         cost = cost_bytes(part.head, part.num_bytes)
         if self._inbox_bytes and self._inbox_bytes + cost > self.limits.credit_bytes:
             raise MalformedBytes(
-                f"a message of {cost} bytes beyond the credit: {self._inbox_bytes} of "
-                f"{self.limits.credit_bytes} are waiting"
+                f"a message of {cost} bytes beyond the credit of {self.limits.credit_bytes}"
             )
         self.traffic.peak_inbox_bytes = max(self.traffic.peak_inbox_bytes, self._inbox_bytes + cost)
-        # `begin` has seen to the limit.
-        return _Arriving(
-            decode,
-            Assembly(part.num_bytes, f"message {part.number}", most_bytes=part.num_bytes),
-            cost,
-        )
+        # `begin` has checked the size.
+        body = Assembly(part.num_bytes, f"message {part.number}", most_bytes=part.num_bytes)
+        return _Arriving(decode, body, cost)

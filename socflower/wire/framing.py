@@ -5,13 +5,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from socflower.wire.arrays import MalformedBytes
 
 LARGEST_PART_BYTES = 1 << 20
-"""Of a body, in one part: large parts cost least per byte, but keep what else uses the connection waiting."""
+"""Of a body, in one part. Larger parts cost less per byte, but block the connection for other messages."""
 
 LARGEST_FRAME_BYTES = LARGEST_PART_BYTES + (256 << 10)
-"""A part and its message's head: least and largest value of each of some thousand samples at most."""
+"""A part with its message's head, which has the least and the largest value of each sample."""
 
 LARGEST_BODY_BYTES = 4 << 30
-"""Where no smaller limit is set."""
+"""The limit if no smaller one is set."""
 
 
 def body_num_bytes(pieces: Iterable[bytes | memoryview]) -> int:
@@ -39,7 +39,7 @@ def parts_of(pieces: Sequence[bytes | memoryview], part_bytes: int) -> Iterator[
 
 
 def check_size(num_bytes: int, what: str, most_bytes: int = LARGEST_BODY_BYTES) -> None:
-    """Raise `MalformedBytes` if `what`, of an announced size, is too large; before anything is allocated for it."""
+    """Raise `MalformedBytes` if the announced size of `what` is too large; call it before any allocation."""
     if not 0 <= num_bytes <= most_bytes:
         raise MalformedBytes(f"{what} of {num_bytes} bytes, where {most_bytes} are the limit")
 
@@ -47,7 +47,7 @@ def check_size(num_bytes: int, what: str, most_bytes: int = LARGEST_BODY_BYTES) 
 class Assembly:
     """A body of `num_bytes`, put together from its parts in order; memory grows only with what has arrived.
 
-    `what` names it in errors. Raises `MalformedBytes` where it is larger than `most_bytes`.
+    `what` names it in errors. Raises `MalformedBytes` if it is larger than `most_bytes`.
     """
 
     def __init__(self, num_bytes: int, what: str, *, most_bytes: int = LARGEST_BODY_BYTES) -> None:

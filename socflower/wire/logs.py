@@ -26,13 +26,12 @@ class _HostPeriod:
 
 
 class RefusalLog:
-    """Logs refusals through `log_line`; from several threads.
+    """Logs refusals through `log_line`; safe between threads.
 
-    A peer that tries repeatedly must neither fill the log nor silence it.
-    Of each host `lines_per_period` are logged in `period_s`; the rest is counted, and reported in one line at the
-    first event after the period, or at `flush`. At most `most_hosts` are counted separately at a time; all others share
-    the lines of one, so that an attacker with many addresses uses neither memory nor log. A port's own messages do not
-    pass through here, so they are not limited.
+    A peer that tries repeatedly must neither fill the log nor silence it. `lines_per_period` lines about each host are
+    logged in `period_s`; the others are counted, and reported in one line at the first event after the period, or at
+    `flush`. At most `most_hosts` are counted separately; all others count as one host, so that an attacker with many
+    addresses uses neither memory nor log.
     """
 
     def __init__(
@@ -46,32 +45,26 @@ class RefusalLog:
         clock: Clock = time.monotonic,
     ) -> None:
         self._log_line, self._what, self._clock = log_line, what, clock
-        self._lines_per_period, self._most_hosts, self._period_s = (
-            lines_per_period,
-            most_hosts,
-            period_s,
-        )
+        self._lines_per_period, self._most_hosts = lines_per_period, most_hosts
+        self._period_s = period_s
         self._lock = Lock()
         self._periods: dict[str, _HostPeriod] = {}
 
     def report(self, peer: str, line: str) -> None:
         """Log a line about `peer`, an address with a port at its end or none, or count it."""
-        host = peer.rpartition(":")[0] or peer  # an unknown peer has a new port each time
+        # The port is left out, since it is another one at each attempt.
+        host = peer.rpartition(":")[0] or peer
         with self._lock:
             lines_to_log = self._ended()
-            if (
-                host not in self._periods
-                and len(self._periods) - (_OTHERS in self._periods) >= self._most_hosts
-            ):
+            num_hosts = len(self._periods) - (_OTHERS in self._periods)
+            if host not in self._periods and num_hosts >= self._most_hosts:
                 host = _OTHERS
             period = self._periods.setdefault(host, _HostPeriod(self._clock()))
             if period.num_lines < self._lines_per_period:
                 period.num_lines += 1
-                last = period.num_lines == self._lines_per_period
-                note = (
-                    f"; more about {host} is only counted for {self._period_s:g} s" if last else ""
-                )
-                lines_to_log.append(line + note)
+                if period.num_lines == self._lines_per_period:
+                    line += f"; more about {host} is only counted for {self._period_s:g} s"
+                lines_to_log.append(line)
             else:
                 period.num_left_out += 1
         self._log_lines(lines_to_log)
@@ -94,12 +87,13 @@ class RefusalLog:
         for host in ended:
             period = self._periods.pop(host)
             if period.num_left_out:
+                seconds = min(self._period_s, now_s - period.since_s)
                 lines.append(
-                    f"{self._what}: {period.num_left_out} more refusals of {host} within "
-                    f"{min(self._period_s, now_s - period.since_s):.0f} s"
+                    f"{self._what}: {period.num_left_out} more refusals of {host} within {seconds:.0f} s"
                 )
         return lines
 
     def _log_lines(self, lines: list[str]) -> None:
-        for line in lines:  # outside the lock: a log may be slow
+        for line in lines:
+            # Outside the lock: a log may be slow.
             self._log_line(line)

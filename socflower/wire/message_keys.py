@@ -1,12 +1,13 @@
 """Keys and encodings of the records that strategies and clients exchange in Flower messages, without Flower."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from socflower.errors import ConfigError, require_range
-from socflower.plain_numbers import plain_numbers
+from pydantic import Field
+
+from socflower.errors import ConfigError
+from socflower.field_rules import OneOf, checked
 
 _Values = TypeVar("_Values")
 _EMPTY: tuple[Any, ...] = ((), "", b"")
@@ -22,13 +23,13 @@ SERVER_ROUND = "server-round"
 PARTITION_ID = "partition-id"
 NUM_PARTITIONS = "num-partitions"
 INTERNAL = "socflower-"
-"""What keys between our strategies and clients begin with, which are no metrics of an app."""
+"""Prefix of the keys between our strategies and clients; an app's own metrics have other keys."""
 
 PRICED = "socflower-priced"
 """Present in a message whose virtual time the strategy accounts for, so that the grid does not."""
 
 TRAIN_LOSS = "train-loss"
-"""The metric for the mean loss of the training behind a reply."""
+"""The metric for the mean loss of the training that a reply reports."""
 
 GROUP_ID = "socflower-group"
 """The metric that marks a reply as the work of that group, not only of the client's own node."""
@@ -37,9 +38,9 @@ EVENTS = "socflower-events"
 """The record of a reply with the errors that the client recovered from, one line each."""
 
 UNTRAINED = "socflower-untrained"
-"""The record of a group's reply that names the arrays that are no trainable parameters, such as BatchNorm's statistics.
+"""The record of a group's reply that names its arrays without gradients, such as BatchNorm's statistics.
 
-An outer strategy steps on the others; a reply without the record has none but integers.
+An outer strategy steps on all others. Without the record, only integer arrays have no gradients.
 """
 
 TRAINED_ON = "socflower-trained-on"
@@ -52,28 +53,27 @@ CPU_SHARE = "cpu-share"
 """The metric for the share of its samples that its CPUs computed (F11)."""
 
 FROZEN_SHA256 = "frozen-sha256"
-"""In train and evaluate configs: the digest of the server's frozen parameters, which every node has of its own."""
+"""In train and evaluate configs: the digest of the server's frozen parameters, which nodes load themselves."""
 
 EVALUATED = "socflower-evaluated"
-"""In the evaluate config of a node of groups: the partition of the data that is its own, and the number of them."""
+"""In the evaluate config of a group's node: its own partition of the data, and the number of partitions."""
 
 WARM_UP = "socflower-warm-up"
-"""Present in messages of the epochs that only serve to choose the number of groups."""
+"""Present in messages of warm-up epochs, which only serve to choose the number of groups."""
 
 RESUMED = "socflower-resumed"
-"""In a group's first message after a resume: its client reads the group's state of the round before from its file.
+"""In a group's first message after a resume: its client reads the group's state after the last round from its file.
 
-True if the state must exist; False where that round dropped the group's reply, as when its client died."""
+True if the file must exist. False if that round dropped the group's reply, for instance because its client died."""
 
 TRAINING = "socflower-training"
-"""In train configs: the training's own id, kept over resumes, if nodes keep states of several trainings in a folder."""
+"""In train configs: the id of the training, equal after a resume; nodes store states of several trainings apart."""
 
 LOST_STATE = "has no trainer state"
 """Part of the error text of a client without that state."""
 
-
 DEPARTURES = "socflower-departures"
-"""The record by which a scenario's event makes SoCs leave within an interval: after which part of it, by SoC."""
+"""The record with which a scenario's event makes SoCs leave within an interval: the part of it that passed, by SoC."""
 
 QUERY_ACTION = "socflower"
 """The action of QUERY messages that ask a node for its status, or for its group's model."""
@@ -81,13 +81,13 @@ QUERY_ACTION = "socflower"
 ASK = "socflower-ask"
 ASK_STATUS, ASK_MODEL = "status", "model"
 ASKED_SOC = "socflower-soc"
-"""The SoC that a status query is for; its node may have another number as its partition."""
+"""The SoC that a status query is for; it may differ from the partition id of its node."""
 
 STATUS = "socflower-status"
-"""The record of the answer to both."""
+"""The record of the answer to either question."""
 
 TRANSPORTS = ("auto", "gloo", "grpc")
-"""The transports of a ring's gradients; "auto" is what the nodes are configured for."""
+"""The transports of a ring's gradients; "auto" is the one that the nodes are configured for."""
 
 GRPC_WITH_TLS = "grpc+tls"
 """The transport of nodes with certificates; they cannot form a ring with nodes without."""
@@ -102,10 +102,10 @@ PIPELINE = "socflower-pipeline"
 """The record of a TRAIN message for a group that trains one model as a pipeline; see `PipelineTask`."""
 
 OUTCOME = "socflower-outcome"
-"""The record of a ring member's reply with the outcome of the ring; see `RingOutcome`."""
+"""The record of a ring member's reply with the ring's end; see `RingOutcome`."""
 
 NOTES = "socflower-notes"
-"""The record of a group's reply with what the grid saw of the round; see `RoundNotes`."""
+"""The record of a group's reply with the grid's observations of the round; see `RoundNotes`."""
 
 HEAT = "socflower-heat"
 """The record of a reply with its device's heat and throttling; see `HeatReport`."""
@@ -114,294 +114,307 @@ HEAT = "socflower-heat"
 def encode(values: Any) -> dict[str, Any]:
     """Return a dataclass as a Flower record's scalars and lists.
 
-    Lists and texts that are empty by default are left out: Flower cannot count the bytes of empty ones, which its mod
-    for the sizes of messages does.
+    Empty lists and texts are left out if empty is their default: Flower's mod for the sizes of messages fails on them.
     """
-    return {
-        key.replace("_", "-"): list(value) if isinstance(value, tuple) else value
-        for key, value in asdict(values).items()
-        if value not in _EMPTY or key not in _empty_by_default(values)
-    }
+    record: dict[str, Any] = {}
+    for key, value in asdict(values).items():
+        if value in _EMPTY and key in _empty_by_default(values):
+            continue
+        record[key.replace("_", "-")] = list(value) if isinstance(value, tuple) else value
+    return record
 
 
 def decode(kind: type[_Values], record: Mapping[str, Any], name: str) -> _Values:
     """Return the dataclass of a record that `encode` made; `ConfigError` names missing and unknown keys."""
-    values: dict[str, Any] = {
-        key.replace("-", "_"): tuple(value) if isinstance(value, list) else value
-        for key, value in record.items()
-    }
+    values: dict[str, Any] = {}
+    for key, value in record.items():
+        values[key.replace("-", "_")] = tuple(value) if isinstance(value, list) else value
     known = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]
-    missing, unknown = known - values.keys() - _empty_by_default(kind), values.keys() - known
+    missing = known - values.keys() - _empty_by_default(kind)
+    unknown = values.keys() - known
     if missing or unknown:
         raise ConfigError(
             f"{name} record: missing {sorted(missing)}, unknown {sorted(unknown)}; server and client "
             "run different versions of socflower"
         )
-    return kind(**values)
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        text = str(error).removeprefix(f"{kind.__name__}: ")
+        raise ConfigError(f"{name} record: {text}") from None
+
+
+class Record:
+    """Base of dataclasses that travel as records of Flower messages; `RECORD` names them in errors."""
+
+    __slots__ = ()
+    RECORD: ClassVar[str]
+
+    def encode(self) -> dict[str, Any]:
+        """Return the values as a Flower record's scalars and lists."""
+        return encode(self)
+
+    @classmethod
+    def decode(cls, record: Mapping[str, Any]) -> Self:
+        """Return the dataclass of a record; `ConfigError` names missing and unknown keys."""
+        return decode(cls, record, cls.RECORD)
 
 
 def _empty_by_default(kind: Any) -> set[str]:
     return {entry.name for entry in fields(kind) if entry.default in _EMPTY}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupTask:
-    """One group's work between two synchronisations; each member derives its part from it alone."""
+@checked
+class GroupTask(Record):
+    """The work of one group between two synchronisations; each member derives its part from it alone."""
+
+    RECORD = "group"
 
     group_id: int
     num_groups: int
-    members: tuple[int, ...]  # SoCs, leader among them, in ring order
-    leader: int  # the SoC that gets the model and replies with it (F8)
-    partitions: tuple[int, ...]  # of the data, one for each member
-    num_partitions: int  # one for each SoC that takes part, over all groups
-    capacities: tuple[float, ...]  # of the members; their shares of a batch are proportional (F4)
-    first_step: int  # counted from the start of training
+    # SoCs in ring order, with the leader.
+    members: tuple[int, ...]
+    # The SoC that gets the model and replies with it (F8).
+    leader: int
+    # The part of the data of each member.
+    partitions: tuple[int, ...]
+    # One partition for each SoC that takes part, over all groups.
+    num_partitions: int
+    # The members' shares of a batch are proportional to their capacities (F4).
+    capacities: tuple[float, ...]
+    # Counted from the start of training.
+    first_step: int
     num_steps: int
     steps_per_epoch: int
     total_steps: int
-    batch_size: int  # of the group
-    reshuffle: bool  # whether data are redistributed among groups, or stay where they are
-    deal_epoch: int  # the epoch at whose start data were last redistributed, if at all
+    # Samples of the whole group.
+    batch_size: int
+    # Whether data are redistributed among the groups.
+    reshuffle: bool
+    # The epoch at whose start data were last redistributed.
+    deal_epoch: int
     seed: int
-    num_samples: int  # of the whole data set, as given to the strategy
-    npu_ratios: tuple[
-        float, ...
-    ] = ()  # of the members' throughputs (F10); none where clients measure, or need none
-    proximal_mu: float = 0.0  # of FedProx, whose clients the groups are
+    # The size of the whole data set, as given to the strategy.
+    num_samples: int
+    # The NPU's part of each member's throughput (F10); empty if clients measure it, or have no use for it.
+    npu_ratios: tuple[float, ...] = ()
+    # The proximal term of FedProx, if the groups are its clients.
+    proximal_mu: float = 0.0
 
-    def __post_init__(self) -> None:
-        if self.npu_ratios and len(self.npu_ratios) != len(self.members):
+    def check(self) -> None:
+        """Raise `ConfigError` unless every member has its values and the leader is a member."""
+        num_members, num_ratios = len(self.members), len(self.npu_ratios)
+        if num_ratios not in (0, num_members):
             raise ConfigError(
-                f"group {self.group_id}: {len(self.members)} members and {len(self.npu_ratios)} NPU "
-                "ratios; need one for every member, or none"
+                f"group {self.group_id}: {num_members} members and {num_ratios} NPU ratios; need one "
+                "for every member"
             )
-        if self.leader not in self.members:
+        is_complete = num_members == len(self.capacities) == len(self.partitions)
+        if not is_complete or self.leader not in self.members:
             raise ConfigError(
-                f"group {self.group_id}: its leader, SoC {self.leader}, is not one of its members"
-            )
-        if not len(self.members) == len(self.capacities) == len(self.partitions) > 0:
-            raise ConfigError(
-                f"group {self.group_id}: {len(self.members)} members, {len(self.capacities)} capacities "
-                f"and {len(self.partitions)} partitions; need one of each for every member"
+                f"group {self.group_id}: needs a leader among its members, and {num_members} "
+                "capacities and partitions"
             )
 
-    def encode(self) -> dict[str, Any]:
-        """Return the task as a Flower record's scalars and lists."""
-        return encode(self)
 
-    @classmethod
-    def decode(cls, record: Mapping[str, Any]) -> "GroupTask":
-        """Return the task of a record; `ConfigError` names missing and unknown keys."""
-        return decode(cls, record, "group")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class RingTask:
     """One member's place in its group's ring for one interval; all but `participant` is equal for all members.
 
-    Participants are the numbers in `GroupTask.partitions`, which mean the same in all groups of a training.
+    A participant is a number of `GroupTask.partitions`, which means the same in all groups of a training.
     """
 
-    participant: int  # this member
-    leader: int  # the participant that has the model, and replies with it
-    addresses: tuple[
-        str, ...
-    ]  # host:port of the members' ring ports, in the order of the group's members
-    token: str  # hexadecimal, secret, of all rings of this interval only
-    transport: str  # "gloo", "grpc" or "grpc+tls"
-    num_buckets: int  # parts of the gradient whose exchange overlaps with the backward pass (F7)
-    compression: str  # "none", "fp16", "int8" or "dgc"
-    heartbeat_s: float  # a member without a heartbeat for so long counts as hung
-    rendezvous_s: float  # and one that does not connect for so long at the start, as absent
-    # Groups that take turns with this one (F6): those before it in a step, those after it, and where to tell them.
+    # This member.
+    participant: int
+    # The participant that has the model, and replies with it.
+    leader: int
+    # host:port of the members' ring ports, in the order of the group's members.
+    addresses: tuple[str, ...]
+    # Hexadecimal and secret, for all rings of this interval only.
+    token: str
+    # "gloo", "grpc" or "grpc+tls".
+    transport: str
+    # Parts of the gradient whose exchange overlaps with the backward pass (F7).
+    num_buckets: int
+    # "none", "fp16", "int8", "int8-stochastic" or "dgc".
+    compression: str
+    # A member without a heartbeat for this long counts as hung.
+    heartbeat_s: float
+    # A member that does not connect within this time counts as absent.
+    rendezvous_s: float
+    # Groups that take turns with this one (F6): those before it in a step, and those after it.
     groups_before: tuple[int, ...] = ()
     groups_after: tuple[int, ...] = ()
-    neighbours: tuple[str, ...] = ()  # of all those groups' members: "group participant address"
-    leader_grace_s: float = (
-        30.0  # how much longer than the others the member that answers may be silent
-    )
-    tolerate_errors: bool = (
-        False  # whether a member that raises is left out instead of ending the training
-    )
-    rebalance_steps: int = (
-        0  # shares follow measured capacities every so many steps, if data are dealt; 0: never
-    )
-    # Of leaders in a ring or a tree (F8), those that may answer for each group, its leader first, each as a line of
+    # The members of all those groups, each as "group participant address".
+    neighbours: tuple[str, ...] = ()
+    # How much longer than the others the member that answers may be silent.
+    leader_grace_s: float = 30.0
+    # Whether a member that raises is left out instead of ending the training.
+    tolerate_errors: bool = False
+    # Every so many steps shares follow measured capacities, if data are dealt; 0: never.
+    rebalance_steps: Annotated[int, Field(ge=0)] = 0
+    # If leaders form a ring or a tree (F8): the members that may answer for each group, its leader first, each as
     # "group participant address".
     leaders: tuple[str, ...] = ()
-    leader_places: tuple[
-        str, ...
-    ] = ()  # and of a tree, where each group's leader is: "group board server"
-    leader_compression: str = "none"  # of that exchange: "none", "fp16" or "int8"
-    feedback_sha256: str = (
-        ""  # of what that compression has still to send of the group, which its members keep
-    )
-    model_sha256: str = ""  # of the model that members have kept, where it is not sent again
-
-    def __post_init__(self) -> None:
-        require_range(
-            "ring",
-            least=0,
-            advice="or 0 for shares that stay",
-            rebalance_steps=self.rebalance_steps,
-        )
+    # If they form a tree, the place of each group's leader: "group board server".
+    leader_places: tuple[str, ...] = ()
+    # The compression of the leaders' exchange: "none", "fp16" or "int8".
+    leader_compression: str = "none"
+    # Digest of the error feedback of that compression, which the group's members keep.
+    feedback_sha256: str = ""
+    # Digest of the model that members have kept, if it is not sent again.
+    model_sha256: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineTask:
     """How a group trains one model as a pipeline."""
 
-    plan: str  # as JSON, see `from_json` of `pipeline/plan.py`
-    cuts: str  # how the model is cut into the plan's layers
-    layers_sha256: str  # of `PipelineModel.sha256`
-    sample_shape: tuple[int, ...] = ()  # that was planned with; (): unknown
-    bits: int = 32  # of activations that cross a cut
+    # JSON, see `from_json` of `pipeline/plan.py`.
+    plan: str
+    # How the model is cut into the plan's layers.
+    cuts: str
+    # The digest of `PipelineModel.sha256`.
+    layers_sha256: str
+    # The shape that the plan was made for; empty if it is unknown.
+    sample_shape: tuple[int, ...] = ()
+    # The width of activations that cross a cut.
+    bits: int = 32
     gradient_bits: int = 32
-    feedback: str = "none"  # of what fewer bits lose: "diagonal" or "rank-one"
-    budget_bytes: tuple[float, ...] = ()  # of each of the plan's devices; none: unbounded
-    backup_steps: int = (
-        0  # updates after which stages on one device are backed up; 0: once an interval
-    )
-    int8_socs: tuple[int, ...] = ()  # devices whose stages compute in int8
+    # Error feedback for fewer bits: "none", "diagonal" or "rank-one".
+    feedback: str = "none"
+    # The memory of each of the plan's devices; empty: unbounded.
+    budget_bytes: tuple[float, ...] = ()
+    # Stages on one device are backed up after so many updates; 0: once an interval.
+    backup_steps: int = 0
+    # Devices whose stages compute in int8.
+    int8_socs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeStatus:
     """A node's report of its status."""
 
-    ring: str = ""  # host:port of its ring port; empty where it has none, as in simulation
-    board: int = -1  # its board; -1 if not in its node config
+    # host:port of its ring port; empty if it has none, as in simulation.
+    ring: str = ""
+    # -1 if its node config names no board.
+    board: int = -1
     slot: int = -1
-    transports: tuple[str, ...] = ()  # that it allows, best first
-    preempted: bool = False  # a user's workload occupies the device
+    # The transports that it allows, best first.
+    transports: tuple[str, ...] = ()
+    # Whether a user's workload occupies the device.
+    preempted: bool = False
 
 
 COMPLETED, PREEMPTED, NO_MODEL, LEFT_OUT = "completed", "preempted", "no-model", "left-out"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class RingOutcome:
     """How the ring ended for one member."""
 
-    outcome: str  # COMPLETED; PREEMPTED: left for a user; NO_MODEL: no member had the model; LEFT_OUT: too late
-    members: tuple[int, ...]  # SoCs in the ring at the end
-    num_steps: int  # that this member has applied
-    answers: bool  # whether it replies for its group
-    recoveries_s: tuple[float, ...] = ()  # duration of each re-forming, from detection to training
-    preempted: tuple[int, ...] = ()  # SoCs that left for a user
-    log: tuple[str, ...] = ()  # losses of the ring, one line each
-    notes: tuple[str, ...] = ()  # what a pipeline has changed, one line each
-    dropped: tuple[str, ...] = ()  # gradients that were left out of steps, one line each
-    rates: tuple[
-        float, ...
-    ] = ()  # samples per second of each of `members`, while it waited for nobody; 0: unknown
-    # After a ring of leaders, the groups whose models are in the mean, which the first one's answer brings, and:
+    # PREEMPTED: it left for a user; NO_MODEL: no member had the model; LEFT_OUT: it came too late.
+    outcome: Annotated[str, OneOf((COMPLETED, PREEMPTED, NO_MODEL, LEFT_OUT))]
+    # SoCs in the ring at its end.
+    members: tuple[int, ...]
+    # Steps that this member has applied.
+    num_steps: int
+    # Whether it replies for its group.
+    answers: bool
+    # The duration of each re-forming, from detection to training.
+    recoveries_s: tuple[float, ...] = ()
+    # SoCs that left for a user.
+    preempted: tuple[int, ...] = ()
+    # Losses of members, one line each.
+    log: tuple[str, ...] = ()
+    # Changes of a pipeline, one line each.
+    notes: tuple[str, ...] = ()
+    # Gradients that were left out of steps, one line each.
+    dropped: tuple[str, ...] = ()
+    # Samples per second of each of `members`, without the time that it waited; 0: unknown.
+    rates: tuple[float, ...] = ()
+    # After a ring of leaders: the groups whose models are in the mean. The first group's answer brings the mean.
     met: tuple[int, ...] = ()
-    met_samples: float = 0.0  # that those groups trained on
-    holds: str = ""  # the digest of the mean, which this member has kept
-    feedback_sha256: str = ""  # of what compression has still to send of the group's changes, which it has kept as well
-
-    def __post_init__(self) -> None:
-        if self.outcome not in (COMPLETED, PREEMPTED, NO_MODEL, LEFT_OUT):
-            raise ConfigError(f"outcome record: outcome = {self.outcome!r} is unknown")
-        for kind, keys in (
-            (int, ("members", "preempted", "met")),
-            (int | float, ("recoveries_s", "rates")),
-            (str, ("log", "notes", "dropped")),
-        ):
-            for key in keys:
-                values = getattr(self, key)
-                if not isinstance(values, tuple) or not all(
-                    isinstance(value, kind) for value in values
-                ):
-                    raise ConfigError(
-                        f"outcome record: {key.replace('_', '-')} = {values!r} is of the wrong type"
-                    )
-        if not isinstance(self.feedback_sha256, str):
-            raise ConfigError(
-                f"outcome record: feedback-sha256 = {self.feedback_sha256!r} is of the wrong type"
-            )
-        if not isinstance(self.met_samples, int | float) or not 0.0 <= self.met_samples < math.inf:
-            raise ConfigError(
-                f"outcome record: met-samples = {self.met_samples!r} must be a number, 0 or more"
-            )
+    # The number of samples that those groups trained on.
+    met_samples: Annotated[float, Field(ge=0)] = 0.0
+    # Digest of the mean, which this member has kept.
+    holds: str = ""
+    # Digest of the error feedback of the group's changes, which it has kept as well.
+    feedback_sha256: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceReport:
     """The devices on which the work of a reply was trained."""
 
-    devices: tuple[
-        str, ...
-    ]  # such as "cpu" and "cuda:0 (Orin)", one for each of `socs`, or one for a client alone
-    socs: tuple[int, ...] = ()  # of a group
-    arithmetic: str = ""  # "int8" or "mixed"; empty: FP32
+    # Names such as "cpu" and "cuda:0 (Orin)": one for each of `socs`, or one for a client alone.
+    devices: tuple[str, ...]
+    # The SoCs of a group.
+    socs: tuple[int, ...] = ()
+    # "int8" or "mixed"; empty: FP32.
+    arithmetic: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundNotes:
-    """What the grid saw of groups between a round's messages and its replies."""
+    """The grid's observations of groups between a round's messages and its replies."""
 
-    kinds: tuple[str, ...] = ()  # of events, with their groups and texts
+    # The kind, the group and the text of each event.
+    kinds: tuple[str, ...] = ()
     groups: tuple[int, ...] = ()
     texts: tuple[str, ...] = ()
-    away: tuple[int, ...] = ()  # SoCs that left their rings, or were dropped by them
-    leaders_replaced: tuple[
-        int, ...
-    ] = ()  # groups whose model came from another member than their leader
+    # SoCs that left their rings, or were dropped by them.
+    away: tuple[int, ...] = ()
+    # Groups whose model came from another member than their leader.
+    leaders_replaced: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not len(self.kinds) == len(self.groups) == len(self.texts):
-            raise ConfigError(
-                f"notes record: {len(self.kinds)} kinds, {len(self.groups)} groups and {len(self.texts)} "
-                "texts of events; need one of each for every event"
-            )
+        kinds, groups, texts = len(self.kinds), len(self.groups), len(self.texts)
+        if not kinds == groups == texts:
+            raise ConfigError(f"has {kinds} kinds, {groups} groups and {texts} texts of events")
 
     def __add__(self, other: "RoundNotes") -> "RoundNotes":
         """Return the notes of both."""
-        return RoundNotes(
-            **{
-                entry.name: getattr(self, entry.name) + getattr(other, entry.name)
-                for entry in fields(self)
-            }
-        )
+        names = [entry.name for entry in fields(self)]
+        return RoundNotes(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeatReport:
+_Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+@checked
+class HeatReport(Record):
     """A device's state while it handled a message. Unknown values are None, and have no key in the record."""
 
-    temperature_c: float | None = None  # at the end
-    peak_c: float | None = None
-    clock_factor: float | None = (
-        None  # mean of present clock over the highest while it worked, 0 to 1
-    )
-    throttled_s: float | None = None  # for how long the device reported throttling by heat or power
-    share: float = 1.0  # mean share of its power used for training, above 0
-    battery_fraction: float | None = None  # charge, 0 to 1, at the end
-    user_load: float | None = None  # part of the processors that others used at the end, 0 to 1
-    paused_s: float = 0.0  # for how long the message waited before its work started
-    triggered: bool = False  # whether the device requests re-balancing of shares
-    notes: tuple[str, ...] = ()  # sensor errors, one line each
+    RECORD = "heat"
 
-    def __post_init__(self) -> None:
-        require_range("heat record", above=0.0, most=1.0, share=self.share)
-        for key in ("clock_factor", "battery_fraction", "user_load"):
-            value = getattr(self, key)
-            if value is not None and not 0.0 <= value <= 1.0:
-                raise ConfigError(
-                    f"heat record: {key.replace('_', '-')} = {value} must lie between 0 and 1"
-                )
+    # The temperature at the end.
+    temperature_c: float | None = None
+    peak_c: float | None = None
+    # Mean clock while it worked, divided by the highest clock.
+    clock_factor: _Fraction | None = None
+    # How long the device reported throttling by heat or power.
+    throttled_s: float | None = None
+    # Mean share of its power that training used.
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    # Charge at the end.
+    battery_fraction: _Fraction | None = None
+    # Part of the processors that other programs used at the end.
+    user_load: _Fraction | None = None
+    # How long the message waited before its work started.
+    paused_s: float = 0.0
+    # Whether the device requests re-balancing of shares.
+    triggered: bool = False
+    # Sensor errors, one line each.
+    notes: tuple[str, ...] = ()
 
     def encode(self) -> dict[str, Any]:
-        """Return the report as a Flower record's scalars and lists."""
+        """Return the known values as a Flower record's scalars and lists."""
         return {key: value for key, value in encode(self).items() if value is not None}
 
     @classmethod
-    def decode(cls, record: Mapping[str, Any]) -> "HeatReport":
+    def decode(cls, record: Mapping[str, Any]) -> Self:
         """Return the report of a record; `ConfigError` for an invalid key or value."""
-        unsaid = {
-            entry.name.replace("_", "-"): None for entry in fields(cls) if entry.default is None
-        }
-        return decode(cls, {**unsaid, **record}, "heat")
+        optional = [entry.name for entry in fields(cls) if entry.default is None]
+        unknown = {name.replace("_", "-"): None for name in optional}
+        return decode(cls, {**unknown, **record}, "heat")

@@ -1,8 +1,8 @@
 """State that outlives its process: files written atomically, sealed entries, and stores that keep the last of them.
 
 A sealed entry is one line with the SHA-256 and the length of the rest, one line of JSON, and a payload of bytes. The
-JSON says what kind of state it is, of which schema, who wrote it and for whom, so that a damaged, old or foreign file
-is refused by one rule.
+JSON names the kind of state, its schema, the version that wrote it and its owner, so that `unseal` can refuse a
+damaged, old or foreign file.
 """
 
 import errno
@@ -27,28 +27,29 @@ from socflower.wire.folders import FolderLock
 
 T = TypeVar("T")
 _MAGIC = b"socflower-sealed "
-_WRITE_WAIT_S = 60.0  # for the write of another process in the same store
+# How long to wait for another process that writes to the same store.
+_WRITE_WAIT_S = 60.0
 
 
 # ---------------------------------------------------------------------------------------------- atomic files
 _being_written: set[Path] = set()
-"""Partial files of this process's current writers, which a killed process of the same id may have left as well."""
+"""Partial files of this process's present writers. A killed process with the same id may have left others."""
 
 
 @contextmanager
 def atomic_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Yield a stream whose bytes are at `path` after the block: `path` always holds the old file or the whole new one.
 
-    The file is at no time readable beyond `mode` and the umask. Raises `OSError` where it cannot be written; after any
-    error `path` is as it was.
+    `mode` and the umask apply from the beginning. Raises `OSError` if it cannot be written; after any error `path` is
+    unchanged.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.part")
-    partial.unlink(missing_ok=True)  # of a killed process with the same ids
+    # A killed process with the same ids may have left it.
+    partial.unlink(missing_ok=True)
     _being_written.add(partial)
     try:
-        with os.fdopen(
-            os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb"
-        ) as stream:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "wb") as stream:
             yield stream
             stream.flush()
             # Without this a power failure may leave an empty file under the new name.
@@ -59,7 +60,8 @@ def atomic_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
         raise
     finally:
         _being_written.discard(partial)
-    with suppress(OSError):  # not every file system lets a folder be synced
+    with suppress(OSError):
+        # Not every file system lets a folder be synced.
         descriptor = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -79,10 +81,9 @@ def write_atomically(
 def remove_partial(folder: Path) -> None:
     """Remove the partial files of writers that were killed; those of running processes stay."""
     for partial in folder.glob(".*.part"):
-        match = re.fullmatch(
-            r"\..+\.(\d+)-\d+\.part", partial.name
-        )  # else it is of another program
+        match = re.fullmatch(r"\..+\.(\d+)-\d+\.part", partial.name)
         if match is None or partial in _being_written:
+            # Without a match it is a file of another program.
             continue
         pid = int(match[1])
         if pid == os.getpid() or not psutil.pid_exists(pid):
@@ -94,13 +95,16 @@ def remove_partial(folder: Path) -> None:
 class StateKind:
     """What all entries of a kind have in common."""
 
-    name: str  # as errors call one
-    schema: int  # to be raised when the content changes
-    remedy: str  # what to do about one that cannot be used
+    # How errors call an entry.
+    name: str
+    # Raise it when the content changes.
+    schema: int
+    # What a user can do about an entry that cannot be used.
+    remedy: str
 
 
 class DamagedFile(ConfigError):
-    """An entry that is missing, incomplete, changed, or no entry at all; an earlier one may be intact."""
+    """An entry that is missing, incomplete or changed, or not an entry; an earlier one may be intact."""
 
     def __init__(self, cause: str, remedy: str) -> None:
         super().__init__(f"{cause}; {remedy}")
@@ -108,24 +112,17 @@ class DamagedFile(ConfigError):
 
 
 class UnreadableFile(ConfigError):
-    """An entry that may be intact, which this process may not or cannot read at present."""
+    """An entry that may be intact, but that this process cannot read at present."""
 
     def __init__(self, path: Path, error: OSError) -> None:
-        super().__init__(
-            f"{path} cannot be read ({error.strerror}); mend that, and run the same command again"
-        )
+        super().__init__(f"{path} cannot be read ({error.strerror}); run again when it can")
 
 
-_PASSING = (
-    errno.EACCES,
-    errno.EPERM,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-)
-"""Errors that say nothing against a file: rights, too many open files, a file server that is away."""
+_PASSING = {
+    *(errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE),
+    *(errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT),
+}
+"""Errors that may pass and do not mean damage: rights, too many open files, a file server that is away."""
 
 
 def seal(
@@ -166,36 +163,33 @@ def unseal(
     Raises `DamagedFile` if any byte is missing, added or changed, or if it is another entry under this one's name, and
     `ConfigError` for a whole entry of another kind, schema or owner. `where` begins each line.
     """
-    if not content.startswith(_MAGIC):
-        raise DamagedFile(
-            f"{where} is damaged (its beginning is not that of a file of socflower)", kind.remedy
-        )
     first_line, _, _ = content.partition(b"\n")
     rest = memoryview(content)[len(first_line) + 1 :]
     if first_line != b"%s%s %d" % (_MAGIC, hashlib.sha256(rest).hexdigest().encode(), len(rest)):
         raise DamagedFile(f"{where} is damaged (its digest does not fit)", kind.remedy)
     line, _, _ = content[len(first_line) + 1 :].partition(b"\n")
     header: dict[str, Any] = json.loads(line)
-    schema, version = header.get("schema", 0), header.get("version")
-    if header.get("kind", kind.name) != kind.name:
-        raise ConfigError(
-            f"{where} is of another kind ({header['kind']}, not {kind.name}); {kind.remedy}"
-        )
-    if version is None or schema != kind.schema:
-        newer = version is not None and schema > kind.schema
-        raise ConfigError(
-            f"{where} was written by {'a newer' if newer else 'an older'} version of socflower ("
-            f"{version or 'before 0.1.0'}, schema {schema} where this one has {kind.schema}); use that "
-            f"version, or {kind.remedy}"
-        )
-    if header["owner"] != owner:
-        raise ConfigError(
-            f"{where} belongs to {header['owner'] or 'nobody'}, not to {owner or 'nobody'}; name another "
-            f"folder, or {kind.remedy}"
-        )
+    mismatch = _mismatch(header, kind, owner)
+    if mismatch is not None:
+        raise ConfigError(f"{where} {mismatch}, or {kind.remedy}")
     if header["number"] != number:
         raise DamagedFile(f"{where} is number {header['number']} under another name", kind.remedy)
     return header["state"], rest[len(line) + 1 :]
+
+
+def _mismatch(header: Mapping[str, Any], kind: StateKind, owner: str) -> str | None:
+    """Return why an undamaged entry cannot be used, and the first remedy."""
+    schema, own = header["schema"], header["owner"]
+    if header["kind"] != kind.name:
+        return f"is of another kind ({header['kind']}, not {kind.name}); name another folder"
+    if schema != kind.schema:
+        age = "a newer" if schema > kind.schema else "an older"
+        form = f"{header['version']}, schema {schema}, not {kind.schema}"
+        return f"was written by {age} version of socflower ({form}); use that version"
+    if own != owner:
+        names = f"{own or 'nobody'}, not to {owner or 'nobody'}"
+        return f"belongs to {names}; name another folder"
+    return None
 
 
 def read_sealed(
@@ -221,34 +215,35 @@ def from_bytes(kind: str, saved: bytes) -> tuple[dict[str, Any], dict[str, NDArr
     header, payload = unseal(_part(kind), saved, f"saved {kind}:")
     try:
         return header, unpack_arrays(payload)
-    except MalformedBytes as error:  # forged; the digest is no signature
+    except MalformedBytes as error:
+        # The bytes were forged: a digest is not a signature.
         raise DamagedFile(f"saved {kind}: is damaged ({error})", _part(kind).remedy) from None
 
 
 def _part(kind: str) -> StateKind:
-    return StateKind(name=kind, schema=2, remedy="go back to an earlier checkpoint, or start anew")
+    return StateKind(name=kind, schema=2, remedy="go back to an earlier checkpoint")
 
 
 # ---------------------------------------------------------------------------------------------- stores
 class StateStore:
     """The last entries of one kind in a folder, each a sealed file named by its number: a round, step or position.
 
-    One process writes at a time: `write` holds the store's lock, which the kernel releases when a process dies; who
-    keeps the store open, keeps all others from writing. Reading needs no lock, since files are replaced whole.
+    One process writes at a time: `write` holds the store's lock, and so does a store from `open` to `close`. The kernel
+    releases the lock of a process that dies. Reading needs no lock, since files are replaced whole.
 
     Parameters
     ----------
     folder : Path
         Created by the first write. Stores with other prefixes may share it.
     kind : StateKind
-        What the entries are; entries of another kind or schema are an error.
+        Entries of another kind or schema are an error.
     prefix, suffix : str
         A file is named `prefix`, the number, `suffix`.
     keep : int, optional
-        How many entries, up to the one just written, are kept; by default all. Later ones stay until they are written
-        again: they are of an attempt that went further.
+        How many entries are kept, up to the one just written; by default all. Later entries, of an attempt that got
+        further, stay until they are written again.
     owner : str
-        Whose state it is; entries of another owner are an error.
+        Entries of another owner are an error.
     """
 
     def __init__(
@@ -289,8 +284,7 @@ class StateStore:
             number = name.removeprefix(self._prefix).removesuffix(self._suffix)
             if not number.isdecimal():
                 raise ConfigError(
-                    f"{self.folder / name} was not written by this version of socflower; remove it, use "
-                    f"the version that wrote it, or {self.kind.remedy}"
+                    f"{self.folder / name} was not written by socflower; remove it, or {self.kind.remedy}"
                 )
             found.append(int(number))
         return sorted(found, reverse=True)
@@ -303,23 +297,16 @@ class StateStore:
         Raises `ConfigError` if it cannot be written; all others stay as they are.
         """
         path = self.path(number)
-        waits = (
-            self._new_lock(f"{self.kind.name} in {self.folder}", _WRITE_WAIT_S)
-            if self._lock is None
-            else nullcontext()
-        )
-        with waits:
+        pieces = seal(self.kind, state, payload, owner=self._owner, number=number)
+        what = f"{self.kind.name} in {self.folder}"
+        with nullcontext() if self._lock else self._new_lock(what, _WRITE_WAIT_S):
             try:
-                write_atomically(
-                    path, seal(self.kind, state, payload, owner=self._owner, number=number)
-                )
+                write_atomically(path, pieces)
             except OSError as error:
-                raise ConfigError(
-                    f"{path}: cannot be written ({error.strerror}); make room, or name another folder, "
-                    "and run the same again"
-                ) from None
+                raise _unwritable(str(path), error, "make room, or name another folder") from None
             if self._keep is not None:
-                for old in [each for each in self.numbers() if each <= number][self._keep :]:
+                earlier = [each for each in self.numbers() if each <= number]
+                for old in earlier[self._keep :]:
                     self.path(old).unlink(missing_ok=True)
 
     def read(self, number: int) -> tuple[dict[str, Any], memoryview]:
@@ -331,7 +318,7 @@ class StateStore:
     ) -> T | None:
         """Return `load(number)` of the newest entry for which it raises no `DamagedFile`, or None without entries.
 
-        `on_damage` gets a line for each damaged one that is skipped. Raises `ConfigError` if all are damaged, for an
+        `on_damage` gets a line for each damaged entry that is skipped. Raises `ConfigError` if all are damaged, for an
         entry of another kind, schema or owner, and for one that cannot be read now but may be intact.
         """
         causes = []
@@ -351,19 +338,16 @@ class StateStore:
         return None
 
     def remove(self, *, after: int = -1) -> None:
-        """Remove the entries with numbers above `after`; by default all, and whatever has their form of name."""
-        for path in (
-            map(self.path, self.numbers())
-            if after >= 0
-            else map(self.folder.joinpath, self._names())
-        ):
-            if after < 0 or int(path.stem.removeprefix(self._prefix)) > after:
-                try:
-                    path.unlink(missing_ok=True)
-                except OSError as error:
-                    raise ConfigError(
-                        f"{path}: cannot be removed ({error.strerror}); remove it yourself"
-                    ) from None
+        """Remove the entries with numbers above `after`; by default every file with the store's prefix and suffix."""
+        if after < 0:
+            paths = [self.folder / name for name in self._names()]
+        else:
+            paths = [self.path(number) for number in self.numbers() if number > after]
+        for path in paths:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise ConfigError(f"{path}: cannot be removed ({error.strerror})") from None
 
     def _names(self) -> list[str]:
         try:
@@ -372,8 +356,7 @@ class StateStore:
             return []
         except OSError as error:
             raise ConfigError(
-                f"{self.folder}: cannot be read ({error.strerror}); name a folder that this process may "
-                "read"
+                f"{self.folder}: cannot be read ({error.strerror}); name another folder"
             ) from None
         return [
             name for name in names if name.startswith(self._prefix) and name.endswith(self._suffix)
@@ -382,20 +365,19 @@ class StateStore:
     def _new_lock(
         self, what: str, wait_s: float, on_wait: Callable[[str], None] = lambda line: None
     ) -> FolderLock:
+        path = self.folder / f".{self._prefix}lock"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            lock = FolderLock(path, what, wait_s=wait_s, on_wait=on_wait)
+            try:
+                remove_partial(self.folder)
+            except OSError:
+                lock.release()
+                raise
         except OSError as error:
-            raise ConfigError(
-                f"{what}: cannot be written ({error.strerror}); name another folder"
-            ) from None
-        lock = FolderLock(
-            self.folder / f".{self._prefix}lock", what, wait_s=wait_s, on_wait=on_wait
-        )
-        try:
-            remove_partial(self.folder)
-        except OSError as error:
-            lock.release()
-            raise ConfigError(
-                f"{what}: cannot be written ({error.strerror}); name another folder"
-            ) from None
+            raise _unwritable(what, error, "name another folder") from None
         return lock
+
+
+def _unwritable(what: str, error: OSError, remedy: str) -> ConfigError:
+    return ConfigError(f"{what}: cannot be written ({error.strerror}); {remedy}")

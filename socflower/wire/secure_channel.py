@@ -23,7 +23,7 @@ _PERMANENT_ERRNOS = (errno.EADDRNOTAVAIL, errno.EACCES, errno.EPERM, errno.EAFNO
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a service listens or is reached; `what` names it in errors."""
+    """The address at which a service listens; `what` names it in errors."""
 
     host: str
     port: int
@@ -32,14 +32,10 @@ class Address:
     @classmethod
     def parse(cls, text: str, what: str = "address") -> "Address":
         """Return the address of "host:port" or "[host]:port"; `ConfigError` if it is neither."""
-        host, colon, port = text.rpartition(":")
-        if (
-            not colon
-            or not host
-            or not port.isdecimal()
-            or int(port) > 65535
-            or (":" in host and host[0] != "[")
-        ):
+        host, _, port = text.rpartition(":")
+        is_port = port.isdecimal() and int(port) <= 65535
+        # An address of IPv6 needs brackets, which separate it from the port.
+        if not is_port or not host or (":" in host and host[0] != "["):
             raise ConfigError(
                 f'{what} "{text}" is not host:port; write it like 10.0.0.2:28200 or [fd00::2]:28200'
             )
@@ -50,46 +46,38 @@ class Address:
 
     def require_private(self, remedy: str) -> None:
         """Raise `ConfigError`, which ends with `remedy`, unless the host is loopback, link-local or private."""
-        try:
-            found = {
-                str(entry[4][0])
-                for entry in socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)
-            }
-        except socket.gaierror as error:
-            raise self._unresolved(error) from None
-        for resolved in sorted(found):
+        for resolved in sorted({str(entry[4][0]) for entry in self._resolved()}):
             ip = ip_address(resolved.partition("%")[0])
-            if ip.is_unspecified:
-                raise ConfigError(f"{self.what} {self} means every interface and {remedy}")
-            if not (ip.is_private or ip.is_loopback or ip.is_link_local):
-                raise ConfigError(f"{self.what} {self} is not private and {remedy}")
+            is_near = ip.is_private or ip.is_loopback or ip.is_link_local
+            # The unspecified address counts as private, but a server there listens to everybody.
+            if is_near and not ip.is_unspecified:
+                continue
+            problem = "means every interface" if ip.is_unspecified else "is not private"
+            raise ConfigError(f"{self.what} {self} {problem} and {remedy}")
 
     def why_taken(self) -> str | None:
         """Return why a server cannot listen here now; `ConfigError` if it never can. gRPC itself only prints it."""
+        family, kind, protocol, _, address = self._resolved()[0]
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                self.host, self.port, type=socket.SOCK_STREAM
-            )[0]
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
                 probe.listen(1)
-        except socket.gaierror as error:
-            raise self._unresolved(error) from None
         except OSError as error:
             if error.errno in _PERMANENT_ERRNOS:
                 raise ConfigError(
-                    f"{self.what} {self} cannot be listened on ({error.strerror}); give an address of "
-                    "this machine"
+                    f"{self.what} {self} cannot be listened on ({error.strerror}); give an address of this machine"
                 ) from None
             return f"{self.what} {self} is in use"
         return None
 
-    def _unresolved(self, error: socket.gaierror) -> ConfigError:
-        return ConfigError(
-            f"{self.what} {self} cannot be resolved ({error.strerror}); give a name or address that "
-            "this machine knows"
-        )
+    def _resolved(self) -> list[Any]:
+        try:
+            return socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            raise ConfigError(
+                f"{self.what} {self} cannot be resolved ({error.strerror}); give one that this machine knows"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,30 +94,27 @@ class Tls:
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
-            raise ConfigError(
-                "TLS: a certificate needs its key and a key its certificate; give both or neither"
-            )
+            raise ConfigError("TLS: a certificate needs its key, and a key its certificate")
 
     @classmethod
     def from_keys(cls, config: Any, prefix: str) -> "Tls | None":
         """Return the files that a node config names by `<prefix>-ca`, `-certificate` and `-key`; None for no file."""
-        ca, certificate, key = (
-            Path(str(config[name])) if config.get(name) else None
-            for name in (f"{prefix}-ca", f"{prefix}-certificate", f"{prefix}-key")
-        )
-        return cls(ca, certificate, key) if ca or certificate or key else None
+        names = ("ca", "certificate", "key")
+        files = {
+            name: Path(str(file)) for name in names if (file := config.get(f"{prefix}-{name}"))
+        }
+        return cls(**files) if files else None
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Return what a server listens with; `ConfigError` for files that are missing or no PEM."""
-        if self.certificate is None or self.key is None:
+        if self.certificate is None:
             raise ConfigError(
                 "TLS: a server needs a certificate and a key; name the PEM files of both"
             )
+        pair = (_read_pem("key", self.key), _read_pem("certificate", self.certificate))
         ca = _read_pem("ca", self.ca)
         return grpc.ssl_server_credentials(
-            [(_read_pem("key", self.key), _read_pem("certificate", self.certificate))],
-            root_certificates=ca,
-            require_client_auth=ca is not None,
+            [pair], root_certificates=ca, require_client_auth=ca is not None
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
@@ -147,20 +132,18 @@ def _read_pem(name: str, path: Path | None) -> bytes | None:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(
-            f"TLS: {name} {path} cannot be read ({error.strerror}); give a PEM file"
-        ) from None
+        raise ConfigError(f"TLS: {name} {path} cannot be read ({error.strerror})") from None
     if b"-----BEGIN" not in content:
-        raise ConfigError(f"TLS: {name} {path} is no PEM file; it begins with -----BEGIN")
+        raise ConfigError(f"TLS: {name} {path} is no PEM file, which begins with -----BEGIN")
     return content
 
 
 def _options(heartbeat_s: float, max_message_bytes: int) -> list[tuple[str, int]]:
     """Return gRPC options for either end: pings both ways, no retries, bounded windows.
 
-    A ping goes out every quarter of `heartbeat_s`, also between calls, and a peer that leaves one unanswered for the
-    other three is dead; they are answered below Python, also while it computes. On a slow link a ping queues behind
-    what was written before it, hence the longer part for the answer.
+    A ping is sent every quarter of `heartbeat_s`, also between calls, and its answer may take three quarters; then the
+    peer is dead. gRPC's own threads answer, also while Python computes. On a slow link a ping waits behind the bytes
+    that were written before it, hence the long time for an answer.
     """
     ping_ms, answer_ms = max(1, round(250 * heartbeat_s)), max(1, round(750 * heartbeat_s))
     return [
@@ -188,7 +171,7 @@ def open_channel(
     heartbeat_s: float,
     max_message_bytes: int,
 ) -> grpc.Channel:
-    """Return a channel with a connection of its own; in plain text without `credentials`."""
+    """Return a channel with a connection of its own; without `credentials` it sends plain text."""
     options = [
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),
@@ -199,11 +182,9 @@ def open_channel(
         ("grpc.min_reconnect_backoff_ms", round(1000 * heartbeat_s)),
         *_options(heartbeat_s, max_message_bytes),
     ]
-    return (
-        grpc.insecure_channel(address, options)
-        if credentials is None
-        else grpc.secure_channel(address, credentials, options)
-    )
+    if credentials is None:
+        return grpc.insecure_channel(address, options)
+    return grpc.secure_channel(address, credentials, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +202,8 @@ class BoundServer:
     def stop(self, grace_s: float) -> None:
         """End all calls after `grace_s`, and the threads that no handler holds."""
         self.server.stop(grace_s).wait(grace_s + _STOP_S)
-        self.threads.shutdown(
-            wait=False
-        )  # else they stay until the cycle of server and handlers is collected
+        # Otherwise they stay until the garbage collector finds the cycle of server and handlers.
+        self.threads.shutdown(wait=False)
 
 
 def bind_server(
@@ -243,27 +223,25 @@ def bind_server(
     address that cannot be listened on, and for certificates that cannot be read.
     """
     credentials = tls.server_credentials() if tls else None
+    options = [
+        ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", 5000),
+        *_options(heartbeat_s, max_message_bytes),
+    ]
     deadline_s = time.monotonic() + bind_timeout_s
     while True:
         problem = address.why_taken()
         if problem is None:
             threads = ThreadPoolExecutor(num_threads, thread_name_prefix="socflower-grpc")
             server = grpc.server(
-                threads,
-                handlers=handlers,
-                interceptors=interceptors,
-                options=[
-                    ("grpc.so_reuseport", 0),
-                    ("grpc.server_handshake_timeout_ms", 5000),
-                    *_options(heartbeat_s, max_message_bytes),
-                ],
+                threads, handlers=handlers, interceptors=interceptors, options=options
             )
-            with suppress(RuntimeError):  # another process took the port
-                port = (
-                    server.add_secure_port(str(address), credentials)
-                    if credentials
-                    else server.add_insecure_port(str(address))
-                )
+            # RuntimeError: another process took the port meanwhile.
+            with suppress(RuntimeError):
+                if credentials is None:
+                    port = server.add_insecure_port(str(address))
+                else:
+                    port = server.add_secure_port(str(address), credentials)
                 if port:
                     return BoundServer(server, Address(address.host, port, address.what), threads)
             server.stop(None)
@@ -303,7 +281,7 @@ class PeerRefused(PeerFailed):
 
 
 class HandlerFailed(PeerRefused):
-    """The peer's handler raised something else than a refusal."""
+    """The peer's handler raised an exception that is not a refusal."""
 
 
 _REFUSALS = (
@@ -343,8 +321,8 @@ def failure_of(peer: str, error: Any) -> PeerFailed:
     words = details.lower()
     if any(word in words for word in _CERTIFICATE_WORDS):
         return PeerNotTrusted(
-            f"{peer}: the certificates do not fit ({details}); give the authority that signed the "
-            "peer's, and dial the name or address it is for"
+            f"{peer}: the certificates do not fit ({details}); give the authority that signed the peer's, "
+            "and dial the name in it"
         )
     if any(word in words for word in _SILENCE_WORDS):
         return PeerSilent(f"{peer} hangs ({details})")

@@ -1,11 +1,11 @@
 """Keys and records that strategy and edges of a split training exchange in Flower messages, without Flower."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Final
 
 from socflower.errors import ConfigError
-from socflower.wire.message_keys import decode, encode
+from socflower.field_rules import OneOf, checked
+from socflower.wire.message_keys import Record
 
 SPLIT = "split"
 """The record of a TRAIN message for the edge's part of a split training."""
@@ -17,88 +17,84 @@ OWN: Final = "own"
 TURNS: Final = "turns"
 JOINED: Final = "joined"
 CLOUD_MODES = (OWN, TURNS, JOINED)
-"""Each edge has its own cloud half; one cloud half takes their batches in turn; or it joins their features."""
+"""Each edge has its own cloud half; or one cloud half takes their batches in turn; or it joins their features."""
 
 EDGE_ALONE = -1
-"""In a record, the cut of an edge that has the whole model."""
+"""In a record: the cut of an edge that has the whole model."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SplitTask:
+@checked
+class SplitTask(Record):
     """The work of one message: a span of batches, for one party or, in one process, for all of them."""
 
-    parties: tuple[int, ...]  # the parties of this task
-    num_parties: int  # of the whole training
-    mode: str  # one of CLOUD_MODES
-    reverse: bool  # the front half is in the cloud
-    first_batch: int  # counted from the start of training
-    num_batches: int  # of each party, in this message
+    RECORD = SPLIT
+
+    # The parties of this task.
+    parties: tuple[int, ...]
+    # The parties of the whole training.
+    num_parties: int
+    mode: Annotated[str, OneOf(CLOUD_MODES)]
+    # Whether the front half is in the cloud.
+    reverse: bool
+    # Counted from the start of training.
+    first_batch: int
+    # The batches of each party in this message.
+    num_batches: int
     total_batches: int
     batches_per_epoch: int
     seed: int
-    cuts: tuple[int, ...]  # of each party at the beginning, EDGE_ALONE for none
+    # The cut of each party at the beginning; EDGE_ALONE for none.
+    cuts: tuple[int, ...]
     bits: tuple[int, ...]
-    windows: tuple[int, ...]  # K at the beginning
+    # The replay window K of each party at the beginning.
+    windows: tuple[int, ...]
     gradient_bits: int
-    actions: bytes = (
-        b""  # the order of all actions (edgecloud.plan.timeline_actions); empty on a real link
-    )
-    address: str = (
-        ""  # host:port of the cloud; empty where both halves train in the client's process
-    )
-    run: str = ""  # the cloud's session
-    session_first: int = 0  # the batch that the session counts as its first
-    token: str = ""  # hexadecimal, of that session
-    fingerprint: str = ""  # of the server's split model
-    frozen_sha256: str = ""  # the digest of the server's frozen parameters, which are not sent
+    # The order of all actions (edgecloud.plan.timeline_actions); empty on a real link.
+    actions: bytes = b""
+    # host:port of the cloud; empty if both halves train in the client's process.
+    address: str = ""
+    # The cloud's session.
+    run: str = ""
+    # The batch that the session counts as its first.
+    session_first: int = 0
+    # Hexadecimal, of that session.
+    token: str = ""
+    # The fingerprint of the server's split model.
+    fingerprint: str = ""
+    # Digest of the server's frozen parameters, which are not sent.
+    frozen_sha256: str = ""
 
-    def __post_init__(self) -> None:
-        if self.mode not in CLOUD_MODES:
+    def check(self) -> None:
+        """Raise `ConfigError` for parties without their values and for batches beyond the training."""
+        parties, cuts = len(self.parties), len(self.cuts)
+        if not parties == cuts == len(self.bits) == len(self.windows) > 0:
             raise ConfigError(
-                f"split task: mode = {self.mode!r} is unknown; use one of {', '.join(CLOUD_MODES)}"
+                f"{parties} parties, {cuts} cuts; need one of each for every party, and its bits and "
+                "window"
             )
-        if not len(self.parties) == len(self.cuts) == len(self.bits) == len(self.windows) > 0:
+        end = self.first_batch + self.num_batches
+        if not 0 <= self.first_batch < end <= self.total_batches:
             raise ConfigError(
-                f"split task: {len(self.parties)} parties, {len(self.cuts)} cuts, {len(self.bits)} bits "
-                f"and {len(self.windows)} windows; need one of each for every party"
+                f"batches {self.first_batch} to {end} of {self.total_batches} do not exist"
             )
-        if not (
-            self.first_batch >= 0 and 1 <= self.num_batches <= self.total_batches - self.first_batch
-        ):
-            raise ConfigError(
-                f"split task: batches {self.first_batch} to {self.first_batch + self.num_batches} of "
-                f"{self.total_batches} do not exist"
-            )
-
-    def encode(self) -> dict[str, Any]:
-        """Return the task as a Flower record's scalars and lists."""
-        return encode(self)
-
-    @classmethod
-    def decode(cls, record: Mapping[str, Any]) -> "SplitTask":
-        """Return the task of a record; `ConfigError` names what is missing or too much."""
-        return decode(cls, record, SPLIT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SplitReport:
+class SplitReport(Record):
     """The edge's measurements of a span of batches on a real link."""
 
-    cut: int  # at the end
+    RECORD = SPLIT_REPORT
+
+    # The cut and the width at the end.
+    cut: int
     bits: int
     duration_s: float
-    compute_s: float  # of that, on the edge's processor
+    # The part of it on the edge's processor.
+    compute_s: float
     up_bytes: int
     down_bytes: int
-    staleness: tuple[int, ...]  # number of gradients by staleness: the index is t - t'
+    # The number of gradients by staleness: the index is t - t'.
+    staleness: tuple[int, ...]
     reconnects: int = 0
-    events: tuple[str, ...] = ()  # re-cuts, lost links, one line each
-
-    def encode(self) -> dict[str, Any]:
-        """Return the report as a Flower record's scalars and lists."""
-        return encode(self)
-
-    @classmethod
-    def decode(cls, record: Mapping[str, Any]) -> "SplitReport":
-        """Return the report of a record."""
-        return decode(cls, record, SPLIT_REPORT)
+    # Re-cuts and lost links, one line each.
+    events: tuple[str, ...] = ()

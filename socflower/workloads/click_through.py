@@ -1,10 +1,10 @@
 """Synthetic click-through data in the format of MovieLens, with features split between two parties.
 
 Each of 6,040 users has watched some of 3,706 movies, in order. A sample is a movie advertised to a user, the candidate,
-with the `HISTORY` movies that the user watched last before; a click stands for a rating of 4 or 5. The *viewing
+and the last `HISTORY` movies that the user watched before; a click stands for a rating of 4 or 5. The *viewing
 service* (party 0) has the movie ids, and the *account service* (party 1) the user's attributes and the movies' genres.
-Neither sees the other's features, and both are needed. The best possible accuracy is known, since the true
-probabilities are.
+Neither sees the other's features, and both are needed. The true probabilities are known, and so is the best possible
+accuracy.
 
 The generator, with one seed for all of it; σ is the logistic function:
 
@@ -34,7 +34,7 @@ NUM_USERS = 6040
 NUM_MOVIES = 3706
 NUM_GENRES = 18
 HISTORY = 10
-"""Movies watched last, in order."""
+"""The number of movies of a history, in the order in which they were watched."""
 
 GENRE_SLOTS = 3
 """Most genres of a movie; genres are numbered from 1, and unused slots hold 0."""
@@ -56,7 +56,8 @@ _FACTORS = 2
 _CIRCLES = 8
 _WATCH_BY_FACTORS, _WATCH_BY_GENRES = 2.0, 1.0
 _CLICK_BY_FACTORS, _CLICK_BY_GENRES = 3.0, 2.0
-_USERS_AT_A_TIME = 64  # so that their odds for all movies fit into a cache
+# The odds of so many users for all movies fit into a cache.
+_USERS_AT_A_TIME = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,9 +66,12 @@ class ClickData:
 
     train: VerticalSamples
     test: VerticalSamples
-    best_accuracy: float  # expected, given the true probability of every click (Bayes)
-    majority_accuracy: float  # of always predicting the more frequent label of the training samples
-    movie_accuracy: float  # of predicting by each candidate's click rate in the training samples
+    # The expected accuracy of a predictor that knows the true probabilities (Bayes).
+    best_accuracy: float
+    # The accuracy of always predicting the more frequent label of the training samples.
+    majority_accuracy: float
+    # The accuracy of predicting by each candidate's click rate in the training samples.
+    movie_accuracy: float
 
 
 @plain_numbers
@@ -84,38 +88,30 @@ def click_data(*, seed: int, num_train: int = 60_000, num_test: int = 10_000) ->
     if HISTORY + samples_per_user > NUM_MOVIES // 2:
         most = NUM_USERS * (NUM_MOVIES // 2 - HISTORY)
         raise ConfigError(
-            f"click data: {num_train} + {num_test} samples are too many for {NUM_USERS} users and "
-            f"{NUM_MOVIES} movies; ask for {most} at most"
+            f"click data: {num_train} + {num_test} samples are too many; ask for {most} at most"
         )
     random = np.random.default_rng(seed)
     movies, users = _Movies(random), _Users(random)
-    # Ordered by time, not by user, so that the first samples are the early ones of all users.
+    # In the order of time, so that the first samples are early ones of all users.
     user = np.concatenate([random.permutation(NUM_USERS) for _ in range(samples_per_user)])
     moment = np.repeat(np.arange(samples_per_user), NUM_USERS)
     kept = np.r_[0:num_train, len(user) - num_test : len(user)]
     user, moment = user[kept], moment[kept]
-    watchers, watcher = np.unique(
-        user, return_inverse=True
-    )  # fewer than all users where few samples are wanted
+    # With few samples, these are not all users.
+    watchers, watcher = np.unique(user, return_inverse=True)
     watched = _watch(random, movies, users, watchers, HISTORY + samples_per_user - 1)
     advertised = random.choice(NUM_MOVIES, size=len(user), p=movies.popularity)
-    shown = np.column_stack(
-        [watched[watcher[:, None], moment[:, None] + np.arange(HISTORY)], advertised]
-    )
+    history = watched[watcher[:, None], moment[:, None] + np.arange(HISTORY)]
+    shown = np.column_stack([history, advertised])
     probability = _click_probability(movies, users, user, shown[:, -1])
     labels = (random.random(len(user)) < probability).astype(np.int64)
-    attributes = np.concatenate(
-        [users.attributes[user], movies.genre_slots[shown].reshape(len(user), -1)], axis=1
-    )
+    genres = movies.genre_slots[shown].reshape(len(user), -1)
+    attributes = np.concatenate([users.attributes[user], genres], axis=1)
 
     def samples(rows: slice) -> VerticalSamples:
-        features = (
-            torch.from_numpy(shown[rows].astype(np.int32)),
-            torch.from_numpy(attributes[rows].astype(np.int32)),
-        )
-        return VerticalSamples(
-            torch.arange(len(user))[rows], features, torch.from_numpy(labels[rows])
-        )
+        ids = torch.arange(len(user))[rows]
+        features = [torch.from_numpy(part[rows].astype(np.int32)) for part in (shown, attributes)]
+        return VerticalSamples(ids, tuple(features), torch.from_numpy(labels[rows]))
 
     early, late = slice(0, num_train), slice(num_train, None)
     majority, by_movie = _frequencies(shown[early, -1], labels[early])
@@ -138,17 +134,15 @@ class _Movies:
         self.quality = random.normal(0.0, 0.5, NUM_MOVIES)
         circles = random.normal(0.0, 1.0 / np.sqrt(_FACTORS), (_CIRCLES, _FACTORS))
         own = random.normal(0.0, 0.1 / np.sqrt(_FACTORS), (NUM_MOVIES, _FACTORS))
-        self.factors = (circles[random.integers(_CIRCLES, size=NUM_MOVIES)] + own).astype(
-            np.float32
-        )
+        circle = random.integers(_CIRCLES, size=NUM_MOVIES)
+        self.factors = (circles[circle] + own).astype(np.float32)
         # A draw without replacement in proportion to the shares, as in `_watch`.
         race = random.standard_exponential((NUM_MOVIES, NUM_GENRES)) / np.array(GENRE_SHARES)
         drawn = np.argsort(race, axis=1)[:, :GENRE_SLOTS] + 1
         num_genres = random.choice([1, 2, 3], size=NUM_MOVIES, p=[0.5, 0.35, 0.15])
         self.genre_slots = np.where(np.arange(GENRE_SLOTS) < num_genres[:, None], drawn, 0)
-        self.genres = np.zeros(
-            (NUM_MOVIES, NUM_GENRES + 1), dtype=np.float32
-        )  # one extra column, for unused slots
+        # Unused slots have a column of their own, which is dropped.
+        self.genres = np.zeros((NUM_MOVIES, NUM_GENRES + 1), dtype=np.float32)
         np.put_along_axis(self.genres, self.genre_slots, 1.0 / num_genres[:, None], axis=1)
         self.genres = self.genres[:, 1:]
 
@@ -182,9 +176,8 @@ def _watch(
 
     Ascending order of E / odds, E exponential, is a draw without replacement with probabilities proportional to odds.
     """
-    tastes = np.hstack([_WATCH_BY_FACTORS * users.factors, _WATCH_BY_GENRES * users.tastes])[
-        watchers
-    ]
+    weighted = (_WATCH_BY_FACTORS * users.factors, _WATCH_BY_GENRES * users.tastes)
+    tastes = np.hstack(weighted)[watchers]
     traits = np.hstack([movies.factors, movies.genres])
     popularity = movies.popularity.astype(np.float32)
     watched = np.empty((len(watchers), num_watched), dtype=np.int64)
@@ -210,14 +203,16 @@ def _click_probability(
     low, high = -40.0, 40.0
     for _ in range(60):
         constant = (low + high) / 2
-        low, high = (
-            (constant, high) if _logistic(utility + constant).mean() < CLICKED else (low, constant)
-        )
+        if _logistic(utility + constant).mean() < CLICKED:
+            low = constant
+        else:
+            high = constant
     return _logistic(utility + constant)
 
 
 def _logistic(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    return np.asarray(0.5 * (1.0 + np.tanh(0.5 * values.astype(np.float64))))  # does not overflow
+    # Unlike 1 / (1 + exp(-x)), this does not overflow.
+    return np.asarray(0.5 * (1.0 + np.tanh(0.5 * values.astype(np.float64))))
 
 
 def _frequencies(
@@ -227,5 +222,5 @@ def _frequencies(
     share = labels.mean()
     seen = np.bincount(candidate, minlength=NUM_MOVIES)
     clicked = np.bincount(candidate, weights=labels, minlength=NUM_MOVIES)
-    # Pseudo-observations of the overall share, so that a single sample does not determine a movie's label.
+    # Five pseudo-observations of the overall share: a single sample must not determine a movie's label.
     return int(share > 0.5), ((clicked + 5 * share) / (seen + 5) > 0.5).astype(np.int64)

@@ -1,4 +1,4 @@
-"""What a trainer needs of its data."""
+"""The data of a training, as trainers read it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class DataSource(ABC):
     def batch(self, indices: Indices, key: Sequence[int] = ()) -> Batch:
         """Return the samples at `indices`, in that order, as a pair (inputs, labels) or in another form; see `Batch`.
 
-        What is random in a sample, such as augmentation, must be a function of `key` and the sample's number.
+        Random changes of a sample, such as augmentation, must be a function of `key` and the sample's number.
         """
 
     @property
@@ -39,7 +39,7 @@ class DataSource(ABC):
         return [self.batch(each, key) for each in indices]
 
     def select(self, indices: Indices) -> "DataSource":
-        """Return the samples at `indices`, in that order; what is random in them stays that of their numbers here."""
+        """Return the samples at `indices`, in that order; their random changes still follow from their numbers here."""
         return _Selection(self, torch.as_tensor(indices, dtype=torch.int64))
 
 

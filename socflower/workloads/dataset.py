@@ -17,45 +17,28 @@ from socflower.workloads.data_source import DataSource, Indices
 class LabelledData(DataSource):
     """Images and their labels, with the constants that normalise them.
 
-    `inputs` are uint8 in 0..255, which need a quarter of the memory of floats and can be memory-mapped, or floats in
-    0..1; `mean` and `std` are per channel and refer to pixels in 0..1. For floats that are already normalised, give a
-    mean of 0 and a deviation of 1 in every channel; any finite values are then valid. Labels are classes,
-    0..num_classes-1. Raises ConfigError for inconsistent shapes, types, values and constants.
+    `inputs` are uint8 in 0..255, which take a quarter of the memory of floats and can be memory-mapped, or floats in
+    0..1; `mean` and `std` are per channel and refer to pixels in 0..1. With a mean of 0 and a deviation of 1 in every
+    channel, inputs count as normalised, and any finite floats are valid. Labels are classes, 0..num_classes-1. Raises
+    ConfigError for inconsistent shapes, types, values and constants.
     """
 
-    inputs: torch.Tensor  # (n, channels, height, width)
-    labels: torch.Tensor  # (n,) int64
+    # (n, channels, height, width).
+    inputs: torch.Tensor
+    # (n,) int64.
+    labels: torch.Tensor
     mean: tuple[float, ...]
     std: tuple[float, ...]
     num_classes: int
-    _scale: torch.Tensor = field(
-        init=False, repr=False
-    )  # (channels, 1, 1): 1 / std, divided by 255 for bytes
-    _shift: torch.Tensor = field(init=False, repr=False)  # (channels, 1, 1): -mean / std
+    # (channels, 1, 1): 1 / std, divided by 255 for bytes.
+    _scale: torch.Tensor = field(init=False, repr=False)
+    # (channels, 1, 1): -mean / std.
+    _shift: torch.Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.inputs.ndim != 4 or self.labels.shape != self.inputs.shape[:1]:
-            raise ConfigError(
-                "data: need inputs (n, channels, height, width) and labels (n,), got "
-                f"{tuple(self.inputs.shape)} and {tuple(self.labels.shape)}; "
-                "reshape rows of features to (n, 1, 1, features)"
-            )
-        if self.labels.dtype != torch.int64:
-            raise ConfigError(f"data: labels must be int64, got {self.labels.dtype}")
-        if self.inputs.dtype != torch.uint8 and not self.inputs.is_floating_point():
-            raise ConfigError(
-                f"data: inputs must be uint8 or floating point, got {self.inputs.dtype}"
-            )
-        if not len(self.mean) == len(self.std) == self.inputs.shape[1]:
-            raise ConfigError(
-                f"data: {self.inputs.shape[1]} channels need as many means and deviations, "
-                f"got {len(self.mean)} and {len(self.std)}"
-            )
-        if min(self.std) <= 0.0:
-            raise ConfigError(f"data: std must be above 0 in every channel, got {self.std}")
-        self._require_classes()
-        if self.inputs.dtype != torch.uint8:
-            self._require_pixels()
+        problem = self._problem_of_form() or self._problem_of_labels() or self._problem_of_pixels()
+        if problem is not None:
+            raise ConfigError(f"data: {problem}")
         # Computed once: for a batch of 32 digits, two small tensors cost as much as the conversion itself.
         full_scale = 255.0 if self.inputs.dtype == torch.uint8 else 1.0
         mean = torch.tensor(self.mean, dtype=torch.float64).reshape(-1, 1, 1)
@@ -71,31 +54,47 @@ class LabelledData(DataSource):
         """The labels."""
         return self.labels
 
-    def _require_classes(self) -> None:
-        if not len(self.labels):
-            return
-        low, high = (int(end) for end in torch.aminmax(self.labels))
-        if not 0 <= low <= high < self.num_classes:
-            raise ConfigError(
-                f"data: labels must be 0..{self.num_classes - 1} for num_classes = {self.num_classes}, "
-                f"got {low} to {high}; number the classes from 0, set num_classes to fit, and leave out "
-                "samples without a class"
+    def _problem_of_form(self) -> str | None:
+        shape, dtype = tuple(self.inputs.shape), self.inputs.dtype
+        if len(shape) != 4 or tuple(self.labels.shape) != shape[:1]:
+            return (
+                f"need inputs (n, channels, height, width) and labels (n,), got {shape} and "
+                f"{tuple(self.labels.shape)}; reshape rows of features to (n, 1, 1, features)"
             )
+        if self.labels.dtype != torch.int64:
+            return f"labels must be int64, got {self.labels.dtype}"
+        if dtype != torch.uint8 and not self.inputs.is_floating_point():
+            return f"inputs must be uint8 or floating point, got {dtype}"
+        if not len(self.mean) == len(self.std) == shape[1]:
+            return f"{shape[1]} channels need as many means and deviations"
+        if min(self.std) <= 0.0:
+            return f"std must be above 0 in every channel, got {self.std}"
+        return None
 
-    def _require_pixels(self) -> None:
-        if not self.inputs.numel():
-            return
+    def _problem_of_labels(self) -> str | None:
+        if not len(self.labels):
+            return None
+        low, high = (int(end) for end in torch.aminmax(self.labels))
+        if 0 <= low <= high < self.num_classes:
+            return None
+        return (
+            f"labels must be 0..{self.num_classes - 1} for num_classes = {self.num_classes}, got {low} to "
+            f"{high}; leave out samples without a class"
+        )
+
+    def _problem_of_pixels(self) -> str | None:
+        if self.inputs.dtype == torch.uint8 or not self.inputs.numel():
+            return None
         low, high = (float(end) for end in torch.aminmax(self.inputs))
         if not (math.isfinite(low) and math.isfinite(high)):
-            raise ConfigError("data: there is a NaN or an infinity among the inputs")
-        # With mean 0 and std 1 the caller has normalised the inputs, so their range is not checked.
-        normalised = not any(self.mean) and set(self.std) == {1.0}
-        if not normalised and not (low >= 0.0 and high <= 1.0):
-            raise ConfigError(
-                f"data: floating-point inputs must be in 0..1, got {low:.4g} to {high:.4g}; divide "
-                "pixels by 255 or pass them as uint8, and give inputs that are normalised already a mean "
-                "of 0 and a std of 1 in every channel"
-            )
+            return "there is a NaN or an infinity among the inputs"
+        is_normalised = not any(self.mean) and set(self.std) == {1.0}
+        if is_normalised or 0.0 <= low <= high <= 1.0:
+            return None
+        return (
+            f"floating-point inputs must be in 0..1, got {low:.4g} to {high:.4g}; divide pixels by 255, or "
+            "give normalised inputs a mean of 0 and a std of 1"
+        )
 
     def select(self, indices: Indices) -> "LabelledData":
         """Return a copy of the samples at `indices`, in that order."""
@@ -108,13 +107,12 @@ class LabelledData(DataSource):
         rows = _as_rows(indices)
         # Select first, so that only the batch's pixels are read and converted. In-place operations are safe on the
         # selected copy, and twice as fast as addcmul with broadcast constants.
-        inputs = (
-            self.inputs.index_select(0, rows).to(torch.float32).mul_(self._scale).add_(self._shift)
-        )
+        inputs = self.inputs.index_select(0, rows).to(torch.float32)
+        inputs.mul_(self._scale).add_(self._shift)
         return inputs, self.labels.index_select(0, rows)
 
     def parts(self, indices: Sequence[Indices], key: Sequence[int] = ()) -> list[Batch]:
-        """Return one batch for each of `indices`, read at once, which is quicker."""
+        """Return one batch for each of `indices`; all are read at once, which is faster."""
         rows = [_as_rows(each) for each in indices]
         inputs, labels = self.batch(torch.cat(rows))
         sizes = [len(each) for each in rows]

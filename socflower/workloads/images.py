@@ -18,13 +18,14 @@ from socflower.wire.saved_state import atomic_file, remove_partial
 
 ImagesAndLabels: TypeAlias = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
-_FORMAT = "v1"  # part of every cached file's name; to be raised when decoding changes
+# Part of every cached file's name. Raise it when decoding changes.
+_FORMAT = "v1"
 
 _log = logging.getLogger(__name__)
 
 
 def optional_package(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Return the imported module; if it is missing, raises DataUnavailable with the extra to install."""
+    """Return the imported module; raise DataUnavailable with the extra to install if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -37,12 +38,8 @@ def optional_package(module: str, *, extra: str, purpose: str) -> ModuleType:
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMN = "label"
 
-_UNDECODABLE = (
-    OSError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)  # pillow raises SyntaxError for a broken PNG
+# Pillow raises SyntaxError for a broken PNG.
+_UNDECODABLE = (OSError, SyntaxError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +51,11 @@ class EncodedImages:
 
 
 def image_column(names: Sequence[str], where: str) -> str:
-    """Return the name of the image column; raises DataUnavailable if it or the label column is missing."""
+    """Return the name of the image column; raise DataUnavailable if it or the label column is missing."""
     found = [name for name in IMAGE_COLUMNS if name in names]
     if not found or LABEL_COLUMN not in names:
         raise DataUnavailable(
-            f"{where}: needs a column {' or '.join(IMAGE_COLUMNS)} and a column {LABEL_COLUMN}, "
-            f"has {', '.join(names)}"
+            f"{where}: needs a column {' or '.join(IMAGE_COLUMNS)} and a column {LABEL_COLUMN}"
         )
     return found[0]
 
@@ -73,18 +69,19 @@ def read_parquet(path: Path) -> EncodedImages:
     parquet = optional_package("pyarrow.parquet", extra="data", purpose=f"reading {path}")
     try:
         table = parquet.read_table(path)
-    except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
+    except (OSError, ValueError) as error:
+        # Errors of pyarrow derive from these.
         raise DataUnavailable(
             f"{path}: not a readable Parquet file: {_first_line(error)}"
-        ) from error
+        ) from None
     column = table.column(image_column(table.column_names, str(path)))
     try:
         files = [file for chunk in column.chunks for file in chunk.field("bytes").to_pylist()]
         labels = table.column(LABEL_COLUMN).to_pylist()
-    except (AttributeError, KeyError, ValueError) as error:
+    except (AttributeError, KeyError, ValueError):
         raise DataUnavailable(
             f"{path}: images must be structs of bytes and path, are {column.type}"
-        ) from error
+        ) from None
     return EncodedImages(files, labels)
 
 
@@ -100,25 +97,21 @@ def decode(
     channels, height, width = shape
     mode = {1: "L", 3: "RGB"}[channels]
     images = np.empty((len(encoded.files), channels, height, width), dtype=np.uint8)
-    for row, file in enumerate(encoded.files):
+    for row, (file, label) in enumerate(zip(encoded.files, encoded.labels, strict=True)):
+        problem = None
         try:
             with pillow.open(io.BytesIO(file)) as image:
                 pixels = np.asarray(image.convert(mode))
         except _UNDECODABLE as error:
-            raise DataUnavailable(
-                f"{where}: row {row} is no image: {_first_line(error)}"
-            ) from error
-        if pixels.shape[:2] != (height, width):
-            found = f"{pixels.shape[1]}x{pixels.shape[0]}"
-            raise DataUnavailable(
-                f"{where}: row {row} has {found} pixels instead of {width}x{height}"
-            )
+            problem = f"is no image: {_first_line(error)}"
+        else:
+            if pixels.shape[:2] != (height, width):
+                problem = f"has {pixels.shape[1]}x{pixels.shape[0]} pixels, not {width}x{height}"
+            elif not isinstance(label, int) or not 0 <= label < num_classes:
+                problem = f"has label {label}, need 0 to {num_classes - 1}"
+        if problem is not None:
+            raise DataUnavailable(f"{where}: row {row} {problem}")
         images[row] = pixels if channels == 1 else pixels.transpose(2, 0, 1)
-    for row, label in enumerate(encoded.labels):
-        if not isinstance(label, int) or not 0 <= label < num_classes:
-            raise DataUnavailable(
-                f"{where}: row {row} has label {label}, need 0 to {num_classes - 1}"
-            )
     return images, np.asarray(encoded.labels, dtype=np.int64)
 
 
@@ -150,7 +143,7 @@ def cached_arrays(key: str, make: Callable[[], ImagesAndLabels], folder: Path) -
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_partial(folder)
-        # Concurrent processes write the same bytes, each to its own temporary file; the last rename wins.
+        # Concurrent processes write the same bytes, each to its own temporary file; the last one to rename it wins.
         for path, array in ((labels_path, labels), (images_path, images)):
             with atomic_file(path) as file:
                 np.save(file, array, allow_pickle=False)

@@ -30,8 +30,8 @@ class MapDataset(DataSource):
     """A map-style `torch.utils.data.Dataset` as a data source, without a copy of it.
 
     Before each sample is read, the generators of torch, NumPy and `random` are seeded with the batch's key and the
-    sample's number, so that augmentation is the same on every engine and with any number of workers. The states of this
-    process's generators are restored.
+    sample's number, so that augmentation is the same on every engine and with any number of workers. Afterwards this
+    process's generators have their former states.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class MapDataset(DataSource):
     Raises
     ------
     ConfigError
-        For an iterable-style dataset, and when a batch is read that has not one entry per sample.
+        For an iterable-style dataset, and for a batch whose tensors do not have one entry per sample.
     """
 
     def __init__(
@@ -62,14 +62,11 @@ class MapDataset(DataSource):
         multiprocessing_context: Any = None,
     ) -> None:
         require_range("MapDataset", least=0, num_workers=num_workers)
-        if (
-            isinstance(dataset, IterableDataset)
-            or not hasattr(dataset, "__len__")
-            or not hasattr(dataset, "__getitem__")
-        ):
+        is_map = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if not is_map or isinstance(dataset, IterableDataset):
             raise ConfigError(
-                f"data: {type(dataset).__name__} cannot be read by number of the sample; give a "
-                "map-style Dataset, with len(dataset) and dataset[i]"
+                f"data: {type(dataset).__name__} cannot be read by number of the sample; give a map-style "
+                "Dataset"
             )
         self._dataset = dataset
         self._collate = collate_fn
@@ -90,7 +87,7 @@ class MapDataset(DataSource):
 
     @property
     def targets(self) -> Any:
-        """The samples' classes, if the dataset has them by this name, as those of torchvision do; else None."""
+        """The samples' classes, if the dataset has an attribute of this name, as torchvision's have; else None."""
         return getattr(self._dataset, "targets", None)
 
     def batch(self, indices: Indices, key: Sequence[int] = ()) -> Batch:
@@ -105,26 +102,25 @@ class MapDataset(DataSource):
             made = self._collate([sample for part in self._loader for sample in part])
         if num_samples(made) != len(places):
             raise ConfigError(
-                f"data: the collate function made {form_of(made)} of {len(places)} samples of "
-                f"{type(self._dataset).__name__}; the first dimension of every tensor must count samples"
+                f"data: the collate function made {form_of(made)} of {len(places)} samples; the first "
+                "dimension of every tensor must count samples"
             )
         return made
 
 
 def as_data_source(data: Any) -> DataSource:
-    """Return what a user's `data_fn` returned as a data source: itself, or a `MapDataset` of its samples.
+    """Return the result of a user's `data_fn` as a data source: itself, or a `MapDataset` of its samples.
 
-    Of a `DataLoader` its dataset, collate function, number of workers, their time-out and how they start are used;
-    batch size, order and the order's generator are those of the training, and what only makes reading faster has no
-    effect. `ConfigError` names any other setting, which would be ignored, and what cannot be read by number.
+    A `DataLoader` gives its dataset, its collate function, and the number, the time-out and the start method of its
+    workers. The training sets batch size and order, and settings that only make reading faster have no effect.
+    `ConfigError` names any other setting, which would be ignored, and data that cannot be read by number.
     """
     if not isinstance(data, DataLoader):
         return data if isinstance(data, DataSource) else MapDataset(data)
     ignored = _ignored(data)
     if ignored is not None:
-        what, why = ignored
         raise ConfigError(
-            f"data: the DataLoader has {what}, but {why}; leave that out, or return its dataset"
+            f"data: the DataLoader has {ignored}; leave that out, or return its dataset"
         )
     return MapDataset(
         data.dataset,
@@ -135,37 +131,38 @@ def as_data_source(data: Any) -> DataSource:
     )
 
 
-_STRATEGYS_CHOICE = "which samples a step uses is the strategy's choice"
-
-
-def _ignored(loader: DataLoader[Any]) -> tuple[str, str] | None:
+def _ignored(loader: DataLoader[Any]) -> str | None:
     """Return a setting of a loader that a training by number of the sample cannot follow, and why; None for none."""
+    if isinstance(loader.dataset, IterableDataset):
+        # `MapDataset` refuses it.
+        return None
+    choice = _own_choice(loader)
+    if choice is not None:
+        return f"{choice}, but the strategy chooses the samples of a step"
+    if loader.batch_sampler is None:
+        return "batch_size=None, but the strategy forms batches of single samples"
+    if loader.drop_last:
+        return "drop_last=True, but the strategy trains on all samples"
+    if loader.worker_init_fn is not None:
+        return "a worker_init_fn, but generators are seeded for each sample"
+    return None
+
+
+def _own_choice(loader: DataLoader[Any]) -> str | None:
+    """Return what makes a loader choose samples other than each one once, in order or at random."""
     sampler: Any = loader.sampler
     kind = type(sampler).__name__
-    if isinstance(loader.dataset, IterableDataset):
-        return None  # no map-style data set, which `MapDataset` says
     if type(loader).__iter__ is not DataLoader.__iter__:
-        return f"an __iter__ of its own ({type(loader).__name__})", _STRATEGYS_CHOICE
+        return f"an __iter__ of its own ({type(loader).__name__})"
     if type(sampler) not in (RandomSampler, SequentialSampler):
-        return f"a {kind}", _STRATEGYS_CHOICE
+        return f"a {kind}"
     if isinstance(sampler, RandomSampler) and sampler.replacement:
-        return "a RandomSampler with replacement", _STRATEGYS_CHOICE
+        return "a RandomSampler with replacement"
     if isinstance(loader.dataset, Sized) and len(sampler) != len(loader.dataset):
-        return f"a {kind} of {len(sampler)} of {len(loader.dataset)} samples", _STRATEGYS_CHOICE
-    if loader.batch_sampler is None:
-        return "batch_size=None", "the strategy forms batches of single samples"
-    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
-        return f"a batch_sampler ({type(loader.batch_sampler).__name__})", _STRATEGYS_CHOICE
-    if loader.drop_last:
-        return (
-            "drop_last=True",
-            "the strategy trains on all samples, in batches of a size of its own",
-        )
-    if loader.worker_init_fn is not None:
-        return (
-            "a worker_init_fn",
-            "the processes that read samples are started otherwise, and seeded for each sample",
-        )
+        return f"a {kind} of {len(sampler)} of {len(loader.dataset)} samples"
+    batches = loader.batch_sampler
+    if batches is not None and (type(batches) is not BatchSampler or loader.batch_size is None):
+        return f"a batch_sampler ({type(batches).__name__})"
     return None
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from socflower.errors import ConfigError, require_range
+from socflower.errors import ConfigError, require_known, require_range
 from socflower.plain_numbers import plain_numbers
 
 SCHEMES = ("iid", "dirichlet")
@@ -33,13 +33,12 @@ def dirichlet_partition(
     """Return index arrays that hold every sample once, with label skew (Hsu et al. 2019, per class).
 
     Each class is divided among the partitions by shares drawn from Dirichlet(alpha, ..., alpha): with a small
-    alpha each class is in few partitions, and a large one approaches the even split. Then samples are moved from the
+    alpha each class is in few partitions, and a large alpha approaches the even split. Then samples are moved from the
     largest partition to those below `min_size`, which changes the drawn shares least. Equal arguments give equal
     partitions. Raises ConfigError unless alpha > 0 and num_partitions * min_size <= len(labels).
     """
     _check(len(labels), num_partitions, min_size)
-    if not (alpha > 0.0 and np.isfinite(alpha)):
-        raise ConfigError(f"data.partition: alpha must be a finite number above 0, got {alpha}")
+    require_range("data.partition", above=0.0, alpha=alpha)
     generator = np.random.default_rng(seed)
     pieces: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(num_partitions)]
     for label in np.unique(labels):
@@ -49,7 +48,7 @@ def dirichlet_partition(
         cuts = np.rint(np.cumsum(shares)[:-1] * len(members)).astype(np.int64)
         for piece, part in zip(pieces, np.split(members, cuts), strict=True):
             piece.append(part)
-    # Shuffled, so that moved samples are of several classes.
+    # Shuffled, so that the moved samples have several classes.
     partitions = [generator.permutation(np.concatenate(piece)) for piece in pieces]
     return _raise_to_min_size(partitions, min_size)
 
@@ -62,23 +61,19 @@ def partition(
 
     Raises ConfigError for an unknown scheme and for arguments that are invalid for it.
     """
+    require_known("data.partition", scheme, SCHEMES)
     if scheme == "iid":
         return iid_partition(len(labels), num_partitions, seed)
-    if scheme == "dirichlet":
-        return dirichlet_partition(labels, num_partitions, alpha, seed)
-    raise ConfigError(f"data.partition: unknown scheme {scheme!r}, known are {', '.join(SCHEMES)}")
+    return dirichlet_partition(labels, num_partitions, alpha, seed)
 
 
 def _check(num_samples: int, num_partitions: int, min_size: int) -> None:
-    if num_samples < 1:
-        raise ConfigError("data.partition: the data has no samples")
-    if num_partitions < 1:
-        raise ConfigError(f"data.partition: needs 1 partition or more, got {num_partitions}")
+    require_range("data.partition", least=1, num_samples=num_samples, num_partitions=num_partitions)
     require_range("data.partition", least=0, min_size=min_size)
-    if num_partitions * min_size > num_samples:
+    needed = num_partitions * min_size
+    if needed > num_samples:
         raise ConfigError(
-            f"data.partition: {num_partitions} partitions of at least {min_size} need "
-            f"{num_partitions * min_size} samples, the data has {num_samples}; use fewer partitions"
+            f"data.partition: {num_partitions} partitions need {needed} samples, the data has {num_samples}"
         )
 
 

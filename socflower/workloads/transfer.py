@@ -1,14 +1,14 @@
 """Transfer learning: subsets of a data set's classes, and weights trained on other classes."""
 
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from socflower.errors import ConfigError
 from socflower.workloads.dataset import LabelledData
@@ -25,9 +25,7 @@ def class_subset(images: LabelledData, classes: Sequence[int]) -> LabelledData:
         raise ConfigError(f"classes: {list(classes)} names a class twice")
     for label in classes:
         if not 0 <= label < images.num_classes:
-            raise ConfigError(
-                f"classes: there is no class {label}, labels are 0..{images.num_classes - 1}"
-            )
+            raise ConfigError(f"classes: no class {label}, labels are 0..{images.num_classes - 1}")
     renumbered = torch.full((images.num_classes,), -1, dtype=torch.int64)
     renumbered[list(classes)] = torch.arange(len(classes))
     labels = renumbered[images.labels]
@@ -40,53 +38,52 @@ def load_weights(model: nn.Module, path: Path, *, except_head: bool = True) -> t
     """Load the tensors of `path`, an npz of arrays named as in the state dict; return the names not loaded.
 
     With `except_head` the last layer with weights is not loaded, since its classes differ: the file's arrays for it may
-    have any shape, or be missing. All other names and shapes must match exactly; otherwise ConfigError is raised, as
-    for a file that cannot be read, and the model is unchanged.
+    have any shape, or be missing. All other names and shapes must match exactly. Otherwise, and for a file that cannot
+    be read, ConfigError is raised and the model is unchanged.
     """
     arrays = _read(path)
     state = model.state_dict()
     head = list(state)[-1].rpartition(".")[0] if state else ""
-    left_out = tuple(name for name in state if except_head and name.rpartition(".")[0] == head)
+    in_head = tuple(name for name in state if name.rpartition(".")[0] == head)
+    left_out = in_head if except_head else ()
     taken = [name for name in state if name not in left_out]
-    if missing := [name for name in taken if name not in arrays]:
-        raise ConfigError(
-            f"weights {path}: no array {missing[0]!r} ({len(missing)} missing); it is of another model"
-        )
-    if unexpected := [name for name in arrays if name not in state]:
-        raise ConfigError(
-            f"weights {path}: the model has no {unexpected[0]!r} ({len(unexpected)} too many); it is of "
-            "another model"
-        )
-    for name in taken:
-        if arrays[name].shape != tuple(state[name].shape):
-            other_head = not except_head and name.rpartition(".")[0] == head
-            hint = "leave out the head" if other_head else "it is of another model"
-            raise ConfigError(
-                f"weights {path}: {name} has shape {arrays[name].shape}, the model's has "
-                f"{tuple(state[name].shape)}; {hint}"
-            )
-        if arrays[name].dtype.kind not in "biuf":
-            raise ConfigError(
-                f"weights {path}: {name} is of type {arrays[name].dtype}; numbers are needed"
-            )
+    problem = _problem(arrays, state, taken)
+    if problem is not None:
+        raise ConfigError(f"weights {path}: {problem}; is it of another model, or another head?")
     with torch.no_grad():
         for name in taken:
             state[name].copy_(torch.from_numpy(arrays[name]))
     return left_out
 
 
+def _problem(
+    arrays: Mapping[str, npt.NDArray[Any]], state: Mapping[str, Tensor], taken: Sequence[str]
+) -> str | None:
+    if missing := [name for name in taken if name not in arrays]:
+        return f"no array {missing[0]!r} ({len(missing)} missing)"
+    if unexpected := [name for name in arrays if name not in state]:
+        return f"the model has no {unexpected[0]!r} ({len(unexpected)} too many)"
+    for name in taken:
+        found, wanted = arrays[name], tuple(state[name].shape)
+        if found.shape != wanted:
+            return f"{name} has shape {found.shape}, the model's has {wanted}"
+        if found.dtype.kind not in "biuf":
+            return f"{name} has elements of type {found.dtype}"
+    return None
+
+
 def _read(path: Path) -> dict[str, npt.NDArray[Any]]:
     try:
-        # Without pickle: the file may be untrusted.
+        # The file may be untrusted, so pickle is not allowed.
         with path.open("rb") as file:
             found = np.load(file, allow_pickle=False)
             if isinstance(found, np.lib.npyio.NpzFile):
                 return dict(found)
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"weights {path}: no such file; `socflower run --save-model` writes one"
-        ) from error
+    except FileNotFoundError:
+        problem = "no such file; `socflower run --save-model` writes one"
     except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(f"weights {path}: not a readable .npz file: {reason}") from error
-    raise ConfigError(f"weights {path}: a single array; give the .npz that a run saved")
+        first_line = str(error).partition("\n")[0]
+        problem = f"not a readable .npz file: {first_line}"
+    else:
+        problem = "a single array; give the .npz that a run saved"
+    raise ConfigError(f"weights {path}: {problem}")

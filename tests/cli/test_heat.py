@@ -50,8 +50,10 @@ def test_a_phone_is_described_and_read(tmp_path: Path) -> None:
 def test_a_sensor_that_lies_is_shown_with_its_reason(tmp_path: Path) -> None:
     text = Shown(tmp_path, JETSON, zone(2, "tj-thermal", "-256000")).heat()
     assert text.startswith("5 of 6 temperatures make sense; ")
-    assert "       –     soc     tj-thermal (thermal_zone2): shows what cannot be" in text
-    assert "note: sensor tj-thermal (thermal_zone2): shows what cannot be" in text
+    assert (
+        "       –     soc     tj-thermal (thermal_zone2): shows an impossible temperature" in text
+    )
+    assert "note: sensor tj-thermal (thermal_zone2): shows an impossible temperature" in text
     assert text.splitlines()[-1].startswith("63.5 °C")
 
 

@@ -223,17 +223,17 @@ def test_what_a_table_states_wins_over_what_was_measured(tmp_path: Path) -> None
 
 def test_profiles_that_a_cluster_cannot_use(tmp_path: Path) -> None:
     write_profile(tmp_path / "two.toml", "one", "two")
-    write_profile(tmp_path / "shadow.toml", "jetson-nx")
     write_profile(tmp_path / "mine.toml", "mine")
     write_profile(tmp_path / "other/mine.toml", "mine", like="jetson-nx")
     (tmp_path / "none.toml").write_text("[cluster]\n")
     for name, named in (
         ("missing", ()),
         ("two", ("one",)),
-        ("shadow", ("jetson-nx",)),
         ("none", ()),
     ):
         path = f"{tmp_path / name}.toml"
         refused(lambda path=path: parse_cluster({"device": path}), path, *named)
+    shadow = str(write_profile(tmp_path / "shadow.toml", "jetson-nx"))
+    refused(lambda: parse_cluster({"device": shadow}), "[device.jetson-nx]")
     document = {"cluster": {"device": "mine.toml"}, "board": [{"device": "other/mine.toml"}]}
     refused(lambda: inline_devices(document, tmp_path, "x"), "x", "'mine'")

@@ -48,8 +48,8 @@ def test_largest_remainders_get_what_is_left() -> None:
         (4, [1.0, -1.0], "-1.0"),
         (4, [math.nan], "nan"),
         (4, [math.inf], "inf"),
-        (4, [0.0, 0.0], "capacity"),
-        (4, [], "capacity"),
+        (4, [0.0, 0.0], "[0.0, 0.0]"),
+        (4, [], "[]"),
     ],
 )
 def test_shares_that_cannot_be_are_refused(

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -57,16 +56,12 @@ def test_whole_epochs_and_the_cut_last_interval() -> None:
     num_epochs=st.integers(1, 90),
     steps=st.integers(1, 120),
     interval=INTERVALS,
-    initial=st.sampled_from([0.25, 0.3]),
-    doubling_epochs=st.integers(1, 12),
     server_interval=st.integers(1, 5),
 )
 def test_the_shapes_of_a_schedule_are_its_intervals_counted(
     num_epochs: int,
     steps: int,
     interval: float | str,
-    initial: float,
-    doubling_epochs: int,
     server_interval: int,
 ) -> None:
     """Against brute force."""
@@ -79,11 +74,7 @@ def test_the_shapes_of_a_schedule_are_its_intervals_counted(
             part.across_servers,
         )
 
-    options: dict[str, Any] = {
-        "initial": initial,
-        "doubling_epochs": doubling_epochs,
-        "server_interval": server_interval,
-    }
+    options = {"server_interval": server_interval}
     schedule = sync_schedule(num_epochs, steps, interval, **options)
     shapes = sync_shapes(num_epochs, steps, interval, **options)
     assert {shape(first): count for first, count in shapes} == Counter(map(shape, schedule))
@@ -131,8 +122,7 @@ def test_more_rounds_than_can_be_meant_are_refused_with_the_way_out(
         ((5, 5, float("nan")), {}, "nan"),
         ((5, 5, float("inf")), {}, "inf"),
         ((5, 5, "sometimes"), {}, "'sometimes'"),
-        ((5, 5, "decay"), {"doubling_epochs": 0}, "doubling_epochs"),
-        ((5, 5, "decay"), {"initial": 3.0}, "initial"),
+        ((5, 5, "decay"), {"server_interval": 0}, "server_interval"),
     ],
 )
 def test_schedules_that_cannot_be_are_refused(

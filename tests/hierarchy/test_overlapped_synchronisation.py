@@ -15,7 +15,7 @@ from socflower.cluster.topology import Server
 from socflower.hierarchy import IntervalCosts, Rebalancing, SyncInterval
 from socflower.hierarchy.rebalancing import CapacitiesInUse
 from socflower.sim import EventClock, Trace, steady_state
-from socflower.sim.symmetry import fold
+from socflower.sim.symmetry import reduce_program
 from tests.hierarchy.toy_trainings import interval_costs
 from tests.toy_clusters import Weather, same_usage, toy_profile
 
@@ -124,9 +124,9 @@ def test_an_interval_takes_what_a_graph_of_it_without_barrier_takes(
 
 @settings(max_examples=25)
 @given(of=works(), num_steps=st.integers(1, 30))
-def test_folded_it_takes_the_same(of: IntervalCosts, num_steps: int) -> None:
+def test_reduced_it_takes_the_same(of: IntervalCosts, num_steps: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steady_state, "fold", lambda program: fold(program, 0))
+        patch.setattr(steady_state, "reduce_program", lambda program: reduce_program(program, 0))
         ours = of.run(interval(num_steps), EventClock(of.cluster))
     same_usage(ours, brute_force(of, interval(num_steps)))
 

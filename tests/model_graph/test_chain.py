@@ -200,12 +200,13 @@ def test_a_coarse_chain_has_one_product_a_piece_and_cuts_where_least_crosses() -
     costs = profile_operations(model, fine.graph, inputs)
     coarse = fine.coarsened(lambda operation: costs[operation].forward_flops > 0)
     assert coarse.names == ("0", "3", "7", "9", "11")
+    # Behind pooling.
     assert [piece.leaving[0].node.name for piece in coarse.pieces[:-1]] == [
         "_2",
         "_6",
         "_8",
         "_10",
-    ]  # behind pooling
+    ]
     for piece in coarse.pieces:
         assert sum(costs[operation].forward_flops > 0 for operation in piece.operations) == 1
 

@@ -211,7 +211,8 @@ def test_functions_and_blocks_that_end_with_their_sum_are_cuts_too(
     split = capture_split(model, (1, 12, 12))
     assert {point.name: point.feature_shape for point in split.cuts} == expected
     for cut in range(split.num_cuts):
-        with forked_generator(0):  # dropout as a function draws
+        with forked_generator(0):
+            # Dropout as a function draws.
             whole = split.front(split.num_cuts)(torch.ones(2, 1, 12, 12))
         with forked_generator(0):
             assert torch.equal(split.back(cut)(split.front(cut)(torch.ones(2, 1, 12, 12))), whole)
@@ -228,7 +229,8 @@ def test_a_layer_profile_knows_how_many_layers_a_front_half_has() -> None:
             == point.front_trained_bytes
         )
         assert shape.feature_elements_per_sample == point.feature_elements
-        assert shape.front_state_bytes > point.front_trained_bytes  # batch statistics besides
+        # Batch statistics besides.
+        assert shape.front_state_bytes > point.front_trained_bytes
 
 
 class SizeFromInput(nn.Module):

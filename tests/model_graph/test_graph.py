@@ -44,9 +44,8 @@ def test_operations_say_who_makes_them_and_what_they_read_and_do() -> None:
         "_0_last": ("0.last", "", False, False, False),
     }
     tensors = {one.module: one.tensors for one in graph.operations if one.module}
-    assert tensors["0.first"] & tensors["0.last"] == {
-        "0.first.weight"
-    }  # tied weights have one name
+    # Tied weights have one name.
+    assert tensors["0.first"] & tensors["0.last"] == {"0.first.weight"}
     assert [one.shape for one in graph.operations if one.node.name == "mul"] == [(3, 4)]
     assert [one.dtype for one in graph.operations if one.node.op == "placeholder"] == [
         torch.float32

@@ -285,9 +285,8 @@ def test_what_functions_make_counts_with_the_layer_before_them() -> None:
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             hidden = functional.max_pool2d(functional.relu(self.first(inputs * 2)), 2)
-            output: torch.Tensor = self.last(
-                torch.flatten(hidden, 1).add_(1.0)
-            )  # a view, and in place
+            # A view, and in place.
+            output: torch.Tensor = self.last(torch.flatten(hidden, 1).add_(1.0))
             return output
 
     first, last = profile_module(Functional(), (1, 8, 8), "functional").layers

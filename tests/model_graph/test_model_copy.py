@@ -43,7 +43,8 @@ class Busy(nn.Module):
         self.memory = memory
         self.kept: Any = None
         self.seen: list[Any] = []
-        self.result = self.last.weight.sum() * 2.0  # torch copies no such tensor
+        # Torch copies no such tensor.
+        self.result = self.last.weight.sum() * 2.0
         self.eval()
         self.norm.train()
         self.first.register_forward_hook(self._note)

@@ -114,9 +114,8 @@ def test_attention_keeps_its_output_and_without_the_fused_kernel_its_scores() ->
         for is_fused in (True, False)
     )
     assert [layer.kind for layer in fused] == ["Attention", "Linear", "Linear"]
-    assert fused[0].output_bytes == 4 * (
-        9 * WIDTH + HEADS * 9
-    )  # and a value for each head and query
+    # And a value for each head and query.
+    assert fused[0].output_bytes == 4 * (9 * WIDTH + HEADS * 9)
     assert plain[0].output_bytes >= 4 * (9 * WIDTH + 2 * HEADS * 9 * 9)
     assert fused[0].forward_flops == plain[0].forward_flops == 2 * 2 * 9 * 9 * WIDTH
 
@@ -164,11 +163,11 @@ def test_a_bilstm_costs_four_gates_a_direction_and_embeddings_cost_nothing() -> 
     }
     forward, training = counted_by_torch(model, batch)
     assert profile.forward_flops == forward / 3
-    first_states = (
-        2 * 2 * 4 * HIDDEN * HIDDEN
-    )  # a direction; they need no gradient, but the first layer's count
+    # A direction; they need no gradient, but the first layer's count.
+    first_states = 2 * 2 * 4 * HIDDEN * HIDDEN
     assert profile.training_flops == training / 3 + first_states == 3 * profile.forward_flops
-    assert profile.input_bytes == 2 * 8 * TOKENS  # ids and labels of 8 bytes
+    # Ids and labels of 8 bytes.
+    assert profile.input_bytes == 2 * 8 * TOKENS
 
 
 class Attend(nn.Module):
@@ -199,10 +198,11 @@ def test_multi_head_attention_keeps_its_scores_only_if_they_are_asked_for() -> N
         2.5 * num_scores + 5 * WIDTH - HEADS * 5
     )
     assert fused[0].output_bytes >= 4 * (3 * 5 + 2 * 7) * WIDTH
+    # The projection's module is never called.
     assert (fused[1].forward_flops, fused[1].num_tensors) == (
         0,
         2,
-    )  # the projection's module is never called
+    )
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -316,7 +316,8 @@ def test_bytes_are_those_of_each_tensors_type() -> None:
         profile_module(model.to(dtype), torch.zeros(2, 9, WIDTH, dtype=dtype), "model")
         for dtype in (torch.float32, torch.bfloat16)
     )
-    log_sums = 4 * HEADS * 9  # in float32
+    # In float32.
+    log_sums = 4 * HEADS * 9
     assert single.activation_bytes - log_sums == 2 * (half.activation_bytes - log_sums)
     assert (
         single.weight_bytes == 2 * half.weight_bytes and single.forward_flops == half.forward_flops
@@ -404,14 +405,14 @@ def test_lora_exchanges_its_factors_and_multiplies_for_few_weight_gradients() ->
     assert profile.forward_flops == pytest.approx(full.forward_flops + 2 * TOKENS * factors)
     forward, training = counted_by_torch(adapted, batch)
     assert profile.forward_flops == pytest.approx(forward / 3)
-    assert profile.training_flops == pytest.approx(
-        training / 3
-    )  # exactly, since the first layer is frozen
+    # Exactly, since the first layer is frozen.
+    assert profile.training_flops == pytest.approx(training / 3)
     assert 2 * profile.forward_flops < profile.training_flops < 2.5 * profile.forward_flops
     assert profile.training_memory_bytes(3) < full.training_memory_bytes(3)
 
 
-REGISTRY = {  # training FLOPs, output bytes and tensors, on which published results depend
+# Training FLOPs, output bytes and tensors, on which published results depend.
+REGISTRY = {
     "lenet5": (3_910_320, 60_008, 10),
     "vgg-tiny": (20_364_288, 387_112, 14),
     "vgg-mini": (90_488_832, 720_936, 8),
@@ -466,7 +467,8 @@ def test_a_model_that_reads_values_runs_once_on_the_cpu_with_the_example() -> No
     state = torch.get_rng_state()
     padded, short = on_cpu(model, ids), profile_module(model, ids[:, :8], "tagger")
     assert torch.equal(torch.get_rng_state(), state)
-    assert padded.forward_flops == short.forward_flops  # of torch's fused recurrence
+    # Of torch's fused recurrence.
+    assert padded.forward_flops == short.forward_flops
     assert padded.training_flops == short.training_flops
     assert padded.weight_bytes == short.weight_bytes
     assert not any(module._forward_hooks for module in model.modules())

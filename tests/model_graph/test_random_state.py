@@ -48,7 +48,8 @@ def test_another_thread_waits_until_the_generator_is_free() -> None:
         thread = threading.Thread(target=other, daemon=True)
         with forked_generator(5):
             thread.start()
-            assert not inside.wait(0.1)  # a slow machine can only fail to find a fault
+            # A slow machine can only fail to find a fault.
+            assert not inside.wait(0.1)
             assert torch.rand(3).tolist() == drawn(5)
         thread.join(60.0)
         assert inside.is_set()

@@ -40,12 +40,14 @@ def test_has_the_bits_of_the_reference_at_every_length(length):
 @settings(max_examples=40)
 @given(st.data())
 def test_close_to_float64_for_any_finite_values_weights_and_alignment(data):
-    length, num_inputs = data.draw(st.integers(0, 40)), data.draw(st.integers(1, 6))
+    length = data.draw(st.integers(0, 40))
+    num_inputs = data.draw(st.integers(1, 6))
 
     def drawn(count, values):
         return data.draw(st.lists(values, min_size=count, max_size=count))
 
-    value, offset = st.floats(-(2.0**100), 2.0**100, width=32), st.integers(0, 9)
+    value = st.floats(-(2.0**100), 2.0**100, width=32)
+    offset = st.integers(0, 9)
     arrays = [np.array(drawn(length, value), np.float32) for _ in range(num_inputs)]
     inputs = [unaligned(*pair) for pair in zip(arrays, drawn(num_inputs, offset), strict=True)]
     weights = drawn(num_inputs, st.floats(0, 1))

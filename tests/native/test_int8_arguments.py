@@ -87,8 +87,11 @@ SEEDS = (-1, 2**32, 2**70, 0.5, "0", None)
 SCALES = (float("nan"), float("inf"), -float("inf"), 1e39, -1e300, "1", None)
 MULTIPLIERS = (-1, 2**31 // (128 * 9) + 1, 2**31 - 1, -(2**31), 2**40, None)
 WORKSPACE = ((CONVOLUTION.workspace_bytes(ENGINE),), np.uint8)
-X, DY, W = (6, 5, 4, 32), (6, 5, 4, 48), (3, 3, 20, 48)
-PX, PY = (6, 6, 4, 32), (3, 3, 4, 32)
+X = (6, 5, 4, 32)
+DY = (6, 5, 4, 48)
+W = (3, 3, 20, 48)
+PX = (6, 6, 4, 32)
+PY = (3, 3, 4, 32)
 FLAT = (37, 48)
 ELEMENTWISE = ("a", "b", "acc", "x", "dy", "gate", "mask", "out", "weight", "gradient", "scale", "scale_dy", "scale_x",
                "offset", "sum_a", "sum_ab", "labels")  # fmt: skip
@@ -356,7 +359,8 @@ def test_a_wrong_engine_is_a_type_error(name, leading):
 
 @pytest.mark.parametrize("name", sorted(CALLS))
 def test_an_unknown_or_missing_argument_is_a_type_error(name):
-    call, arguments = CALLS[name], CALLS[name].arguments()
+    call = CALLS[name]
+    arguments = CALLS[name].arguments()
     needed = [key for key in call.arrays if key != "mask" or key not in call.optional]
     for changed in (
         {**arguments, "spoon": 1},
@@ -379,7 +383,8 @@ OVERLAPS = [
 def test_an_output_that_shares_memory_is_refused(name, out, other):
     call = CALLS[name]
     arguments = call.arguments()
-    a, b = arguments[out], arguments[other]
+    a = arguments[out]
+    b = arguments[other]
     raw = np.zeros(a.nbytes + b.nbytes, np.uint8)
     start = min(a.nbytes, b.nbytes) // 2 // 16 * 16  # b begins inside a
     for array, at, key in ((a, 0, out), (b, start, other)):

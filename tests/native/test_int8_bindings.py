@@ -53,7 +53,8 @@ def convolutions(draw):
         groups * draw(st.sampled_from([1, 3, 4, 5, 8, 15, 16, 17, 33])) for _ in range(2)
     )
     if draw(st.integers(0, 5)) == 0:  # depthwise, of multiplier 1 and 2
-        groups, out_c = in_c, in_c * draw(st.sampled_from([1, 1, 2]))
+        groups = in_c
+        out_c = in_c * draw(st.sampled_from([1, 1, 2]))
     size = draw(st.tuples(st.integers(1, 7), st.integers(1, 7)))
     padding = draw(st.tuples(st.integers(0, 2), st.integers(0, 2)))
     kernel = tuple(
@@ -77,8 +78,10 @@ def check_convolution(shape, seed, batch_block, extreme, activations, algorithm=
     geometry = {"stride": stride, "padding": padding, "groups": groups}
     x = values_like(extreme, rng, (in_h, in_w, batch, in_c), 0 if activations else -127)
     weight = values_like(extreme, rng, (*kernel, in_c // groups, out_c))
-    bias, mask = rng.integers(-(10**6), 10**6, out_c), random_tensor(rng, x.shape)
-    rounding, relu = int(rng.integers(2)), bool(rng.integers(2))
+    bias = rng.integers(-(10**6), 10**6, out_c)
+    mask = random_tensor(rng, x.shape)
+    rounding = int(rng.integers(2))
+    relu = bool(rng.integers(2))
     acc = nk.kept(nk.convolution(x, weight, **geometry) + bias, relu=relu)
     dy = values_like(extreme, rng, acc.shape)
     dx = nk.kept(nk.input_gradient(dy, weight, x.shape, **geometry), mask=mask)
@@ -87,7 +90,10 @@ def check_convolution(shape, seed, batch_block, extreme, activations, algorithm=
     sizes = (batch, in_h, in_w, in_c, out_c, *kernel, *stride, *padding, groups)
     plan = _int8.Convolution(*sizes, min(batch_block, batch), algorithm)
     assert plan.weight_shape == (*kernel, in_c // groups, stride_of(out_c))
-    x8, weight8, dy8, mask8 = padded(x), padded(weight), padded(dy), padded(mask)
+    x8 = padded(x)
+    weight8 = padded(weight)
+    dy8 = padded(dy)
+    mask8 = padded(mask)
     bias32 = padded(bias, np.int32)
     for which in all_engines():
         workspace = workspace_for(plan, which)
@@ -163,10 +169,8 @@ def test_says_which_algorithm_runs():
 @given(st.integers(1, 40), st.integers(1, 70), st.integers(1, 300), st.booleans(), seeds)
 def test_gemm_equals_numpy_on_every_path(rows, cols, depth, activations, seed):
     rng = np.random.default_rng(seed)
-    lhs, rhs = (
-        random_tensor(rng, (rows, depth), 0 if activations else -127),
-        random_tensor(rng, (cols, depth)),
-    )
+    lhs = random_tensor(rng, (rows, depth), 0 if activations else -127)
+    rhs = random_tensor(rng, (cols, depth))
     expected = lhs @ rhs.T
     for which in all_engines():
         out = np.full((rows, cols), 9, np.int32)
@@ -203,7 +207,8 @@ def test_deep_weight_gradient_is_exact_for_small_values_and_refused_for_large_on
     )
     expected = x.reshape(-1, 16).astype(np.int64).T @ small.reshape(-1, 16)
     for kernel in KERNELS:
-        which, out = engine(kernel), np.empty(plan.weight_shape, np.int32)
+        which = engine(kernel)
+        out = np.empty(plan.weight_shape, np.int32)
         workspace = workspace_for(plan, which)
         plan.weight_gradient(which, x, small, out, workspace)
         np.testing.assert_array_equal(out[0, 0], expected)
@@ -237,16 +242,20 @@ def test_pooling_equals_numpy_on_every_path_and_number_of_threads(shape, seed, f
     low, high = (-1, 1) if few_values else (-127, 127)  # ties
     x = random_tensor(rng, (in_h, in_w, batch, channels), low, high)
     best, chosen = nk.max_pool(x, *window)
-    dy, mask = random_tensor(rng, best.shape), random_tensor(rng, x.shape)
+    dy = random_tensor(rng, best.shape)
+    mask = random_tensor(rng, x.shape)
     sums = nk.window_sums(x, *window) * 1820
     dx_max = nk.kept(nk.max_pool_gradient(dy, chosen, *window, in_h, in_w), mask=mask)
     dx_mean = nk.kept(nk.window_sums_gradient(dy, *window, in_h, in_w) * 911, mask=mask)
     plan = _int8.Pooling(batch, in_h, in_w, channels, *kernel, *stride, *padding)
     assert plan.overlapping == (stride[0] < kernel[0] or stride[1] < kernel[1])
-    x8, dy8, mask8 = padded(x), padded(dy), padded(mask)
+    x8 = padded(x)
+    dy8 = padded(dy)
+    mask8 = padded(mask)
     for which in all_engines():
         rounding = int(rng.integers(2))
-        out, argmax = np.full(dy8.shape, 9, np.int8), np.full(dy8.shape, 9, np.uint8)
+        out = np.full(dy8.shape, 9, np.int8)
+        argmax = np.full(dy8.shape, 9, np.uint8)
         plan.max(which, x8, out, argmax)
         np.testing.assert_array_equal(unpadded(out, channels), best)
         np.testing.assert_array_equal(argmax[..., :channels], chosen)
@@ -342,7 +351,8 @@ def test_quantise_equals_numpy_on_every_path(batch, channels, height, width, exp
     )  # half of them are ties
     real[rng.random(shape) < 0.05] = 1e30
     expected = nk.quantise(real, exponent).transpose(2, 3, 0, 1)
-    kernel, stride = (min(3, height + 2), min(3, width + 2)), (int(rng.integers(1, 3)), 1)
+    kernel = (min(3, height + 2), min(3, width + 2))
+    stride = (int(rng.integers(1, 3)), 1)
     patches = np.concatenate([w for _, _, w in nk.taps(expected, kernel, stride, (1, 1))], axis=-1)
     plan = _int8.Convolution(batch, height, width, channels, 8, *kernel, *stride, 1, 1)
     flat = np.resize(real, (3, 16))
@@ -421,7 +431,8 @@ def test_random_rounding_has_the_value_as_its_expectation():
 
 
 def test_seeds_that_follow_one_another_round_independently():
-    real, which = np.full((64, 1, 1, 500), 0.5, np.float32), engine(KERNELS[-1])
+    real = np.full((64, 1, 1, 500), 0.5, np.float32)
+    which = engine(KERNELS[-1])
     rounds = np.array(
         [round_weights(which, real, 0, seed).ravel() for seed in range(20)], np.float64
     )
@@ -467,7 +478,8 @@ def test_a_convolution_over_patches_is_the_convolution():
     )
     for kernel in KERNELS:
         which = engine(kernel)
-        patches, out = np.empty((5, 8, 4, 80), np.int8), np.empty((5, 8, 4, 32), np.int32)
+        patches = np.empty((5, 8, 4, 80), np.int8)
+        out = np.empty((5, 8, 4, 32), np.int32)
         workspace = np.empty(
             max(_int8.patch_images_bytes(plan), inner.workspace_bytes(which)), np.uint8
         )
@@ -482,10 +494,8 @@ def test_a_convolution_over_patches_is_the_convolution():
 )
 def test_softmax_gradient_equals_integer_python(batch, classes, exponent, rounding, seed):
     rng = np.random.default_rng(seed)
-    logits, labels = (
-        random_tensor(rng, (batch, classes)),
-        rng.integers(0, classes, batch).astype(np.int32),
-    )
+    logits = random_tensor(rng, (batch, classes))
+    labels = rng.integers(0, classes, batch).astype(np.int32)
     out = np.full((1, 1, batch, stride_of(classes)), 9, np.int8)
     _int8.softmax_gradient(padded(logits)[None, None], exponent, labels, out, classes, rounding)
     np.testing.assert_array_equal(
@@ -495,7 +505,8 @@ def test_softmax_gradient_equals_integer_python(batch, classes, exponent, roundi
 
 def test_softmax_gradient_is_close_to_softmax_minus_one_hot():
     rng = np.random.default_rng(8)
-    logits, labels = random_tensor(rng, (200, 10)), rng.integers(0, 10, 200).astype(np.int32)
+    logits = random_tensor(rng, (200, 10))
+    labels = rng.integers(0, 10, 200).astype(np.int32)
     out = np.empty((1, 1, 200, 16), np.int8)
     _int8.softmax_gradient(padded(logits)[None, None], -4, labels, out, 10)
     powers = np.exp(logits / 16.0)
@@ -559,13 +570,16 @@ def test_rounding_is_symmetric_under_negation_and_saturates_at_127(kernel, round
 def test_the_interpreters_lock_is_released_while_computing():
     plan = _int8.Convolution(32, 32, 32, 64, 64, 3, 3, 1, 1, 1, 1)
     which = engine("portable")
-    x, weight = np.zeros((32, 32, 32, 64), np.int8), np.zeros((3, 3, 64, 64), np.int8)
-    out, workspace = np.empty_like(x), workspace_for(plan, which)
+    x = np.zeros((32, 32, 32, 64), np.int8)
+    weight = np.zeros((3, 3, 64, 64), np.int8)
+    out = np.empty_like(x)
+    workspace = workspace_for(plan, which)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)  # the lock then changes hands only where it is given up
 
     def other_thread_runs_during_a_call():
-        gate, progress = threading.Lock(), []
+        gate = threading.Lock()
+        progress = []
 
         def work():
             with gate:
@@ -587,11 +601,13 @@ def test_the_interpreters_lock_is_released_while_computing():
 
 
 def test_two_python_threads_may_share_an_engine():
-    which, rng = _int8.Engine(2), np.random.default_rng(2)
+    which = _int8.Engine(2)
+    rng = np.random.default_rng(2)
     inputs = [random_tensor(rng, (64, 64)).astype(np.int8) for _ in range(3)]
 
     def is_right(x):
-        expected, sums = x.astype(np.int64).sum(axis=0), np.empty((2, 64), np.int64)
+        expected = x.astype(np.int64).sum(axis=0)
+        sums = np.empty((2, 64), np.int64)
         for _ in range(1500):
             _int8.channel_sums(which, x, x, None, sums[0], sums[1])
             if not np.array_equal(sums[0], expected):
@@ -620,7 +636,8 @@ def test_engine_refuses_threads_and_paths_that_are_not_there(arguments, named):
 def test_pinned_threads_compute_the_same():
     cores = sorted(os.sched_getaffinity(0))[:2]
     which = _int8.Engine(len(cores), cores)
-    acc, out = np.arange(-800, 800, dtype=np.int32), np.empty((2, 1600), np.int8)
+    acc = np.arange(-800, 800, dtype=np.int32)
+    out = np.empty((2, 1600), np.int8)
     _int8.requantise(which, acc, out[0], 4)
     _int8.requantise(engine("portable"), acc, out[1], 4)
     expected = nk.round_shift(acc.astype(np.int64), 4, 0)

@@ -27,8 +27,11 @@ class Tracker:
     """F16 from a list of the batches in which the exponent changed."""
 
     def __init__(self, policy):
-        self.policy, self.exponent = policy, None
-        self.batch, self.next_look, self.changes = 0, 0, []
+        self.policy = policy
+        self.exponent = None
+        self.batch = 0
+        self.next_look = 0
+        self.changes = []
 
     def period(self):
         if not self.policy.adaptive or self.batch + 1 < self.policy.warm_up_batches:
@@ -86,8 +89,13 @@ class NumpyTrainer:
     """Trains a graph step by step."""
 
     def __init__(self, graph, state, algorithm, policy):
-        self.graph, self.algorithm, self.policy = graph, algorithm, policy
-        self.weights, self.vectors, self.velocities, self.trackers = {}, {}, {}, {}
+        self.graph = graph
+        self.algorithm = algorithm
+        self.policy = policy
+        self.weights = {}
+        self.vectors = {}
+        self.velocities = {}
+        self.trackers = {}
         for node in graph.nodes:
             if isinstance(node, ir.Convolution):
                 real = np.asarray(state[f"{node.name}.weight"], np.float32)
@@ -118,7 +126,9 @@ class NumpyTrainer:
     def step(self, images, labels, *, learning_rate, progress, seed=0):
         """Train on a batch and return the logits as integers and their exponent."""
         batch = len(images)
-        self.rate, self.progress, self.seed = np.float32(learning_rate / batch), progress, seed
+        self.rate = np.float32(learning_rate / batch)
+        self.progress = progress
+        self.seed = seed
         exponent = exponent_for(np.abs(images).max())
         values = {ir.INPUT: (nk.quantise(images, exponent).transpose(2, 3, 0, 1), exponent)}
         memory = {}

@@ -6,7 +6,8 @@ Products run in float64 BLAS, where sums below 2^53 are exact.
 
 import numpy as np
 
-NEAREST, PSEUDO_STOCHASTIC = 0, 1
+NEAREST = 0
+PSEUDO_STOCHASTIC = 1
 
 
 def stride_of(channels):
@@ -42,7 +43,8 @@ def round_shift(acc, shift, rounding):
     else:
         fallen = magnitude % 2**shift
         low_bits = shift // 2
-        high, low = fallen // 2**low_bits, fallen % 2**low_bits
+        high = fallen // 2**low_bits
+        low = fallen % 2**low_bits
         rounded = magnitude // 2**shift + (high > low * 2 ** (shift % 2))
     return np.sign(acc) * np.minimum(rounded, 127)
 
@@ -65,7 +67,8 @@ def taps(array, kernel, stride, padding):
     """Yield (kh, kw, window): the pixels of (h, w, ...) under a tap for every output pixel, zeros outside."""
     (kh, kw), (sh, sw), (ph, pw) = kernel, stride, padding
     height, width = array.shape[:2]
-    out_h, out_w = (height + 2 * ph - kh) // sh + 1, (width + 2 * pw - kw) // sw + 1
+    out_h = (height + 2 * ph - kh) // sh + 1
+    out_w = (width + 2 * pw - kw) // sw + 1
     around = np.zeros((height + 2 * ph, width + 2 * pw, *array.shape[2:]), array.dtype)
     around[ph : ph + height, pw : pw + width] = array
     for h in range(kh):
@@ -87,7 +90,8 @@ def spread(contributions, kernel, stride, padding, height, width):
 
 def group_slices(in_channels, out_channels, groups):
     """Yield the input and output channels of each group."""
-    per_in, per_out = in_channels // groups, out_channels // groups
+    per_in = in_channels // groups
+    per_out = out_channels // groups
     for g in range(groups):
         yield slice(g * per_in, (g + 1) * per_in), slice(g * per_out, (g + 1) * per_out)
 
@@ -136,12 +140,11 @@ def max_pool(x, kernel, stride, padding):
     ):
         candidate = np.where(valid[..., None, None], window, -1000)
         if best is None:
-            best, chosen = np.full_like(candidate, -999), np.zeros(candidate.shape, np.int64)
+            best = np.full_like(candidate, -999)
+            chosen = np.zeros(candidate.shape, np.int64)
         better = candidate > best
-        best, chosen = (
-            np.where(better, candidate, best),
-            np.where(better, h * kernel[1] + w, chosen),
-        )
+        best = np.where(better, candidate, best)
+        chosen = np.where(better, h * kernel[1] + w, chosen)
     return best, chosen
 
 
@@ -173,7 +176,9 @@ def quantise(real, exponent):
 
 def softmax_gradient(logits, exponent, labels, rounding):
     """Return (batch, classes) softmax - one-hot in units of 2^-7, in Python integers (reference.h)."""
-    fraction_bits, one, log2_e = 20, 2048, 47274
+    fraction_bits = 20
+    one = 2048
+    log2_e = 47274
     table = [round(2.0 ** (i / 64) * 2**fraction_bits) for i in range(64)]
     rows = []
     for row, label in zip(logits.tolist(), labels.tolist(), strict=True):

@@ -80,7 +80,8 @@ class RecordingTrainer(NumpyTrainer):
     def load(self, state):
         """Take over other weights and vectors, but not the exponents that steps have learned."""
         fresh = NumpyTrainer(self.graph, state, self.algorithm, self.policy)
-        self.weights, self.vectors = fresh.weights, fresh.vectors
+        self.weights = fresh.weights
+        self.vectors = fresh.vectors
 
 
 @pytest.mark.parametrize("name", [*NETWORKS, *CORNERS])
@@ -105,7 +106,8 @@ def test_gradients_equal_numpy_step_for_step(name):
 
 @pytest.mark.parametrize("name", ["plain", "normalised"])
 def test_the_default_pseudo_gradient_with_niti_is_loaded_minus_weights_after_over_the_rate(name):
-    backend, state = built(name, NITI), state_of(name)
+    backend = built(name, NITI)
+    state = state_of(name)
     gradients = step(backend, state, 1, rate=0.05)
     after = backend.weights()
     assert set(gradients) == set(trained_of(state))
@@ -119,7 +121,8 @@ def test_nitis_step_is_that_of_an_int8_model_on_the_rounded_weights():
     """And so are predictions, also from running statistics that were loaded."""
     state = exact_state("normalised")
     state["1.running_mean"] += 0.25
-    model, backend = int8("normalised", rescaling=SELDOM), built("normalised", NITI)
+    model = int8("normalised", rescaling=SELDOM)
+    backend = built("normalised", NITI)
     model.load_state_dict(state)
     backend.load_weights(state, seed=0)
     images, _ = batches(1)[0]
@@ -134,7 +137,8 @@ def test_nitis_step_is_that_of_an_int8_model_on_the_rounded_weights():
 @given(st.integers(0, 2**32 - 1), st.floats(1e-4, 10.0))
 def test_the_gradient_is_a_mean_over_the_batch_and_has_no_learning_rate(seed, rate):
     """A batch twice over has the gradient of the batch: it is divided by the samples."""
-    batch, state = batches(1, size=4, seed=seed)[0], exact_state("plain")
+    batch = batches(1, size=4, seed=seed)[0]
+    state = exact_state("plain")
     twice = tuple(np.concatenate([each, each]) for each in batch)
     once = step(built("plain"), state, 0, batch, rate)
     assert_same(once, step(built("plain"), state, 0, twice, 1.0))
@@ -145,7 +149,8 @@ def test_the_gradient_is_a_mean_over_the_batch_and_has_no_learning_rate(seed, ra
 
 def test_one_seed_gives_one_rounding_and_steps_do_not_move_it():
     state = state_of("normalised")
-    backend, other = built("normalised"), built("normalised")
+    backend = built("normalised")
+    other = built("normalised")
     backend.load_weights(state, seed=5)
     before = trained_of(backend.weights())
     step(backend, state, 5)
@@ -158,7 +163,8 @@ def test_one_seed_gives_one_rounding_and_steps_do_not_move_it():
 
 
 def test_with_niti_the_weights_of_a_seed_are_loaded_anew_after_a_step_has_moved_them():
-    state, backend = state_of("plain"), built("plain", NITI)
+    state = state_of("plain")
+    backend = built("plain", NITI)
     backend.load_weights(state, seed=5)
     before = backend.weights()
     step(backend, state, 5)
@@ -169,7 +175,8 @@ def test_with_niti_the_weights_of_a_seed_are_loaded_anew_after_a_step_has_moved_
 
 @pytest.mark.parametrize("algorithm", [HANDED_OUT_GRADIENTS, NITI], ids=["handed-out", "niti"])
 def test_running_statistics_go_on_until_others_are_given(algorithm):
-    state, backend = exact_state("normalised"), built("normalised", algorithm)
+    state = exact_state("normalised")
+    backend = built("normalised", algorithm)
     step(backend, state, 0)
     seen = backend.weights()["1.running_mean"]
     assert (seen != state["1.running_mean"]).any()
@@ -179,7 +186,8 @@ def test_running_statistics_go_on_until_others_are_given(algorithm):
 
 
 def test_weights_of_the_last_seed_are_loaded_anew_after_a_failed_load_and_after_build():
-    backend, state = built("plain"), exact_state("plain")
+    backend = built("plain")
+    state = exact_state("plain")
     backend.load_weights(state, seed=1)
     bad = state_of("plain", seed=1) | {"8.weight": state["8.weight"] * np.inf}
     refused(lambda: backend.load_weights(bad, seed=2), "8.weight", error=TrainingFailed)
@@ -250,7 +258,8 @@ def test_a_vendors_backend_needs_the_abstract_methods_and_no_more():
         assert set(gradients) == set(loaded)
         for key, parameter in module.named_parameters():
             assert gradients[key].dtype == np.float32
-            expected, atol = parameter.grad.numpy(), 2e-8 + 2e-7 / rate
+            expected = parameter.grad.numpy()
+            atol = 2e-8 + 2e-7 / rate
             np.testing.assert_allclose(gradients[key], expected, atol=atol, rtol=1e-4)
     assert backend.samples_per_s(32) is None
     assert backend.energy_j() is None
@@ -262,7 +271,8 @@ def test_gradients_of_operators_in_fp32_are_those_of_autograd_between_the_same_i
     """Handed out as they come: an int8 model that follows them by plain SGD comes to the same weights."""
     with forked_generator(2):
         layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), make(), nn.Flatten(), nn.Linear(8 * 64, CLASSES)]
-    module, batch = nn.Sequential(*layers), batches(1)[0]
+    module = nn.Sequential(*layers)
+    batch = batches(1)[0]
     backend = NativeInt8Backend(fp32_operators=["2"])
     backend.build(module, IMAGE)
     backend.load_weights({key: value.numpy() for key, value in module.state_dict().items()}, seed=1)

@@ -43,7 +43,8 @@ def test_more_confidence_or_a_faster_npu_never_give_the_cpu_more(
 @given(fractions, fractions)
 def test_gamma_is_the_larger_of_its_two_terms(alpha, beta):
     """F11; the paper is never more than e = 2.72 times faster than the CPU, however fast the NPU."""
-    floor, least = math.exp(-alpha), math.exp(-1.0)
+    floor = math.exp(-alpha)
+    least = math.exp(-1.0)
     paper, normalised = (cpu_share(rule, alpha, beta) for rule in RULES_BY_THROUGHPUT)
     assert paper == pytest.approx(max(floor, 1.0 - beta), rel=1e-15)
     expected = max((floor - least) / (1.0 - least), 1.0 - beta)
@@ -137,7 +138,8 @@ def test_confidence_is_1_for_equal_logits_at_any_positive_scale_of_each_sample(
 @many
 @given(*shapes, st.floats(-2, 2))
 def test_confidence_is_the_mean_cosine_where_that_is_positive(seed, samples, classes, bias):
-    fp32, int8 = logits(seed, samples, classes) + bias, logits(seed + 1, samples, classes)
+    fp32 = logits(seed, samples, classes) + bias
+    int8 = logits(seed + 1, samples, classes)
     cosines = [
         sum(x * y for x, y in zip(a, b, strict=True)) / (math.hypot(*a) * math.hypot(*b))
         for a, b in zip(fp32.tolist(), int8.tolist(), strict=True)

@@ -98,8 +98,10 @@ def test_a_step_takes_the_samples_of_the_slower_processor_over_its_rate(
     rule, cpu, npu, num_samples, alpha
 ):
     """Merging is paid if both work, 3 passes over 100 bytes at 500 bytes/s; rounding the masters if the NPU does."""
-    soc, pricing = machine(cpu, npu), MixedPricing(rule=rule, alpha=alpha)
-    cost, fp32 = pricing.step_cost(MODEL, soc, num_samples), FP32.step_cost(MODEL, soc, num_samples)
+    soc = machine(cpu, npu)
+    pricing = MixedPricing(rule=rule, alpha=alpha)
+    cost = pricing.step_cost(MODEL, soc, num_samples)
+    fp32 = FP32.step_cost(MODEL, soc, num_samples)
     on_cpu = samples_on_cpu(pricing, soc, num_samples)
     counts = {"cpu": on_cpu, "npu": num_samples - on_cpu}
     expected = MODEL.training_flops * max(counts["cpu"] / cpu, counts["npu"] / npu)
@@ -118,7 +120,9 @@ def test_a_step_takes_the_samples_of_the_slower_processor_over_its_rate(
 @given(rules, rates, rates, fractions)
 def test_rate_is_the_inverse_of_a_samples_step_time_without_overhead(rule, cpu, npu, alpha):
     """In the limit of a batch so large that whole samples do not round: 1e15 of them here."""
-    soc, pricing, num_samples = machine(cpu, npu), MixedPricing(rule=rule, alpha=alpha), 10**15
+    soc = machine(cpu, npu)
+    pricing = MixedPricing(rule=rule, alpha=alpha)
+    num_samples = 10**15
     seconds = slowest_s(pricing.step_cost(MODEL, soc, num_samples)) / num_samples
     assert MODEL.training_flops / pricing.rate("m", soc) == pytest.approx(seconds, rel=1e-9)
 
@@ -146,7 +150,8 @@ def test_a_device_without_an_accelerator_trains_in_fp32_under_the_rules_that_fol
     rule, num_samples, alpha, share
 ):
     """Also in a group whose other devices' share of the CPU is given; int8 on the CPU itself is no accelerator."""
-    soc, pricing = machine(npu=0), MixedPricing(rule=rule, alpha=alpha, cpu_share=share)
+    soc = machine(npu=0)
+    pricing = MixedPricing(rule=rule, alpha=alpha, cpu_share=share)
     assert pricing.step_cost(MODEL, soc, num_samples) == FP32.step_cost(MODEL, soc, num_samples)
     assert pricing.rate("m", soc) == pytest.approx(FP32.rate("m", soc), rel=1e-15)
 
@@ -154,7 +159,8 @@ def test_a_device_without_an_accelerator_trains_in_fp32_under_the_rules_that_fol
 @pytest.mark.parametrize("share", [None, 0.5])
 @pytest.mark.parametrize("rule", ["half", "int8"])
 def test_a_device_without_an_accelerator_is_refused_under_fixed_shares(rule, share):
-    pricing, soc = MixedPricing(rule=rule, cpu_share=share), machine(npu=0)
+    pricing = MixedPricing(rule=rule, cpu_share=share)
+    soc = machine(npu=0)
     for call in (lambda: pricing.step_cost(MODEL, soc, 8), lambda: pricing.rate("m", soc)):
         refused(call, "device d", "cpu", f"rule = '{rule}'")
 

@@ -53,7 +53,8 @@ def test_a_lasting_change_is_taken_up_after_exactly_patience_steps(
 
 
 def test_after_a_lasting_change_beta_arrives_at_the_new_speeds_and_stays() -> None:
-    ratio, renewals = ThroughputRatio(0.02, 0.01), []
+    ratio = ThroughputRatio(0.02, 0.01)
+    renewals = []
     for _ in range(2):
         for _ in range(200):
             note(ratio, 3.0, of=(0.02, 0.01))

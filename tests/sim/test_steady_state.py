@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from socflower.cluster import HUB, Activity, Cluster, GraphBuilder, TaskGraph
-from socflower.cluster.topology import uniform_cluster
 from socflower.sim import EventClock
 from socflower.sim.compiled_graph import compile_graph
 from socflower.sim.energy import power_w
@@ -19,14 +18,7 @@ from tests.one_line import refused
 from tests.toy_clusters import TOY, Weather, ring_all_reduce, same_usage, toy_cluster
 from tests.unrolled_graphs import unrolled
 
-SMALL = uniform_cluster(
-    TOY,
-    (3, 2, 1),
-    soc_bytes_per_s=100.0,
-    board_bytes_per_s=70.0,
-    hub_bytes_per_s=90.0,
-    message_s=0.05,
-)
+SMALL = toy_cluster((3, 2, 1), uplink=70.0, hub=90.0, message_s=0.05)
 
 
 @st.composite
@@ -232,8 +224,8 @@ def test_impossible_speeds_are_refused(factors: Sequence[float]) -> None:
     refused(lambda: clock.run(synchronous_pair(0, 1)), "5 speed factors")
 
 
-def test_solutions_are_forgotten_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("socflower.sim.event_clock._SOLUTIONS_KEPT", 2)
+def test_steady_states_are_forgotten_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socflower.sim.event_clock._STEADY_STATES_KEPT", 2)
     clock = EventClock(toy_cluster())
     for seconds in (1.0, 2.0, 3.0, 1.0, 1.0):
         b = GraphBuilder()

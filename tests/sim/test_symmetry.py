@@ -21,14 +21,14 @@ from socflower.cluster import (
 from socflower.cluster.topology import Board, Server
 from socflower.sim import EventClock, Trace, steady_state, symmetry, trace
 from socflower.sim.compiled_graph import compile_graph
-from socflower.sim.symmetry import fold
+from socflower.sim.symmetry import reduce_program
 from tests.toy_clusters import TOY, same_usage
 
 
 @pytest.fixture(autouse=True)
-def fold_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fold the smallest programs too."""
-    monkeypatch.setattr(steady_state, "fold", lambda program: fold(program, 0))
+def reduce_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Reduce the smallest programs too."""
+    monkeypatch.setattr(steady_state, "reduce_program", lambda program: reduce_program(program, 0))
     yield
 
 
@@ -161,23 +161,25 @@ def test_a_ring_has_the_classes_of_one_board_and_one_odd_member_undoes_them() ->
     cluster = equal_boards(10, 4)
     ring = [list(range(40))]
     plain = program_of(training(ring, lambda soc: 1.0), cluster)
-    folded = fold(plain, 0)
-    assert folded is not None
-    assert len(folded.program.steps) == 4 * 4
+    reduced = reduce_program(plain, 0)
+    assert reduced is not None
+    assert len(reduced.program.steps) == 4 * 4
     assert len(plain.steps) == 40 * 4
     odd = program_of(training(ring, lambda soc: 1.01 if soc == 17 else 1.0), cluster)
-    assert fold(odd, 0) is None
+    assert reduce_program(odd, 0) is None
 
 
 def test_a_star_of_leaders_is_one_flow_with_the_weight_of_all() -> None:
     cluster = equal_boards(50, 2)
     groups = [[soc, soc + 1] for soc in range(0, 100, 2)]
     star = program_of(training(groups, lambda soc: 1.0, leaders_meet=True), cluster)
-    folded = fold(star, 0)
-    assert folded is not None
-    assert len(folded.program.steps) * 30 < len(star.steps)
-    assert max(weight for weights in folded.weights for weight in weights) == 50
-    assert fold(star, len(star.steps) + 1) is None, "small programs are executed as they are"
+    reduced = reduce_program(star, 0)
+    assert reduced is not None
+    assert len(reduced.program.steps) * 30 < len(star.steps)
+    assert max(weight for weights in reduced.weights for weight in weights) == 50
+    assert reduce_program(star, len(star.steps) + 1) is None, (
+        "small programs are executed as they are"
+    )
 
 
 def test_tasks_of_one_processor_are_served_in_their_order() -> None:
@@ -188,9 +190,9 @@ def test_tasks_of_one_processor_are_served_in_their_order() -> None:
         b.transfer("send", soc, (soc + 1) % 6, 50.0, after=(works[1],))
     cluster = equal_boards(1, 6)
     graph = b.build(range(6))
-    folded = fold(program_of(graph, cluster), 0)
-    assert folded is not None
-    assert len(folded.program.steps) == 4
+    reduced = reduce_program(program_of(graph, cluster), 0)
+    assert reduced is not None
+    assert len(reduced.program.steps) == 4
     same_usage(
         EventClock(cluster).run(graph, repeat=4),
         EventClock(cluster, extrapolate=False).run(graph, repeat=4),
@@ -200,15 +202,15 @@ def test_tasks_of_one_processor_are_served_in_their_order() -> None:
 def test_a_trace_shows_all_members_of_a_class() -> None:
     cluster = equal_boards(3, 3)
     graph = training([list(range(9))], lambda soc: 1.0)
-    folded, full = Trace(), Trace()
-    EventClock(cluster, trace=folded).run(graph)
+    reduced, full = Trace(), Trace()
+    EventClock(cluster, trace=reduced).run(graph)
     EventClock(cluster, trace=full, extrapolate=False).run(graph)
     ours, theirs = (
         sorted(
             (trace.state()["rows"][row][1], name, round(at_s, 9), round(long_s, 9))
             for row, name, at_s, long_s, _ in trace.state()["spans"]
         )
-        for trace in (folded, full)
+        for trace in (reduced, full)
     )
     assert ours == theirs
 

@@ -61,12 +61,11 @@ class Device:
         return Reading(at_s=self.now_s, **self.values(self.now_s))
 
     def guard(self, **options: Any) -> HeatGuard:
-        timing = StepTiming()
         return HeatGuard(
             self,
             LIMITS,
             self.read(),
-            timing=timing,
+            timing=StepTiming(),
             sleep=self.sleep,
             clock=self.clock,
             **options,
@@ -529,7 +528,7 @@ def test_an_unknown_value_of_a_report_has_no_key():
         ({"humour": 1.0}, "humour"),
         ({"share": 0.0}, "share = 0.0"),
         ({"share": nan}, "share = nan"),
-        ({"clock-factor": 2.0}, "clock-factor = 2.0"),
+        ({"clock-factor": 2.0}, "clock_factor = 2.0"),
     ],
 )
 def test_an_invalid_report_is_refused(changes, named):

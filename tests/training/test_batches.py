@@ -88,7 +88,9 @@ def test_a_deal_moves_samples_between_groups_and_an_epoch_without_one_does_not()
             )
         ).tolist()
 
-    first, same_deal, new_deal = samples_of(0, 0, 0), samples_of(0, 1, 0), samples_of(0, 1, 1)
+    first = samples_of(0, 0, 0)
+    same_deal = samples_of(0, 1, 0)
+    new_deal = samples_of(0, 1, 1)
     assert first != same_deal
     assert set(first) == set(same_deal) != set(new_deal)
     assert sorted(sample for group in range(4) for sample in samples_of(group, 1, 0)) == list(
@@ -140,7 +142,8 @@ def test_a_member_that_is_gone_leaves_its_share_to_the_others_where_data_are_dea
         ),
         [100] if reshuffle else [30, 31, 32, 33],
     )
-    everyone, left = schedule.shares(step, [0, 1, 2, 3]), schedule.shares(step, sorted(present))
+    everyone = schedule.shares(step, [0, 1, 2, 3])
+    left = schedule.shares(step, sorted(present))
     if reshuffle:
         assert np.concatenate(left).tolist() == np.concatenate(everyone).tolist()
     else:

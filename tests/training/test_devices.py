@@ -79,7 +79,8 @@ def trained(
     settings: dict[str, Any],
     make: Callable[[], nn.Module] = network,
 ) -> tuple[nn.Module, GroupOutcome]:
-    model, data = make(), small_data(48)
+    model = make()
+    data = small_data(48)
     trainer = FP32Trainer(device=device, **settings)
     work = group(
         capacities=(1.0, 2.0),
@@ -120,7 +121,8 @@ def test_autocast_is_that_of_the_device() -> None:
 
 
 def test_the_state_of_a_training_is_on_the_cpu_and_continues_on_either_device() -> None:
-    model, data = network(), small_data(48)
+    model = network()
+    data = small_data(48)
     adam = partial(torch.optim.Adam, lr=0.01)
     work = task(0, 1, num_steps=3, steps_per_epoch=3, num_samples=48)
     state = train_group(model, data, work, FP32Trainer(optimizer=adam)).end.state
@@ -156,7 +158,8 @@ def test_batches_of_any_form_follow_the_model() -> None:
 
 
 def test_an_evaluation_runs_where_it_is_told_or_where_the_model_is() -> None:
-    data, expected = small_data(40), evaluate(network(), small_data(40))
+    data = small_data(40)
+    expected = evaluate(network(), small_data(40))
     model = network()
     assert evaluate(model, data, device="auto") == expected == evaluate(model, data)
     assert next(model.parameters()).device == accelerator()

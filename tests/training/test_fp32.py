@@ -47,7 +47,9 @@ def strides(model: nn.Module) -> list[tuple[int, ...]]:
 
 
 def test_a_model_that_flattens_by_view_trains_as_in_a_loop_of_its_own() -> None:
-    model, optimizer, data = built(FlattensByView, 2), sgd(0.05, 0.9), batches(3)
+    model = built(FlattensByView, 2)
+    optimizer = sgd(0.05, 0.9)
+    data = batches(3)
     losses = [partial(loss_of, inputs=inputs, labels=labels) for inputs, labels in data]
     reference = by_torch(copy.deepcopy(model), optimizer, losses)
     assert_equal(
@@ -68,7 +70,8 @@ def test_model_and_inputs_keep_their_layouts(of_model: str, of_inputs: str, mixe
     )
     model(torch.zeros(1, 3, 32, 32))
     model = model.to(memory_format=LAYOUTS[of_model])  # type: ignore[call-overload]
-    before, seen = strides(model), []
+    before = strides(model)
+    seen = []
     model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].stride()))
     inputs, labels = batches(1)[0]
     inputs = inputs.contiguous(memory_format=LAYOUTS[of_inputs])

@@ -66,8 +66,10 @@ def group(**changes: object) -> GroupTask:
 )
 def test_uneven_shares_equal_the_full_batch(sizes: list[int]) -> None:
     data = small_data(sum(sizes))
-    split, whole = small_network(norm=False), small_network(norm=False)
-    in_parts, at_once = session(split, len(sizes)), session(whole, 1)
+    split = small_network(norm=False)
+    whole = small_network(norm=False)
+    in_parts = session(split, len(sizes))
+    at_once = session(whole, 1)
     for _ in range(3):
         loss_parts = in_parts.step(parts_of(data, sizes))
         loss_whole = at_once.step(parts_of(data, [sum(sizes)]))
@@ -81,8 +83,10 @@ def loss_of(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> tor
 
 def test_one_group_of_everything_is_synchronous_sgd() -> None:
     """Against a plain torch loop over the same batches, bit for bit with one pass."""
-    data, optimizer = small_data(60), sgd(0.05, 0.9)
-    model, reference = small_network(norm=False), small_network(norm=False)
+    data = small_data(60)
+    optimizer = sgd(0.05, 0.9)
+    model = small_network(norm=False)
+    reference = small_network(norm=False)
     whole = task(0, 1, num_steps=12, steps_per_epoch=6, batch_size=10)
     train_group(model, data, whole, FP32Trainer(optimizer=optimizer, channels_last=False))
     batches = [data.batch(torch.from_numpy(rows)) for rows in group_batches(whole, len(data))]
@@ -93,7 +97,8 @@ def test_one_group_of_everything_is_synchronous_sgd() -> None:
 def test_batch_norm_members_use_their_own_statistics() -> None:
     """The reference normalises each part by itself, and descends the mean loss of all samples."""
     sizes = [5, 3, 8]
-    model, reference = small_network(norm=True), small_network(norm=True)
+    model = small_network(norm=True)
+    reference = small_network(norm=True)
     parts = parts_of(small_data(16), sizes)
     together = session(model, len(sizes), channels_last=False)
     for _ in range(3):
@@ -119,7 +124,8 @@ def test_batch_norm_members_use_their_own_statistics() -> None:
 
 
 def test_a_session_resumed_from_its_state_goes_on_as_if_never_stopped() -> None:
-    data, trainer = small_data(80), FP32Trainer(optimizer=sgd(0.1, 0.9), scheduler=cosine_annealing)
+    data = small_data(80)
+    trainer = FP32Trainer(optimizer=sgd(0.1, 0.9), scheduler=cosine_annealing)
     models = []
     for cuts in ([0, 10], [0, 4, 10], [0, 4, 10]):
         state = None
@@ -137,7 +143,8 @@ def test_a_session_resumed_from_its_state_goes_on_as_if_never_stopped() -> None:
 
 @pytest.mark.parametrize("reshuffle", [True, False])
 def test_a_dataset_of_the_same_samples_trains_the_same_weights(reshuffle: bool) -> None:
-    whole, rows = small_network(norm=True), small_network(norm=True)
+    whole = small_network(norm=True)
+    rows = small_network(norm=True)
     own = [small_data(40)] * (1 if reshuffle else 2)
     work = group(num_steps=10, reshuffle=reshuffle)
     train_group(whole, own, work, FP32Trainer())

@@ -78,9 +78,11 @@ def test_two_sessions_continue_as_one(momentum: float) -> None:
         algorithm=int8_algorithm("adaptive-fixed-point", momentum),
         settings=EngineSettings(rescaling=RescalingPolicy(warm_up_batches=2)),
     )
-    data, ends = [[batch] for batch in batches(6)], []
+    data = [[batch] for batch in batches(6)]
+    ends = []
     for cuts in ([0, 6], [0, 3, 6]):
-        model, state = network(), None
+        model = network()
+        state = None
         model[0].weight.requires_grad_(False)
         for first, end in pairwise(cuts):
             model, state, _ = train(trainer, data[first:end], state, first, model)
@@ -103,8 +105,10 @@ def test_an_epoch_without_batches_changes_nothing() -> None:
 
 
 def test_a_group_drops_as_one_device_bit_for_bit_and_as_torchs_generator_says() -> None:
-    ends, data = [], batches(4)
-    whole, shares = [[batch] for batch in data], [in_three(batch) for batch in data]
+    ends = []
+    data = batches(4)
+    whole = [[batch] for batch in data]
+    shares = [in_three(batch) for batch in data]
     for seed, splits in ((1, whole), (1, shares), (2, shares)):
         with forked_generator(seed):
             ends.append(train(Int8Trainer(), splits, model=network(drops=True))[0])

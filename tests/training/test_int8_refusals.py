@@ -51,7 +51,8 @@ class Follows(nn.Module):
 
     def __init__(self, layer: nn.Module, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
-        self.layer, self.function = layer, function
+        self.layer = layer
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(self.layer, x)

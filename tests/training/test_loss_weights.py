@@ -126,7 +126,8 @@ def in_float64(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
 @pytest.mark.parametrize("name", LOSSES)
 def test_parts_make_the_loss_and_the_gradient_of_the_batch(name: str, sizes: list[int]) -> None:
     loss, targets_of = LOSSES[name]
-    weights, loss = weights_of(loss), in_float64(loss)
+    weights = weights_of(loss)
+    loss = in_float64(loss)
     assert weights is not None
     targets = targets_of(sum(sizes))
     shape = (sum(sizes), CLASSES, *([9] if name == "sequences" else []))
@@ -233,7 +234,8 @@ class Pairs(DataSource):
     """Inputs and labels in memory, which several threads may read."""
 
     def __init__(self, inputs: Tensor, labels: Tensor) -> None:
-        self._inputs, self._labels = inputs, labels
+        self._inputs = inputs
+        self._labels = labels
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -266,7 +268,8 @@ SIZES = (5, 1, 0, 6)
 @pytest.mark.parametrize("changes", [{"reduction": "always"}, {"accumulation_steps": 5}])
 def test_members_and_passes_train_as_one_device(name: str, changes: dict[str, Any]) -> None:
     trainer, ignored = TRAINERS[name]
-    data, model = samples(ignored), network()
+    data = samples(ignored)
+    model = network()
     reference = alone(trainer, data, model)
     assert_close(trained(replace(trainer, **changes), model, in_parts(data)), reference, rtol=2e-5)
 
@@ -284,15 +287,18 @@ def test_a_ring_trains_as_one_device_and_one_process_has_its_bits(name: str) -> 
 
 def in_a_ring(trainer: FP32Trainer, data: DataSource) -> list[nn.Module]:
     """Return the models of a ring in threads, after steps in which one member has no samples."""
-    models, rings = [network() for _ in SIZES], in_process_rings(len(SIZES))
+    models = [network() for _ in SIZES]
+    rings = in_process_rings(len(SIZES))
 
     def train(rank: int) -> None:
-        ring, model = rings[rank], models[rank]
+        ring = rings[rank]
+        model = models[rank]
         session = trainer.start(model, TrainingSpan(total_steps=4))
         exchange = GradientExchange(model, 2)
         for parts in in_parts(data):
             own = [parts[rank]]
-            weight, total = session.batch_weight(own), []
+            weight = session.batch_weight(own)
+            total = []
             if weight is not None:
                 summed = torch.tensor([weight], dtype=torch.float64)
                 work = ring.all_reduce(summed)
@@ -314,7 +320,8 @@ def test_pipelines_train_as_one_device(
     monkeypatch: pytest.MonkeyPatch, name: str, shares: tuple[tuple[int, ...], ...]
 ) -> None:
     trainer, ignored = TRAINERS[name]
-    module, source = pipelines.model(), pipelines.data()
+    module = pipelines.model()
+    source = pipelines.data()
     drawn = torch.rand(len(source), generator=torch.Generator().manual_seed(4))
     data = Pairs(source.inputs, torch.where(drawn < ignored, -100, source.labels))
     monkeypatch.setattr(pipelines, "data", lambda: data)
@@ -331,7 +338,8 @@ def test_pipelines_train_as_one_device(
 def test_members_with_batchnorm_divide_by_the_weight_of_the_whole_batch(name: str) -> None:
     """Each member normalises its own samples, as on a machine of its own; the loss is still that of the batch."""
     trainer, ignored = TRAINERS[name]
-    data, model = samples(ignored), network(norm=True)
+    data = samples(ignored)
+    model = network(norm=True)
     reference = copy.deepcopy(model)
     steps = [[data.batch(part) for part in rows.split([5, 7])] for rows in BATCHES]
 
@@ -346,7 +354,8 @@ def test_members_with_batchnorm_divide_by_the_weight_of_the_whole_batch(name: st
 
 
 def test_a_member_without_a_label_that_counts_leaves_the_gradient_to_the_others() -> None:
-    trainer, ignored = TRAINERS["mean"][0], (images(4), torch.full((4,), -100))
+    trainer = TRAINERS["mean"][0]
+    ignored = (images(4), torch.full((4,), -100))
     model = trained(trainer, network(norm=True), [[ignored, (images(4, seed=1), classes(4))]])
     assert all(bool(torch.isfinite(weight).all()) for weight in model.parameters())
     refused(lambda: trained(trainer, network(norm=True), [[ignored, ignored]]), "every label")
@@ -377,7 +386,8 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.passes = nn.Linear(5, CLASSES), 0
+        self.layer = nn.Linear(5, CLASSES)
+        self.passes = 0
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -431,8 +441,10 @@ def try_in_group(
 def test_a_loss_that_cannot_be_divided_is_refused_before_the_first_step(
     loss: Callable[..., Tensor], settings: dict[str, Any]
 ) -> None:
-    model, members = network(), settings.pop("members", (0, 1))
-    before, state = copy.deepcopy(model), torch.get_rng_state()
+    model = network()
+    members = settings.pop("members", (0, 1))
+    before = copy.deepcopy(model)
+    state = torch.get_rng_state()
     trainer = FP32Trainer(loss=loss, **settings)
     refused(
         lambda: try_in_group(trainer, model, samples(0.0), members=members),
@@ -469,7 +481,8 @@ def test_a_trial_leaves_the_model_as_it_was() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_mean_with_random_numbers_is_accepted_and_a_sum_with_them_is_not(seed: int) -> None:
-    data, model = Pairs(images(48, seed), classes(48, seed=seed)), built(Noisy, seed)
+    data = Pairs(images(48, seed), classes(48, seed=seed))
+    model = built(Noisy, seed)
     tried(mean_of_squares, model, data)
     refused(lambda: tried(lambda made, labels: made.square().sum() ** 2, model, data), "divided")
 
@@ -506,7 +519,8 @@ def as_dict(rows: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
 
 def test_a_models_own_loss_is_tried_and_takes_a_weight() -> None:
     source = TensorDataset(images(48), classes(48, ignored=0.5))
-    data, model = as_data_source(DataLoader(source, collate_fn=as_dict)), built(Tokens, 1)
+    data = as_data_source(DataLoader(source, collate_fn=as_dict))
+    model = built(Tokens, 1)
     refused(lambda: try_in_group(FP32Trainer(), model, data), "cannot be divided")
     counted = FP32Trainer(loss_weight=lambda batch: int((batch["labels"] != -100).sum()))
     try_in_group(counted, model, data)

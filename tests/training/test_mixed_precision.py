@@ -102,7 +102,8 @@ class ScriptedBackend(CoarseBackend):
         self.cosines = list(cosines)
 
     def predict(self, images: Any) -> Any:
-        logits, cosine = super().predict(images), self.cosines.pop(0)
+        logits = super().predict(images)
+        cosine = self.cosines.pop(0)
         across = np.cross(logits, np.array([0.3, -0.5, 0.8]))
         across *= np.linalg.norm(logits, axis=1, keepdims=True) / np.linalg.norm(
             across, axis=1, keepdims=True
@@ -177,14 +178,16 @@ def test_the_fp32_rule_is_fp32_training_bit_for_bit(norm: bool, sizes: tuple[int
     trainer = trainer_of(never, "fp32", momentum=0.9, weight_decay=0.01, cosine=True)
     data = batches(6, sizes)
     for cuts in ([(0, 6)], [(0, 2), (2, 6)]):
-        ours, reference = network(norm=norm), network(norm=norm)
+        ours = network(norm=norm)
+        reference = network(norm=norm)
         state = expected = None
         for begin, end in cuts:
             losses, left = run(trainer, ours, data[begin:end], state, first_step=begin)
             same_losses, left_by_fp32 = run(
                 trainer.fp32, reference, data[begin:end], expected, first_step=begin
             )
-            state, expected = left.state, left_by_fp32.state
+            state = left.state
+            expected = left_by_fp32.state
             assert losses == same_losses
             assert (left.metrics, left.events) == ({"cpu-share": 1.0}, ())
             assert_equal(ours, reference)
@@ -200,7 +203,8 @@ def test_with_an_exact_accelerator_a_mixed_step_is_a_step_on_the_whole_batch(
 ) -> None:
     """Whatever the members' shares and their processors': every sample weighs the same (F4)."""
     ratios = tuple(data.draw(st.floats(0.0, 1.0)) for _ in sizes)
-    ours, reference = network(), network()
+    ours = network()
+    reference = network()
     steps = batches(3, sizes)
     trainer = trainer_of(rule=rule, momentum=0.9, weight_decay=0.01)
     losses, _ = run(trainer, ours, steps, npu_ratios=ratios)
@@ -226,9 +230,11 @@ def test_momentum_and_weight_decay_live_on_the_master(members: tuple[int, ...]) 
         made.append(CoarseBackend())
         return made[-1]
 
-    ours, reference = network(), network()
+    ours = network()
+    reference = network()
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05)
-    steps, masters = batches(4, members), []
+    steps = batches(4, members)
+    masters = []
     run(trainer_of(backend, momentum=0.9, weight_decay=0.05), ours, steps)
     for step in steps:
         masters.append(
@@ -277,7 +283,10 @@ def test_the_reported_share_is_gamma_and_lies_between_1_minus_beta_and_1(
     trainer = trainer_of(lambda: ScriptedBackend([cosine]), rule)
     _, end = run(trainer, network(), batches(1, sizes), npu_ratios=ratios)
     on_cpu = end.metrics["cpu-share"] * sum(sizes)
-    floor, least, most, of_beta = accuracy_floor(rule, cosine), 0.0, 0.0, 0.0
+    floor = accuracy_floor(rule, cosine)
+    least = 0.0
+    most = 0.0
+    of_beta = 0.0
     for ratio, size in zip(ratios, sizes, strict=True):
         gamma = cpu_share(rule, cosine, ratio)
         least += max(gamma * size - 0.5, floor * size) if size else 0.0
@@ -293,7 +302,8 @@ class FailingBackend(CoarseBackend):
 
     def __init__(self, way: str, step: int) -> None:
         super().__init__()
-        self.way, self.step = way, step
+        self.way = way
+        self.step = step
         if way == "make":
             raise OSError("make\nfailed on purpose")
 
@@ -376,10 +386,13 @@ def test_a_failing_accelerator_is_left_out_and_its_share_goes_to_the_cpu(
     way: str, step: int, parallel: bool
 ) -> None:
     """From the step of the failure on it is FP32 training on the whole batch; epochs begin at steps 0 and 2."""
-    steps, ours, reference = batches(5, (5, 7)), network(), network()
+    steps = batches(5, (5, 7))
+    ours = network()
+    reference = network()
     trainer = trainer_of(fails_once(way, step), momentum=0.9, parallel=parallel)
     losses, end = run(trainer, ours, steps[:4], steps_per_epoch=2)
-    state, expected = None, []
+    state = None
+    expected = []
     if step:
         healthy = trainer_of(CoarseBackend, momentum=0.9)
         expected, left = run(healthy, reference, steps[:step], steps_per_epoch=2)
@@ -403,11 +416,9 @@ def test_a_failing_accelerator_is_left_out_and_its_share_goes_to_the_cpu(
 
 
 def test_a_reply_tells_of_the_failure_and_the_next_message_tries_again() -> None:
-    app, context, model = (
-        make_app(trainer=trainer_of(fails_once("train_step", 1))),
-        node(2),
-        fresh(),
-    )
+    app = make_app(trainer=trainer_of(fails_once("train_step", 1)))
+    context = node(2)
+    model = fresh()
     first = app(message(group=group_task(), model=model), context)
     assert [
         len(text.splitlines()) for text in first.content.config_records["socflower-events"]["texts"]
@@ -435,7 +446,9 @@ KeepsItsStatistics.dtype = torch.float32
 
 
 def test_statistics_that_fail_at_an_epochs_start_cost_no_samples() -> None:
-    steps, ours, reference = batches(4, (8,)), network(norm=True), network(norm=True)
+    steps = batches(4, (8,))
+    ours = network(norm=True)
+    reference = network(norm=True)
     failing = trainer_of(lambda: KeepsItsStatistics("weights", 1))
     losses, end = run(failing, ours, steps, steps_per_epoch=2)
     first, left = run(trainer_of(CoarseBackend), reference, steps[:2], steps_per_epoch=2)
@@ -483,7 +496,8 @@ def test_in_parallel_and_in_turn_give_equal_weights(
 
 def test_the_workers_overlap() -> None:
     """Each waits inside its own step until the other is inside of its."""
-    meeting, caller = threading.Barrier(2, timeout=60.0), threading.current_thread()
+    meeting = threading.Barrier(2, timeout=60.0)
+    caller = threading.current_thread()
 
     class Meets(ExactBackend):
         def train_step(
@@ -511,7 +525,9 @@ def test_alpha_is_measured_once_an_epoch_however_short_the_sessions(
     held_out: Tensor | None,
 ) -> None:
     """Epochs of four steps, sessions of two: the state carries alpha into the second half of an epoch."""
-    model, state, steps = network(), None, batches(8, (3, 4))
+    model = network()
+    state = None
+    steps = batches(8, (3, 4))
     for first, alpha in ((0, 0.9), (2, 0.9), (4, 0.5), (6, 0.5)):
         begins = first % 4 == 0
         backend = ScriptedBackend([alpha] if begins else [])
@@ -536,7 +552,8 @@ def test_each_alpha_is_reported_with_its_steps() -> None:
 
 def test_measuring_alpha_changes_neither_weights_nor_statistics_nor_random_numbers() -> None:
     """Every step against once: settling statistics in between changes nothing, because averaging is linear."""
-    models, random_states = [], []
+    models = []
+    random_states = []
     for steps_per_epoch in (1, 100):
         torch.manual_seed(4)
         models.append(network(norm=True, dropout=0.4))
@@ -601,7 +618,9 @@ def test_beta_is_not_measured_where_it_is_planned_or_not_needed(
 
 def test_else_beta_is_measured_once_and_carried_in_the_state() -> None:
     """A hopelessly slow accelerator gets nothing, and goes on getting nothing when it has become infinitely fast."""
-    speeds, model, steps = iter([1e-12, 1e12]), network(), batches(4, (8,))
+    speeds = iter([1e-12, 1e12])
+    model = network()
+    steps = batches(4, (8,))
     trainer = trainer_of(lambda: Told(next(speeds)), "normalised")
     _, first = run(trainer, model, steps[:2], steps_per_epoch=1)
     assert first.metrics["cpu-share"] == 1.0
@@ -627,7 +646,8 @@ def test_a_throughput_that_is_told_is_not_renewed_by_the_stopwatch() -> None:
 
 def test_measuring_beta_leaves_weights_statistics_and_random_numbers_alone() -> None:
     """By a real measurement; that it gives a split at all shows that both sides were timed."""
-    backend, model = ExactBackend(), network(norm=True, dropout=0.4)
+    backend = ExactBackend()
+    model = network(norm=True, dropout=0.4)
     before = copy.deepcopy(model)
     session = trainer_of(lambda: backend, "normalised").start(model, TrainingSpan())
     random_state = torch.get_rng_state()
@@ -654,16 +674,16 @@ def norm_first() -> nn.Sequential:
 def test_running_statistics_are_the_sample_weighted_mean_of_both_processors(
     rule: str, size: int
 ) -> None:
-    model, steps = norm_first(), batches(4, (size,))
+    model = norm_first()
+    steps = batches(4, (size,))
     on_cpu = cpu_samples(size, cpu_share(rule, 1.0, 0.0))
     expected = torch.zeros(2)
     for part, num in ((slice(on_cpu), on_cpu), (slice(on_cpu, None), size - on_cpu)):
-        mean, var = torch.tensor(0.0), torch.tensor(1.0)
+        mean = torch.tensor(0.0)
+        var = torch.tensor(1.0)
         for ((inputs, _),) in steps if num else ():
-            mean, var = (
-                0.9 * mean + 0.1 * inputs[part].mean(),
-                0.9 * var + 0.1 * inputs[part].var(unbiased=True),
-            )
+            mean = 0.9 * mean + 0.1 * inputs[part].mean()
+            var = 0.9 * var + 0.1 * inputs[part].var(unbiased=True)
         expected += num / size * torch.stack([mean, var])
     run(trainer_of(rule=rule), model, steps)
     torch.testing.assert_close(torch.cat([model[0].running_mean, model[0].running_var]), expected)
@@ -671,8 +691,10 @@ def test_running_statistics_are_the_sample_weighted_mean_of_both_processors(
 
 def test_an_accelerator_in_the_middle_of_an_epoch_starts_from_the_models_statistics() -> None:
     """Its alpha is known from the state, so nothing but the statistics themselves would hand them over."""
-    straight, resumed = norm_first(), norm_first()
-    steps, trainer = batches(4, (8,)), trainer_of(CoarseBackend)
+    straight = norm_first()
+    resumed = norm_first()
+    steps = batches(4, (8,))
+    trainer = trainer_of(CoarseBackend)
     run(trainer, straight, steps, steps_per_epoch=4)
     _, end = run(trainer, resumed, steps[:2], steps_per_epoch=4)
     run(trainer, resumed, steps[2:], end.state, first_step=2, steps_per_epoch=4)
@@ -742,7 +764,8 @@ def test_frozen_parameters_are_bit_for_bit_what_they_were(
 def test_momentum_over_the_rounding_noise_of_niti_is_refused_and_either_advice_works(
     optimizer: Any,
 ) -> None:
-    trainer, steps = trainer_of(partial(NativeInt8Backend, NITI)), batches(2, (6,))
+    trainer = trainer_of(partial(NativeInt8Backend, NITI))
+    steps = batches(2, (6,))
     noisy = replace(trainer, fp32=FP32Trainer(optimizer=optimizer))
     refused(lambda: run(noisy, network(), steps), "optimizer=sgd(learning_rate, momentum=0.0)")
     run(trainer, network(), steps)
@@ -781,7 +804,8 @@ def test_members_and_steps_drop_differently() -> None:
 
 
 def test_without_dropout_the_accelerator_takes_no_random_number() -> None:
-    model, steps = network(norm=True), batches(2, (5, 5))
+    model = network(norm=True)
+    steps = batches(2, (5, 5))
     with forked_generator():
         before = torch.get_rng_state()
         run(trainer_of(NativeInt8Backend), model, steps)
@@ -796,5 +820,6 @@ def test_a_pass_that_is_repeated_counts_once() -> None:
             for _ in range(repeats):
                 session.gradients(parts, 7)
             session.apply()
-        counted = session._int8_samples_since_average, session._samples_since_average
+        counts = session._counts
+        counted = counts.int8_since_average, counts.since_average
         assert counted == (6, 14)

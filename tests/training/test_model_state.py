@@ -30,7 +30,8 @@ def copies(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @given(st.sets(st.sampled_from(NAMES)))
 def test_trainable_parameters_and_buffers_travel_and_frozen_ones_stay(frozen: set[str]) -> None:
-    sender, receiver = network(frozen), network(frozen, seed=2)
+    sender = network(frozen)
+    receiver = network(frozen, seed=2)
     before = copies(receiver.state_dict())
     sent = trainable_state(sender)
     assert set(sent) == set(sender.state_dict()) - frozen
@@ -46,7 +47,8 @@ def test_a_model_without_frozen_parameters_has_its_whole_state_and_no_digest() -
 
 @given(st.sets(st.sampled_from(NAMES), min_size=1), st.data())
 def test_any_bit_and_any_name_changes_the_digest(frozen: set[str], data: st.DataObject) -> None:
-    one, other = network(frozen), network(frozen)
+    one = network(frozen)
+    other = network(frozen)
     assert frozen_digest(one) == frozen_digest(other) != ""
     parameter = dict(other.named_parameters())[
         data.draw(st.sampled_from(sorted(frozen)))

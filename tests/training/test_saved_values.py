@@ -55,8 +55,10 @@ def network() -> nn.Module:
 def test_a_training_goes_on_from_what_was_saved_with_numbers_of_numpy(
     name: str, by_name: bool
 ) -> None:
-    trainer, span = FP32Trainer(device="cpu", **TRAINERS[name]), TrainingSpan(total_steps=12)
-    model, straight = network(), trainer.start(network(), span)
+    trainer = FP32Trainer(device="cpu", **TRAINERS[name])
+    span = TrainingSpan(total_steps=12)
+    model = network()
+    straight = trainer.start(network(), span)
     first = trainer.start(model, span)
     for session in (first, straight):
         trained(session, 4)

@@ -107,7 +107,8 @@ def test_the_norm_of_the_whole_groups_gradient_is_clipped() -> None:
 @pytest.mark.parametrize("proximal_mu", [0.01, 5.0])
 def test_the_proximal_term_is_that_of_a_loss_that_contains_it(proximal_mu: float) -> None:
     """Li et al., Federated Optimization in Heterogeneous Networks: h(w) = F(w) + mu / 2 ||w - w_t||^2."""
-    batch, received = tokens(6, 3), tagger()
+    batch = tokens(6, 3)
+    received = tagger()
 
     def loss(model: nn.Module) -> torch.Tensor:
         apart = zip(model.parameters(), received.parameters(), strict=True)

@@ -111,18 +111,16 @@ def test_a_lock_that_outlives_its_holder_for_a_moment_is_waited_for(
         holder.kill()
         holder.wait(timeout=60)
     else:
-        while not folders.is_ending(
-            holder.pid
-        ):  # the thread may be faster than the main thread's end
+        while not folders.is_ending(holder.pid):
+            # The thread may be faster than the main thread's end.
             pass
 
     class EndsLate(folders.FileLock):  # type: ignore[misc]
         def acquire(self, *arguments: Any, **settings: Any) -> Any:
             tries[0] += 1
             if tries[0] == 5:
-                holder.communicate(
-                    "end\n", timeout=60
-                )  # the child's end too, since it has the same output
+                # The child's end too, since it has the same output.
+                holder.communicate("end\n", timeout=60)
             return super().acquire(*arguments, **settings)
 
     try:
@@ -142,9 +140,8 @@ def test_a_process_ends_from_its_kill_on_and_never_before() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     assert not folders.is_ending(process.pid) and not folders.is_ending(os.getpid())
     process.kill()
-    while not folders.is_ending(
-        process.pid
-    ):  # at the latest as a zombie, since nobody has waited for it
+    while not folders.is_ending(process.pid):
+        # At the latest as a zombie, since nobody has waited for it.
         pass
     process.communicate(timeout=60)
     assert folders.is_ending(process.pid)

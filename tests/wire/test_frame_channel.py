@@ -93,7 +93,8 @@ def test_one_who_waits_for_room_waits_until_there_is_some() -> None:
 
     threading.Thread(target=send, daemon=True).start()
     line = MemoryLine(near, far)
-    assert not sent.wait(0.2)  # the other end takes nothing, and so there is no room
+    # The other end takes nothing, and so there is no room.
+    assert not sent.wait(0.2)
     assert [far.receive().number for _ in range(10)] == list(range(10))
     assert sent.wait(20) and near.traffic.peak_kept_bytes <= 5000
     line.close()
@@ -120,7 +121,8 @@ def test_what_is_under_way_is_known() -> None:
     near = channel()
     assert near.in_flight() is None
     near.send(note(1, 5000))
-    assert near.in_flight() is None  # in line, but there is no stream
+    # In line, but there is no stream.
+    assert near.in_flight() is None
     frames = near.frames(near.attach(received=0, used=0, credit_bytes=1))
     next(frames)
     in_flight = near.in_flight()

@@ -47,7 +47,8 @@ class Service:
     receiver: str | None
     body: bytes
     lines: list[str] = field(default_factory=list)
-    other_token: bytes = b""  # a rightful one, of another run
+    # A rightful one, of another run.
+    other_token: bytes = b""
 
     def authentication(self, **changes: Any) -> ClientAuthentication:
         caller, token = changes.get("caller", self.caller), changes.get("token", self.token)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-_NAMED = os.environ.get("SOCFLOWER_DATA")  # before the tests of sources unset it
+# Before the tests of sources unset it.
+_NAMED = os.environ.get("SOCFLOWER_DATA")
 
 
 @pytest.fixture

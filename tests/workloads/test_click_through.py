@@ -74,8 +74,10 @@ def test_parties_speak_of_the_same_movies(clicks: ClickData) -> None:
 def test_popularity_has_a_long_tail(clicks: ClickData) -> None:
     seen = np.bincount(clicks.train.features[0].numpy().ravel(), minlength=NUM_MOVIES)
     seen = np.sort(seen)[::-1] / seen.sum()
-    assert seen[: NUM_MOVIES // 10].sum() > 0.4  # a tenth of the movies
-    assert seen[NUM_MOVIES // 2 :].sum() > 0.05  # and yet the other half is watched
+    # A tenth of the movies.
+    assert seen[: NUM_MOVIES // 10].sum() > 0.4
+    # And yet the other half is watched.
+    assert seen[NUM_MOVIES // 2 :].sum() > 0.05
     assert seen[NUM_MOVIES * 9 // 10] > 0
 
 

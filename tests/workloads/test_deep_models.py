@@ -56,12 +56,10 @@ def test_bert_small_and_gpt2_have_the_published_parameters() -> None:
         gpt = Gpt(
             num_blocks=12, width=768, num_heads=12, vocabulary=50_257, length=1024, dropout=0.1
         )
-    assert (
-        num_parameters(bert) - num_parameters(bert.classifier) == 28_763_648
-    )  # Turc et al.: 28.8 M
-    assert (
-        num_parameters(gpt) - num_parameters(gpt.head) == 124_439_808
-    )  # Radford et al., corrected: 124 M
+    # Turc et al.: 28.8 M.
+    assert num_parameters(bert) - num_parameters(bert.classifier) == 28_763_648
+    # Radford et al., corrected: 124 M.
+    assert num_parameters(gpt) - num_parameters(gpt.head) == 124_439_808
 
 
 def test_sizes_that_cannot_be_are_refused() -> None:

@@ -48,7 +48,8 @@ def test_modes_and_statistics_stay_as_they_were() -> None:
 def test_modes_return_after_a_failure() -> None:
     model = build_model("lenet5", in_channels=1, image_size=28, num_classes=10, seed=0).train()
     with pytest.raises(RuntimeError):
-        evaluate(model, noise(4))  # three channels, not one
+        # Three channels, not one.
+        evaluate(model, noise(4))
     assert all(module.training for module in model.modules())
 
 

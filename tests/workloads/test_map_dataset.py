@@ -100,9 +100,8 @@ def test_what_is_a_source_stays_and_a_dataset_becomes_one() -> None:
     assert as_data_source(data) is data
     rows = as_data_source(TensorDataset(torch.arange(6.0).reshape(3, 2), torch.arange(3)))
     assert isinstance(rows, DataSource) and rows.batch([2, 0])[1].tolist() == [2, 0]
-    pairs = as_data_source(
-        [(torch.ones(2), 1), (torch.zeros(2), 0)]
-    )  # anything with a length and numbers
+    # Anything with a length and numbers.
+    pairs = as_data_source([(torch.ones(2), 1), (torch.zeros(2), 0)])
     assert pairs.batch([1])[0].tolist() == [[0.0, 0.0]]
 
 

@@ -90,8 +90,8 @@ def test_impossible_partitions_are_refused_with_numbers() -> None:
     labels = np.arange(50) % 5
     refused(lambda: iid_partition(50, 51, 0), "51", "50")
     refused(lambda: dirichlet_partition(labels, 6, 1.0, 0, min_size=10), "6", "60", "50")
-    refused(lambda: iid_partition(50, 0, 0), "got 0")
-    refused(lambda: dirichlet_partition(labels[:0], 2, 1.0, 0, min_size=0), "no samples")
+    refused(lambda: iid_partition(50, 0, 0), "num_partitions = 0")
+    refused(lambda: dirichlet_partition(labels[:0], 2, 1.0, 0, min_size=0), "num_samples = 0")
     refused(lambda: dirichlet_partition(labels, 2, 1.0, 0, min_size=-1), "min_size = -1")
     for alpha in (0.0, -1.0, float("nan"), float("inf")):
         refused(lambda alpha=alpha: dirichlet_partition(labels, 2, alpha, 0), "alpha", alpha)

@@ -89,7 +89,8 @@ def test_styles_are_standard_normal_and_independent() -> None:
         covariance = styles.T @ styles / num_samples
         assert (covariance - torch.eye(STYLE_SIZE)).abs().max() < 5 * (2 / num_samples) ** 0.5
         assert abs(float((styles.abs() < 1).double().mean()) - 0.6827) < 0.005
-        assert abs(float((styles[1:] * styles[:-1]).mean())) < 0.01  # from one id to the next
+        # From one id to the next.
+        assert abs(float((styles[1:] * styles[:-1]).mean())) < 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
@@ -100,7 +101,8 @@ def test_targets_are_the_pixels_from_0_to_1(dtype: torch.dtype) -> None:
     assert targets.dtype == torch.float32
     torch.testing.assert_close(targets, images(12).inputs[[3, 3, 0]] / 255)
     targets.zero_()
-    assert bool(data.inputs[3].any())  # a copy
+    # A copy.
+    assert bool(data.inputs[3].any())
     codes = samples.codes([7, 2])
     assert torch.equal(codes, generator_codes([7, 2], data.labels[[7, 2]], num_classes=3, seed=4))
     assert len(samples) == 12

@@ -187,7 +187,7 @@ class Int8Front(TorchFront):
             head=alone,
         )
         known = {node.name for node in engine.graph.nodes}
-        engine.restore_trackers([entry for entry in self._trackers if entry[0] in known])
+        engine.trackers.restore([entry for entry in self._trackers if entry[0] in known])
         state = self._optimizer.state()
         velocities = {key.removesuffix(_MOMENTUM): array for key, array in state.items()}
         import_velocities(engine.graph, engine.parameters, velocities)
@@ -237,8 +237,8 @@ class Int8Front(TorchFront):
         if self._engine is None:
             return {"exponents": dict(self._exponents), "trackers": self._trackers}
         return {
-            "exponents": self._engine.weight_exponents(),
-            "trackers": self._engine.trackers_to_json(),
+            "exponents": self._engine.parameters.exponents,
+            "trackers": self._engine.trackers.to_json(),
         }
 
     def _restore_arithmetic(self, state: Mapping[str, Any]) -> None:

@@ -164,7 +164,7 @@ class MixedFront(TorchFront):
         super()._move_to(cut, taken)
 
     def _arithmetic_state(self) -> dict[str, Any]:
-        trackers = self._trackers if self._npu is None else self._npu.engine.trackers_to_json()
+        trackers = self._trackers if self._npu is None else self._npu.engine.trackers.to_json()
         return {"alpha": self.alpha, "trackers": trackers}
 
     def _restore_arithmetic(self, state: Mapping[str, Any]) -> None:

@@ -9,15 +9,17 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
+from pydantic import Field
 
 from socflower.edgecloud.half_protocols import Labels, Weights
 from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.errors import ConfigError, SocflowerError
+from socflower.field_rules import checked
 from socflower.wire.arrays import (
     MalformedBytes,
     array_from_bytes,
@@ -118,12 +120,12 @@ Message: TypeAlias = Features | GradientFrame | Recut | Mark | Goodbye
 SplitChannel: TypeAlias = FrameChannel[Message]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class Limits(ChannelLimits):
     """Limits on the parts that a side sends, and on the messages that it accepts, in bytes."""
 
-    max_tensor_bytes: int = 256 << 20
-    max_weights_bytes: int = 4 << 30
+    max_tensor_bytes: Annotated[int, Field(ge=1)] = 256 << 20
+    max_weights_bytes: Annotated[int, Field(ge=1)] = 4 << 30
 
 
 def digest_of_ids(sample_ids: NDArray[np.int64]) -> bytes:

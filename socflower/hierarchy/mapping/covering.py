@@ -45,17 +45,21 @@ class SlotCover:
     boards: Histogram
 
 
+_State = tuple[Histogram, int, int]
+"""Boards that are left, and small and large groups that are not placed yet."""
+
+
 @dataclass(slots=True)
 class Covering:
     """The cheapest covers of groups of `small` and `small + 1` SoCs; the cost is the sum of m - 1 over components."""
 
     small: int
-    slots_left: tuple[int, ...]  # distinct values, descending
-    joint: bool  # whether a component may have several groups (contention 2) or only one (contention 1)
+    # Distinct values, descending.
+    slots_left: tuple[int, ...]
+    # Whether a component may have several groups (contention 2) or only one (contention 1).
+    joint: bool
     budget: Budget
-    _solved: dict[tuple[Histogram, int, int], tuple[int, SlotCover | None]] = field(
-        default_factory=dict
-    )
+    _solved: dict[_State, tuple[int, SlotCover | None]] = field(default_factory=dict)
 
     def cost(self, boards: Histogram, num_small: int, num_large: int) -> int:
         """Return the least sum of m - 1 over components, or `IMPOSSIBLE`."""
@@ -82,9 +86,7 @@ class Covering:
         num_groups = num_small + num_large
         if not num_groups:
             return 0
-        largest = next(
-            (slots for slots, count in zip(self.slots_left, boards, strict=True) if count), 0
-        )
+        largest = self._largest(boards)
         fewest = self._fewest_boards(boards, num_small * self.small + num_large * (self.small + 1))
         if not largest or fewest >= IMPOSSIBLE:
             return IMPOSSIBLE
@@ -92,19 +94,25 @@ class Covering:
         if self.joint:
             # m - q with q <= K components of at least `least` boards each; it does not decrease as m grows.
             return fewest - min(num_groups, fewest // least)
+        # With contention 1 every group has boards of its own, at least two.
         least_large = max(2, -(-(self.small + 1) // largest))
         fewest = max(fewest, num_small * least + num_large * least_large)
         return fewest - num_groups if fewest <= sum(boards) else IMPOSSIBLE
 
     def _joint_bound(self, boards: Histogram, demand: int, wanted: int, num_others: int) -> int:
         """Return a lower bound of the cost with a component of `wanted` slots, which other components cannot use."""
-        largest = next(slots for slots, count in zip(self.slots_left, boards, strict=True) if count)
-        least = max(2, -(-self.small // largest))
+        least = max(2, -(-self.small // self._largest(boards)))
         fewest = self._fewest_boards(boards, demand)
         here = self._fewest_boards(boards, wanted)
         return fewest - 1 - min(num_others, max(0, fewest - here) // least)
 
+    def _largest(self, boards: Histogram) -> int:
+        """Return the most free slots of a board; 0 if there are no boards."""
+        sizes = zip(self.slots_left, boards, strict=True)
+        return next((slots for slots, count in sizes if count), 0)
+
     def _fewest_boards(self, boards: Histogram, demand: int) -> int:
+        """Return how many boards, the largest first, have `demand` slots; `IMPOSSIBLE` if all have fewer."""
         fewest = 0
         for slots, count in zip(self.slots_left, boards, strict=True):
             if demand <= slots * count:
@@ -126,6 +134,7 @@ class Covering:
         for small, large in self._group_choices(num_small, num_large):
             wanted = small * self.small + large * (self.small + 1)
             num_others = num_small + num_large - small - large
+            # No cover with this component can be cheaper than the best one found.
             if self.joint and self._joint_bound(boards, demand, wanted, num_others) >= best[0]:
                 continue
             for used in self._covers(boards, wanted, slack):
@@ -136,6 +145,7 @@ class Covering:
                 cost = here + self.cost(rest, num_small - small, num_large - large)
                 if cost < best[0]:
                     best = cost, SlotCover(small, large, used)
+                    # No cover is cheaper than the lower bound.
                     if cost == bound:
                         return best
         return best

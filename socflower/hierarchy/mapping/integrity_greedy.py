@@ -74,9 +74,8 @@ def map_groups(
     num_small = num_groups - num_large
     if small == 1:
         # A group of one SoC fits on any board, so only groups of two are searched; the others fill the free slots.
-        better = _add_singles(
-            split_groups(slots_per_board, 2, num_large, 0, budget), slots_per_board, num_small
-        )
+        pairs = split_groups(slots_per_board, 2, num_large, 0, budget)
+        better = _add_singles(pairs, slots_per_board, num_small)
     else:
         better = split_groups(slots_per_board, small, num_small, num_large, budget)
     if better.objective < greedy.objective:

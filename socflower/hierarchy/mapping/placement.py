@@ -16,7 +16,8 @@ class GroupPlacement:
     """The number of SoCs of each group on each board; groups in order of their first board."""
 
     groups: tuple[Pieces, ...]
-    proven_optimal: bool  # no placement of the same groups has a smaller objective
+    # Whether no placement of the same groups has a smaller objective.
+    proven_optimal: bool
 
     @property
     def contention(self) -> int:
@@ -39,41 +40,33 @@ def make_placement(
     groups: Iterable[dict[int, int]], *, proven_optimal: bool = False
 ) -> GroupPlacement:
     """Return the placement of groups given as {board: SoCs}, in a canonical order."""
-    pieces = sorted(
+    pieces = [
         tuple(sorted((board, count) for board, count in group.items() if count)) for group in groups
-    )
+    ]
+    pieces.sort()
     return GroupPlacement(groups=tuple(pieces), proven_optimal=proven_optimal)
 
 
 def group_sizes(num_groups: int, num_socs: int) -> tuple[int, ...]:
     """Return sizes that sum to `num_socs` and differ by at most one, larger ones first.
 
-    Raises `InfeasiblePlan` where a group would get no SoC.
+    Raises `InfeasiblePlan` if there are no groups, or fewer SoCs than groups.
     """
-    if num_groups < 1:
+    if not 1 <= num_groups <= num_socs:
         raise InfeasiblePlan(
-            f"plan: {num_groups} groups of {num_socs} SoCs are impossible; ask for 1 or more groups"
-        )
-    if num_groups > num_socs:
-        raise InfeasiblePlan(
-            f"plan: {num_groups} groups need at least {num_groups} SoCs and {num_socs} take "
-            f"part; ask for at most {num_socs} groups"
+            f"plan: {num_groups} groups of {num_socs} SoCs; ask for 1 to {num_socs} groups"
         )
     small, num_large = divmod(num_socs, num_groups)
     return (small + 1,) * num_large + (small,) * (num_groups - num_large)
 
 
 def check_slots(slots_per_board: Sequence[int], num_socs: int) -> None:
-    """Raise `ConfigError` for a negative slot count and `InfeasiblePlan` where the SoCs exceed the slots."""
+    """Raise `ConfigError` for a negative number of slots, and `InfeasiblePlan` for more SoCs than slots."""
+    num_slots = sum(slots_per_board)
     if any(slots < 0 for slots in slots_per_board):
-        raise ConfigError(
-            f"plan: slots per board must not be negative, got {list(slots_per_board)}"
-        )
-    if num_socs > sum(slots_per_board):
-        raise InfeasiblePlan(
-            f"plan: {num_socs} SoCs are asked for and {sum(slots_per_board)} slots are in use; "
-            f"ask for at most {sum(slots_per_board)}"
-        )
+        raise ConfigError(f"plan: slots per board {list(slots_per_board)} must be 0 or more")
+    if num_socs > num_slots:
+        raise InfeasiblePlan(f"plan: {num_socs} SoCs are more than the {num_slots} slots in use")
 
 
 def fastest_socs(
@@ -84,19 +77,17 @@ def fastest_socs(
     for pieces in groups:
         for board, count in pieces:
             wanted[board] += count
-    return {
-        board: sorted(sorted(socs, key=lambda soc: -capacities[soc])[: wanted[board]])
-        for board, socs in available.items()
-    }
+    chosen = {}
+    for board, socs in available.items():
+        by_capacity = sorted(socs, key=lambda soc: -capacities[soc])
+        chosen[board] = sorted(by_capacity[: wanted[board]])
+    return chosen
 
 
 def deal_in_order(groups: Sequence[Pieces], socs: Mapping[int, Sequence[int]]) -> list[list[int]]:
     """Return each group's SoCs; each board's SoCs are assigned in the given order."""
     remaining = {board: iter(own) for board, own in socs.items()}
-    return [
-        [next(remaining[board]) for board, count in pieces for _ in range(count)]
-        for pieces in groups
-    ]
+    return [[next(remaining[board]) for board, n in pieces for _ in range(n)] for pieces in groups]
 
 
 def balance_capacities(
@@ -105,7 +96,7 @@ def balance_capacities(
     capacities: Sequence[float],
     fixed: Collection[int] = (),
 ) -> list[list[int]]:
-    """Return the groups after swaps of SoCs on the same board that even out the groups' total capacities.
+    """Return the groups after swaps of SoCs on the same board that even out the groups' total capacities (F20).
 
     All groups have the same batch size and wait for each other at synchronisations; the time of a group's step is
     the batch divided by its total capacity (F4). Each swap lowers the sum of squared totals; the search ends when no
@@ -113,15 +104,14 @@ def balance_capacities(
     """
     groups = [list(group) for group in members]
     totals = [sum(capacities[soc] for soc in group) for group in groups]
-    threshold = (
-        1e-9 * max(totals) ** 2
-    )  # swaps that gain less than rounding errors might be repeated without end
-    positions: dict[int, list[tuple[int, int]]] = {}  # (group, place in it) of each board's SoCs
+    # Swaps that gain less than rounding errors might be repeated without end.
+    threshold = 1e-9 * max(totals) ** 2
+    # Group and place in it of each board's SoCs.
+    positions: dict[int, list[tuple[int, int]]] = {}
     for index, group in enumerate(groups):
         for position, soc in enumerate(group):
-            if soc in fixed:
-                continue
-            positions.setdefault(board_of[soc], []).append((index, position))
+            if soc not in fixed:
+                positions.setdefault(board_of[soc], []).append((index, position))
     pairs = [
         (one, other)
         for own in positions.values()
@@ -132,6 +122,7 @@ def balance_capacities(
     while improved:
         improved = False
         for (left, i), (right, j) in pairs:
+            # The swap changes the sum of squared totals by 2 moved (left - right + moved).
             moved = capacities[groups[right][j]] - capacities[groups[left][i]]
             if -2.0 * moved * (totals[left] - totals[right] + moved) > threshold:
                 groups[left][i], groups[right][j] = groups[right][j], groups[left][i]

@@ -3,7 +3,6 @@
 import heapq
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate
 
 from socflower.hierarchy.mapping.integrity_greedy import map_groups
 from socflower.hierarchy.mapping.placement import GroupPlacement, Pieces, check_slots
@@ -18,8 +17,8 @@ def map_to_servers(
 
     `slots` has the slots in use of each server's boards; boards are numbered through all servers. `num_socs` SoCs
     (default all) are taken from as few servers as have them. With fewer groups than these servers, groups have to span
-    servers: then all boards are mapped as one server's, and every group's server is 0. Within a server, sizes differ by
-    at most one. Raises as `map_groups` does.
+    servers: then all boards are mapped like those of one server, and every group's server is 0. Within a server, sizes
+    differ by at most one. Raises the errors of `map_groups`.
     """
     everything = [count for own in slots for count in own]
     num_socs = sum(everything) if num_socs is None else num_socs
@@ -29,34 +28,35 @@ def map_to_servers(
         placement = map_groups(everything, num_groups, num_socs)
         return placement, (0,) * len(placement.groups)
     counts = groups_per_server(socs, num_groups)
-    mapped = cache(map_groups)  # equal servers are mapped once
+    # Equal servers are mapped once.
+    mapped = cache(map_groups)
     groups: list[Pieces] = []
     servers: list[int] = []
     proven = True
-    for server, (first, own) in enumerate(
-        zip(accumulate(map(len, slots), initial=0), slots, strict=False)
-    ):
+    first_board = 0
+    for server, own in enumerate(slots):
+        first, first_board = first_board, first_board + len(own)
         if not counts[server]:
             continue
         inside = mapped(tuple(own), counts[server], socs[server])
-        groups += [
-            tuple((first + board, count) for board, count in pieces) for pieces in inside.groups
-        ]
+        for pieces in inside.groups:
+            groups.append(tuple((first + board, count) for board, count in pieces))
         servers += [server] * len(inside.groups)
         proven = proven and inside.proven_optimal
     return GroupPlacement(groups=tuple(groups), proven_optimal=proven), tuple(servers)
 
 
 def groups_per_server(socs: Sequence[int], num_groups: int) -> list[int]:
-    """Return the groups of each server, one at least where it has SoCs, so that the largest group is smallest.
+    """Return the number of groups of each server with SoCs, at least one, so that the largest group is smallest.
 
-    Each further group goes where groups are largest. Another division would leave one of those as it is.
+    Each further group goes to the server with the largest groups: any other choice would leave these as they are.
     """
     counts = [min(1, own) for own in socs]
     largest = [(-float(own), server) for server, own in enumerate(socs) if own]
     heapq.heapify(largest)
     for _ in range(num_groups - sum(counts)):
         server = largest[0][1]
+        # The heap has the server with the largest groups first.
         counts[server] += 1
         heapq.heapreplace(largest, (-socs[server] / counts[server], server))
     return counts

@@ -44,6 +44,7 @@ def split_groups(
     # With contention 1 each split group has at least two boards of its own.
     most_splits = sum(available > 0 for available in slots) // 2
     proven = True
+    # Contention 1 is better than 2, even with more split groups.
     for joint, last in ((False, most_splits), (True, fewest_splits)):
         search = _Search(slots, small, num_small, num_large, joint, Budget(budget))
         for num_splits in range(fewest_splits, last + 1):
@@ -57,7 +58,7 @@ def split_groups(
         if search.best is not None:
             return make_placement(search.best, proven_optimal=proven)
     uses = pack_whole(slots, small, whole_small, whole_large)
-    assert uses is not None  # `most_whole` counted them
+    assert uses is not None, "`most_whole` counted groups that do not fit"
     sizes = [small + 1] * (num_large - whole_large) + [small] * (num_small - whole_small)
     split = _own_boards(sizes, uses) or _largest_first(sizes, uses)
     return make_placement(_lay_whole(enumerate(uses), small) + split)
@@ -90,30 +91,29 @@ class _Search:
         if num_splits > _MOST_SPLITS:
             raise SearchExhausted
         covering = self._covering
-        for split_small in range(
-            min(num_splits, self._num_small), max(0, num_splits - self._num_large) - 1, -1
-        ):
+        fewest_small = max(0, num_splits - self._num_large)
+        for split_small in range(min(num_splits, self._num_small), fewest_small - 1, -1):
             split_large = num_splits - split_small
-            most_left = self._small - (1 if split_small else 0)
             for choice in whole_choices(
                 self._slots,
                 self._small,
                 self._num_small - split_small,
                 self._num_large - split_large,
-                most_left,
+                self._small - (1 if split_small else 0),
                 self.budget,
             ):
                 boards = self._histogram(choice)
                 if covering.lower_bound(boards, split_small, split_large) >= self._cost:
                     continue
                 cost = covering.cost(boards, split_small, split_large)
-                if cost < self._cost:
-                    self._cost = cost
-                    self.best = self._lay(
-                        choice, covering.components(boards, split_small, split_large)
-                    )
-                    if not self._joint and cost == num_splits:
-                        return  # two boards for each split group, the minimum
+                if cost >= self._cost:
+                    continue
+                self._cost = cost
+                components = covering.components(boards, split_small, split_large)
+                self.best = self._lay(choice, components)
+                # Two boards for each split group are the minimum.
+                if not self._joint and cost == num_splits:
+                    return
 
     def _histogram(self, choice: WholeChoice) -> Histogram:
         counts = dict.fromkeys(self._covering.slots_left, 0)
@@ -179,6 +179,7 @@ def _own_boards(sizes: Iterable[int], uses: Sequence[BoardUse]) -> Layout | None
         while size:
             if not free:
                 return None
+            # The smallest board that suffices for the rest, else the largest one.
             enough = bisect_left(free, (size, -1))
             left, board = free.pop(min(enough, len(free) - 1))
             group[board] = min(left, size)

@@ -30,10 +30,12 @@ WholeChoice = dict[int, list[BoardUse]]
 def most_whole(slots: Sequence[int], small: int, num_small: int, num_large: int) -> tuple[int, int]:
     """Return how many groups of `small` and of `small + 1` fit without a split, with the largest possible sum."""
     last_row = _most_large(slots, small, num_small)[-1]
-    return max(
-        ((a, min(int(large), num_large)) for a, large in enumerate(last_row) if large >= 0),
-        key=lambda numbers: (sum(numbers), numbers),
-    )
+    fitting = [
+        (small_ones, min(int(large), num_large))
+        for small_ones, large in enumerate(last_row)
+        if large >= 0
+    ]
+    return max(fitting, key=lambda numbers: (sum(numbers), numbers))
 
 
 def pack_whole(
@@ -45,6 +47,7 @@ def pack_whole(
         return None
     uses: list[BoardUse] = []
     left_small, left_large = num_small, num_large
+    # Backwards through the table: which choice for the last board leads to its entry?
     for index in range(len(slots) - 1, -1, -1):
         for a in range(min(slots[index] // small, left_small) + 1):
             large = (slots[index] - a * small) // (small + 1)
@@ -58,12 +61,16 @@ def pack_whole(
 
 
 def _most_large(slots: Sequence[int], small: int, num_small: int) -> list[NDArray[np.int64]]:
-    """Return, for the first 0, 1, … boards, the most large groups with exactly a small ones (-1 if a do not fit)."""
+    """Return a table: row k, column a is the most large groups that fit on the first k boards beside a small groups.
+
+    It is -1 if the small groups alone do not fit.
+    """
     row = np.full(num_small + 1, -1, dtype=np.int64)
     row[0] = 0
     table = [row]
     for available in slots:
         row = table[-1] + np.where(table[-1] >= 0, available // (small + 1), 0)
+        # With `a` small groups on this board, the boards before hold the others.
         for a in range(1, min(available // small, num_small) + 1):
             before = table[-1][:-a]
             after = np.where(before >= 0, before + (available - a * small) // (small + 1), -1)
@@ -90,55 +97,71 @@ def whole_choices(
     than g. This gives one split group fewer, and no more contention. With contention 2 the most whole groups are
     placed in any case.
     """
-    kinds = sorted(Counter(slots).items(), reverse=True)
-    patterns = [_patterns(available, small, most_left) for available, _ in kinds]
-    by_kind = list(zip(patterns, (count for _, count in kinds), strict=True))
-    reach_small = [max(use.num_small for use in uses) * count for uses, count in by_kind]
-    reach_large = [max(use.num_large for use in uses) * count for uses, count in by_kind]
+    yield from _WholeChoices(slots, small, most_left, budget).of_kind(0, num_small, num_large, {})
 
-    def place(
+
+class _WholeChoices:
+    """The search of `whole_choices`: board by board, kind by kind; a kind of boards has equally many slots."""
+
+    def __init__(self, slots: Sequence[int], small: int, most_left: int, budget: Budget) -> None:
+        self._kinds = sorted(Counter(slots).items(), reverse=True)
+        self._patterns = [_patterns(available, small, most_left) for available, _ in self._kinds]
+        counts = [count for _, count in self._kinds]
+        most_small = [max(use.num_small for use in uses) for uses in self._patterns]
+        most_large = [max(use.num_large for use in uses) for uses in self._patterns]
+        self._reach_small = [most * count for most, count in zip(most_small, counts, strict=True)]
+        self._reach_large = [most * count for most, count in zip(most_large, counts, strict=True)]
+        self._budget = budget
+
+    def of_kind(
+        self, kind: int, num_small: int, num_large: int, chosen: WholeChoice
+    ) -> Iterator[WholeChoice]:
+        """Yield the choices for the boards of `kind` and of all later kinds, with these numbers of groups left."""
+        if kind == len(self._kinds):
+            yield chosen
+            return
+        available, count = self._kinds[kind]
+        for uses, left_small, left_large in self._uses(kind, 0, count, num_small, num_large, []):
+            # The boards of the other kinds must be able to hold all other groups.
+            fits_small = left_small <= sum(self._reach_small[kind + 1 :])
+            if fits_small and left_large <= sum(self._reach_large[kind + 1 :]):
+                yield from self.of_kind(
+                    kind + 1, left_small, left_large, {**chosen, available: uses}
+                )
+
+    def _uses(
+        self,
         kind: int,
         pattern: int,
         boards: int,
-        small_left: int,
-        large_left: int,
+        num_small: int,
+        num_large: int,
         done: list[BoardUse],
-        chosen: WholeChoice,
-    ) -> Iterator[WholeChoice]:
-        budget.spend(1)
+    ) -> Iterator[tuple[list[BoardUse], int, int]]:
+        """Yield (uses, small groups left, large groups left) of `boards` boards, by the patterns from `pattern` on."""
+        self._budget.spend(1)
         if not boards:
-            chosen = {**chosen, kinds[kind][0]: done}
-            if kind + 1 == len(kinds):
-                if not small_left and not large_left:
-                    yield chosen
-            elif small_left <= sum(reach_small[kind + 1 :]) and large_left <= sum(
-                reach_large[kind + 1 :]
-            ):
-                yield from place(
-                    kind + 1, 0, kinds[kind + 1][1], small_left, large_left, [], chosen
-                )
+            yield done, num_small, num_large
             return
-        if pattern == len(patterns[kind]):
+        if pattern == len(self._patterns[kind]):
             return
-        use = patterns[kind][pattern]
-        most = min(
-            boards,
-            small_left // use.num_small if use.num_small else boards,
-            large_left // use.num_large if use.num_large else boards,
-        )
-        least = boards if pattern + 1 == len(patterns[kind]) else 0
-        for count in range(most, least - 1, -1):
-            yield from place(
+        use = self._patterns[kind][pattern]
+        most = boards
+        if use.num_small:
+            most = min(most, num_small // use.num_small)
+        if use.num_large:
+            most = min(most, num_large // use.num_large)
+        # All boards that are left have the last pattern.
+        is_last = pattern + 1 == len(self._patterns[kind])
+        for count in range(most, boards - 1 if is_last else -1, -1):
+            yield from self._uses(
                 kind,
                 pattern + 1,
                 boards - count,
-                small_left - count * use.num_small,
-                large_left - count * use.num_large,
+                num_small - count * use.num_small,
+                num_large - count * use.num_large,
                 done + [use] * count,
-                chosen,
             )
-
-    yield from place(0, 0, kinds[0][1], num_small, num_large, [], {})
 
 
 def slots_left(slots: Sequence[int], small: int, most_left: int) -> tuple[int, ...]:

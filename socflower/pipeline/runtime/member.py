@@ -695,7 +695,9 @@ class Member:
 
     def _label(self) -> str:
         assert self.work is not None
-        engine = "" if self.work.int8 is None else f", int8 {self.work.int8.layers.engine.kernel}"
+        engine = (
+            "" if self.work.int8 is None else f", int8 {self.work.int8.layers.engine.engine.kernel}"
+        )
         return device_label(self.work.device) + engine
 
     def _names_first_here(self) -> frozenset[str]:

@@ -1,33 +1,34 @@
 """The part of a batch that a model computes: all of it, or the share of one member of a ring.
 
-Int8 arithmetic joins the samples of a batch by maxima, from which exponents follow, and by sums of integers: those of
-gradients and of BatchNorm's statistics. The members of a ring agree on both, so that n members with a share each
-compute what one model computes with the whole batch, bit for bit, for any shares (F4). Only operators on the FP32 side
+In int8 arithmetic the samples of a batch depend on each other by maxima, which give the exponents, and by sums of
+integers: those of gradients and of BatchNorm's statistics. The members of a ring exchange both, so n members with a
+share each compute the same bits as one model with the whole batch, for any shares (F4). Only operators on the FP32 side
 sum floating-point gradients, whose last bits depend on the shares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[Any]
-Int32Array = npt.NDArray[np.int32]
-FloatArray = npt.NDArray[np.float64]
+from socflower.precision.int8.fixed_point import AnyArray, DoubleArray, Int32Array
 
 _INT32_MAX = 2**31 - 1
 
 
 class BatchPeers(Protocol):
-    """The members of a ring; all of them call `sum` with arrays of one type and size, in the same order."""
+    """The members of a ring; all of them call `sum` with arrays of one type and size, in the same order.
 
-    rank: int  # 0 to size - 1, in the order of their shares
+    `rank`, 0 to `size` - 1, is the order of their shares in the batch.
+    """
+
+    rank: int
     size: int
 
-    def sum(self, values: Array) -> None:
+    def sum(self, values: AnyArray) -> None:
         """Replace a contiguous array of one dimension, of int32 or float64, by its sum over the members."""
         ...
 
@@ -36,7 +37,7 @@ class BatchPeers(Protocol):
         ...
 
 
-def gather(peers: BatchPeers, own: Sequence[float]) -> FloatArray:
+def gather(peers: BatchPeers, own: Sequence[float]) -> DoubleArray:
     """Return the numbers of all members, (members, numbers), by rank."""
     table = np.zeros((peers.size, len(own)))
     table[peers.rank] = own
@@ -45,13 +46,16 @@ def gather(peers: BatchPeers, own: Sequence[float]) -> FloatArray:
 
 
 class BatchShare:
-    """The whole batch; updates are made during the backward pass, as soon as a gradient is known."""
+    """The whole batch; updates are made during the backward pass, as soon as a gradient is known.
 
-    first = 0  # position of its first sample in the batch
+    `first` is the position of the share's first sample in the batch of `num_samples`.
+    """
+
+    first = 0
     is_empty = False
 
     def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples  # of the batch
+        self.num_samples = num_samples
 
     def most(self, own: float) -> float:
         """Return the maximum over the batch of a number that is 0 or more."""
@@ -61,7 +65,7 @@ class BatchShare:
         """Return whether a tensor saturates at a known exponent, for any sample of the batch."""
         return own
 
-    def total(self, own: npt.NDArray[np.int64]) -> FloatArray:
+    def total(self, own: npt.NDArray[np.int64]) -> DoubleArray:
         """Return sums over the batch; they are below 2^53, so float64 has them exactly."""
         return own.astype(np.float64)
 
@@ -69,12 +73,12 @@ class BatchShare:
         """Make a change that follows from values of the whole batch, after earlier updates."""
         make()
 
-    def add(self, own: Array, update: Callable[[Array], None]) -> None:
+    def add(self, own: AnyArray, update: Callable[[AnyArray], None]) -> None:
         """Call `update` with the sum of `own`, of any floating-point type, over the batch."""
         update(own)
 
     def overflowed(self, error: OverflowError) -> int:
-        """Raise the error of a gradient that does not fit in int32, or return what stands for its largest magnitude."""
+        """Raise the error of a gradient that leaves int32, or return a number in place of its largest magnitude."""
         raise error
 
     def add_integers(
@@ -96,10 +100,11 @@ class JointShare(BatchShare):
         super().__init__(sum(sizes))
         self.is_empty = not sizes[peers.rank]
         self.first = 0 if self.is_empty else sum(sizes[: peers.rank])
-        self._peers, self._cautious = peers, cautious
+        self._peers = peers
+        self._cautious = cautious
         self._has_saturated = False
         self._changes: list[Callable[[], None]] = []
-        self._gradients: list[tuple[Array, Callable[[Array], None]]] = []
+        self._gradients: list[tuple[AnyArray, Callable[[AnyArray], None]]] = []
         self._integers: list[tuple[Int32Array, int, Callable[[Int32Array, int], None]]] = []
 
     def most(self, own: float) -> float:
@@ -118,9 +123,11 @@ class JointShare(BatchShare):
         """Return whether no tensor of any member has saturated unseen."""
         return self._cautious or self.most(float(self._has_saturated)) == 0.0
 
-    def total(self, own: npt.NDArray[np.int64]) -> FloatArray:
+    def total(self, own: npt.NDArray[np.int64]) -> DoubleArray:
         """Return the sums over all members."""
-        sums = np.zeros(own.size) if self.is_empty else own.astype(np.float64).reshape(-1)
+        sums = own.astype(np.float64).reshape(-1)
+        if self.is_empty:
+            sums[...] = 0.0
         self._peers.sum(sums)
         return sums.reshape(own.shape)
 
@@ -128,7 +135,7 @@ class JointShare(BatchShare):
         """Note the change for `apply`."""
         self._changes.append(make)
 
-    def add(self, own: Array, update: Callable[[Array], None]) -> None:
+    def add(self, own: AnyArray, update: Callable[[AnyArray], None]) -> None:
         """Note a gradient for `exchange`."""
         self._gradients.append((np.zeros_like(own) if self.is_empty else own.copy(), update))
 
@@ -141,7 +148,8 @@ class JointShare(BatchShare):
     ) -> None:
         """Note an integer gradient for `exchange`."""
         if self.is_empty:
-            own, largest = np.zeros_like(own), 0
+            own = np.zeros_like(own)
+            largest = 0
         else:
             own = own.copy()
         self._integers.append((own, largest, update))
@@ -152,27 +160,26 @@ class JointShare(BatchShare):
         Raises `OverflowError` at every member if an integer sum might not fit in int32.
         """
         bounds = np.array([float(largest) for _, largest, _ in self._integers])
-        real = np.concatenate(
-            [bounds, *(own.astype(np.float64).reshape(-1) for own, _ in self._gradients)]
-        )
-        self._peers.sum(real)
-        if (worst := real[: len(bounds)].max(initial=0.0)) > _INT32_MAX:
+        gradients = [own for own, _ in self._gradients]
+        bounds, *totals = self._summed([bounds, *gradients], np.float64)
+        worst = bounds.max(initial=0.0)
+        if worst > _INT32_MAX:
             raise OverflowError(
-                f"weight gradient: the sum of the members' may reach {worst:.0f}, beyond int32; use a "
-                "smaller batch"
+                f"weight gradient: its sum may reach {worst:.0f}, beyond int32; use a smaller batch"
             )
-        start = len(bounds)
-        for own, _ in self._gradients:
-            own[...] = real[start : start + own.size].reshape(own.shape)
-            start += own.size
-        if not self._integers:
-            return
-        flat = np.concatenate([own.reshape(-1) for own, _, _ in self._integers])
+        integers = [own for own, _, _ in self._integers]
+        if integers:
+            totals += self._summed(integers, np.int32)
+        for own, total in zip([*gradients, *integers], totals, strict=True):
+            own[...] = total
+
+    def _summed(self, arrays: Sequence[AnyArray], dtype: type) -> list[AnyArray]:
+        """Return the sums of the arrays over all members, in one exchange."""
+        flat: AnyArray = np.concatenate([array.reshape(-1) for array in arrays], dtype=dtype)
         self._peers.sum(flat)
-        start = 0
-        for own, _, _ in self._integers:
-            own[...] = flat[start : start + own.size].reshape(own.shape)
-            start += own.size
+        ends = np.cumsum([array.size for array in arrays])
+        parts = np.split(flat, ends[:-1])
+        return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
     def apply(self) -> None:
         """Make all changes and updates, after `exchange`."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from socflower import _int8
 from socflower.plain_numbers import plain_numbers
-from socflower.precision.int8.network import Convolution, Graph
+from socflower.precision.int8.network import Convolution, Geometry, Graph, convolution_geometry
 
 CANDIDATES = (0, 32, 16, 8)
 """Images at a time; 0 is the whole batch."""
@@ -43,22 +43,21 @@ class BlockProfile:
 def profile_batch_blocks(
     graph: Graph, batch: int, engine: _int8.Engine, *, repeats: int = 3
 ) -> list[BlockProfile]:
-    """Time every convolution of the graph, on random values, for every candidate smaller than the batch."""
-    profiles: dict[tuple[object, ...], dict[int, float]] = {}
+    """Time every convolution of the graph, on random values, for every candidate smaller than the batch (F15)."""
+    # Convolutions of one geometry are timed once.
+    timed: dict[Geometry, dict[int, float]] = {}
     result = []
     for node in graph.nodes:
         if not isinstance(node, Convolution):
             continue
-        channels, height, width = graph.shape_of(node.inputs[0])
-        sizes = (batch, height, width, channels, node.shape[0])
-        geometry = (*sizes, *node.kernel, *node.stride, *node.padding, node.groups)
-        if geometry not in profiles:
-            profiles[geometry] = {
-                block: _step_seconds(_int8.Convolution(*geometry, block), engine, repeats)
-                for block in CANDIDATES
-                if block < batch
-            }
-        result.append(BlockProfile(name=node.name, seconds=profiles[geometry]))
+        geometry = convolution_geometry(graph, node, batch)
+        if geometry not in timed:
+            timed[geometry] = {}
+            for block in CANDIDATES:
+                if block < batch:
+                    plan = _int8.Convolution(*geometry, block)
+                    timed[geometry][block] = _step_seconds(plan, engine, repeats)
+        result.append(BlockProfile(name=node.name, seconds=timed[geometry]))
     return result
 
 
@@ -70,11 +69,11 @@ def best_blocks(profiles: list[BlockProfile]) -> dict[str, int]:
 def _step_seconds(plan: _int8.Convolution, engine: _int8.Engine, repeats: int) -> float:
     random = np.random.default_rng(0)
     x = random.integers(0, 128, plan.input_shape).astype(np.int8)
-    dy = random.integers(-7, 8, plan.output_shape).astype(
-        np.int8
-    )  # small: sums of large batches must stay in int32
+    # Small, so that sums over large batches stay in int32.
+    dy = random.integers(-7, 8, plan.output_shape).astype(np.int8)
     weight = random.integers(-127, 128, plan.weight_shape).astype(np.int8)
-    y, dx = np.empty_like(dy), np.empty_like(x)
+    y = np.empty_like(dy)
+    dx = np.empty_like(x)
     gradient = np.empty(plan.weight_shape, dtype=np.int32)
     workspace = np.empty(plan.workspace_bytes(engine), dtype=np.uint8)
 

@@ -6,6 +6,7 @@ the step and released as soon as the backward pass no longer needs them.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from socflower import _int8
 from socflower.errors import ConfigError
 from socflower.precision.int8 import network as ir
+from socflower.precision.int8.fixed_point import FloatArray, Int8Array
 from socflower.precision.int8.operators import (
     AddOperator,
     AveragePoolOperator,
@@ -31,12 +33,11 @@ from socflower.precision.int8.operators import (
     add_tensors,
 )
 from socflower.precision.int8.region_cache import RegionCache
-from socflower.precision.int8.requantisation import Int8Array
 
 Fp32Factory = Callable[[ir.Fp32, Sequence[Tensor], Tensor], Operator[ir.Fp32]]
 
 _MAX_PATCH_CHANNELS = 4
-"""A first convolution with at most so many input channels runs over patches, which are gathered once per step."""
+"""A first convolution with at most this many input channels runs over patches, which are gathered once per step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +54,18 @@ class _Array:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A node in the order of the step, with the keys and arrays that running it needs."""
+    """A node in the order of the step, with the keys and arrays that running it needs.
+
+    `into` has the array for the gradient of each input; None if it is not needed, or if the input takes over the array
+    of the output's gradient. `sums` has a role and an array for each further gradient of the output.
+    """
 
     node: ir.Node
     key: tuple[int, str, str]
     num_bytes: int
     output: _Array
-    into: tuple[
-        _Array | None, ...
-    ]  # gradient of each input; None: not needed, or the output's array reused
-    sums: tuple[
-        tuple[str, _Array], ...
-    ]  # for each further gradient of the output: role and array of the sum
+    into: tuple[_Array | None, ...]
+    sums: tuple[tuple[str, _Array], ...]
 
 
 @dataclass(slots=True)
@@ -89,8 +90,10 @@ class BoundGraph:
         fp32_factory: Fp32Factory | None = None,
         input_gradient: bool = False,
     ) -> None:
-        self.graph, self.batch = graph, batch
-        self._engine, self._regions = engine, regions
+        self.graph = graph
+        self.batch = batch
+        self._engine = engine
+        self._regions = regions
         self._batch_blocks = batch_blocks
         self._fp32_factory = fp32_factory
         # Over patches, the gradient of the input would have to be summed from that of its patches.
@@ -113,9 +116,11 @@ class BoundGraph:
             for target in place.into:
                 if target is not None:
                     self._gradient_keys[target.key[1]].append(target.key)
-        self.workspace_bytes, self.accumulator_size = 64, 16
+        self.workspace_bytes = 64
+        self.accumulator_size = 16
         if self._patched is not None:
-            self._images = self._original_plan(self._patched)
+            geometry = ir.convolution_geometry(graph, self._patched, batch)
+            self._images = _int8.Convolution(*geometry, self._batch_block(self._patched))
             self.workspace_bytes = _int8.patch_images_bytes(self._images)
         for place in self._places:
             operator = self._operator(place)
@@ -124,7 +129,7 @@ class BoundGraph:
             regions.release(place.key)
 
     def take_input(
-        self, images: npt.NDArray[np.float32], exponent: int, workspace: npt.NDArray[np.uint8]
+        self, images: FloatArray, exponent: int, workspace: npt.NDArray[np.uint8]
     ) -> None:
         """Round (batch, channels, h, w) float32 images to the input tensor, or to the patches of the first layer."""
         tensor = self.tensors[ir.INPUT]
@@ -162,39 +167,46 @@ class BoundGraph:
         Returns the gradient of the input and its exponent if the program has one; valid until the next pass.
         """
         logits = self.tensors[self.graph.output]
-        if logits.masked:  # logits have no reader that would apply the mask
+        if logits.masked:
+            # Logits have no reader that would apply the mask.
             np.multiply(logits_gradient, logits.data > 0, out=logits_gradient)
         gradients: dict[str, list[_Gradient]] = {name: [] for name in self.tensors}
         gradients[self.graph.output].append(_Gradient(logits_gradient, exponent))
         for place in reversed(self._places):
-            if place.node.name not in self._differentiated:
-                self._release(place, reuses_gradient=False)
-                continue
-            operator = self._operator(place)
-            output = operator.output
-            total = self._sum(step, place.node.name, place.sums, gradients[place.node.name])
-            output.gradient, output.gradient_exponent = total.data, total.exponent
-            into = [None if target is None else self._acquire(target) for target in place.into]
-            started_s = time.perf_counter()
-            exponents = operator.backward(step, into)
-            _record_time(step, place, started_s)
             reuses_gradient = False
-            for value, target, target_exponent in zip(
-                place.node.inputs, into, exponents, strict=True
-            ):
-                if value not in self._differentiated:
-                    continue
-                reuses_gradient = reuses_gradient or target is None
-                # An addition without a mask passes on the array of its output's gradient.
-                gradients[value].append(
-                    _Gradient(total.data if target is None else target, target_exponent)
-                )
+            if place.node.name in self._differentiated:
+                reuses_gradient = self._backward(step, place, gradients)
             self._release(place, reuses_gradient=reuses_gradient)
         self._regions.release(self._input.key)
         if ir.INPUT not in self._differentiated:
             return None
         of_input = self._sum(step, ir.INPUT, self._input_sums, gradients[ir.INPUT])
         return of_input.data, of_input.exponent
+
+    def _backward(
+        self, step: StepContext, place: _Place, gradients: dict[str, list[_Gradient]]
+    ) -> bool:
+        """Run one operator backward; return whether an input takes over the array of the output's gradient."""
+        operator = self._operator(place)
+        name = place.node.name
+        output = operator.output
+        total = self._sum(step, name, place.sums, gradients[name])
+        output.gradient = total.data
+        output.gradient_exponent = total.exponent
+        into = [None if target is None else self._acquire(target) for target in place.into]
+        started_s = time.perf_counter()
+        exponents = operator.backward(step, into)
+        _record_time(step, place, started_s)
+        reuses_gradient = False
+        for value, target, exponent in zip(place.node.inputs, into, exponents, strict=True):
+            if value not in self._differentiated:
+                continue
+            if target is None:
+                # An addition without a mask passes on the array of its output's gradient.
+                target = total.data
+                reuses_gradient = True
+            gradients[value].append(_Gradient(target, exponent))
+        return reuses_gradient
 
     def _sum(
         self,
@@ -254,10 +266,10 @@ class BoundGraph:
         into: list[_Array | None] = []
         for index, value in enumerate(node.inputs):
             reuses_gradient = isinstance(node, ir.Add) and not self.tensors[value].masked
-            wanted = value in self._differentiated and not reuses_gradient
-            into.append(
-                self._array(value, f"gradient from {node.name}.{index}") if wanted else None
-            )
+            if value in self._differentiated and not reuses_gradient:
+                into.append(self._array(value, f"gradient from {node.name}.{index}"))
+            else:
+                into.append(None)
         return _Place(
             node=node,
             key=(self.batch, node.name, "operator"),
@@ -268,7 +280,8 @@ class BoundGraph:
         )
 
     def _sums_of(self, value: str) -> tuple[tuple[str, _Array], ...]:
-        roles = [f"gradient sum {index}" for index in range(1, len(self.graph.consumers(value)))]
+        num_gradients = len(self.graph.consumers(value))
+        roles = [f"gradient sum {index}" for index in range(1, num_gradients)]
         return tuple((role, self._array(value, role)) for role in roles)
 
     def _every_value(self) -> frozenset[str]:
@@ -279,50 +292,25 @@ class BoundGraph:
         """Return the bytes of an operator's index tables, argmax and gate."""
         output = int(np.prod(self.tensors[node.name].array_shape))
         if isinstance(node, ir.Convolution | ir.MaxPool | ir.AveragePool):
-            pairs = node.kernel[0] * node.kernel[1] * node.shape[1] * node.shape[2]
+            pairs = math.prod((*node.kernel, *node.shape[1:]))
             return 24 * pairs + (output if isinstance(node, ir.MaxPool) else 0)
         return output if isinstance(node, ir.Dropout) else 0
 
-    def _original_plan(self, node: ir.Convolution) -> _int8.Convolution:
-        channels, height, width = self.graph.shape_of(node.inputs[0])
-        return _int8.Convolution(
-            self.batch,
-            height,
-            width,
-            channels,
-            node.shape[0],
-            *node.kernel,
-            *node.stride,
-            *node.padding,
-            node.groups,
-            self._batch_block(node),
-        )
-
     def _plan(self, node: ir.Convolution) -> _int8.Convolution:
-        if node is not self._patched:
-            return self._original_plan(node)
-        channels, height, width = self.tensors[ir.INPUT].shape
-        return _int8.Convolution(
-            self.batch,
-            height,
-            width,
-            channels,
-            node.shape[0],
-            1,
-            1,
-            1,
-            1,
-            0,
-            0,
-            1,
-            self._batch_block(node),
-        )
+        geometry = ir.convolution_geometry(self.graph, node, self.batch)
+        if node is self._patched:
+            # Pointwise over patches, which are the channels.
+            channels, height, width = self.tensors[ir.INPUT].shape
+            sizes = (self.batch, height, width, channels, node.shape[0])
+            geometry = (*sizes, 1, 1, 1, 1, 0, 0, 1)
+        return _int8.Convolution(*geometry, self._batch_block(node))
 
     def _batch_block(self, node: ir.Convolution) -> int:
         return min(self._batch_blocks.get(node.name, 0), self.batch)
 
     def _build(self, node: ir.Node) -> Operator[Any]:
-        inputs, output = [self.tensors[value] for value in node.inputs], self.tensors[node.name]
+        inputs = [self.tensors[value] for value in node.inputs]
+        output = self.tensors[node.name]
         match node:
             case ir.Convolution():
                 plan = self._plan(node)
@@ -388,11 +376,13 @@ def _tensors(graph: ir.Graph, batch: int, patched: ir.Convolution | None) -> dic
             case ir.Convolution(relu=True) | ir.Add(relu=True) | ir.Relu():
                 tensor.activations = tensor.masked = True
             case ir.BatchNorm(relu=True):
-                tensor.activations = True  # BatchNorm masks its gradient itself
+                # BatchNorm masks its gradient itself.
+                tensor.activations = True
             case ir.MaxPool():
                 tensor.activations = x.activations
                 if x.masked and len(graph.consumers(node.inputs[0])) == 1:
-                    tensor.masked, x.masked = True, False
+                    tensor.masked = True
+                    x.masked = False
             case ir.AveragePool() | ir.Dropout():
                 tensor.activations = x.activations
     return tensors

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -17,9 +16,8 @@ from socflower.precision.algorithm import OutsideUpdate
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.batch_share import BatchShare
 from socflower.precision.int8.bound_graph import Fp32Factory
-from socflower.precision.int8.fixed_point import exponent_for, to_real
+from socflower.precision.int8.fixed_point import FloatArray, Int8Array, exponent_for, to_real
 from socflower.precision.int8.operators import Operator, StepContext, Tensor
-from socflower.precision.int8.requantisation import Int8Array
 
 
 def fp32_factory(modules: Mapping[str, nn.Module]) -> Fp32Factory:
@@ -46,36 +44,34 @@ class Fp32Operator(Operator[ir.Fp32]):
     def forward(self, step: StepContext) -> None:
         """Run the module on the real values of the input, and round its output."""
         x = self.inputs[0]
+        training = step.training
         self._load_parameters(step)
-        self._module.train(step.training)
-        self._source = torch.from_numpy(to_real(x.data, x.exponent, x.shape)).requires_grad_(
-            step.training
-        )
-        with torch.set_grad_enabled(step.training):
+        self._module.train(training)
+        self._source = torch.from_numpy(to_real(x.data, x.exponent, x.shape))
+        self._source.requires_grad_(training)
+        with torch.set_grad_enabled(training):
             self._result = self._module(self._source.flatten(1) if self.node.flat else self._source)
-        if step.training and not step.replay and not step.share.is_empty:
-            buffers = [
-                (name, buffer.detach().clone()) for name, buffer in self._module.named_buffers()
-            ]
+        if training and not step.replay and not step.share.is_empty:
+            named = self._module.named_buffers()
+            buffers = [(name, buffer.detach().clone()) for name, buffer in named]
             step.share.change(lambda: self._store(step, buffers))
-        self.output.exponent = to_int8(
-            self.node.name, step.share, self._result.detach(), self.output.shape, self.output.data
-        )
+        made = self._result.detach()
+        output = self.output
+        output.exponent = to_int8(self.node.name, step.share, made, output.shape, output.data)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Run autograd from the real gradient, round the input's gradient, and update the parameters by plain SGD.
 
-        Under an outside update the parameters' gradients are stored for the trainer instead.
+        Under an outside update the gradients of the parameters are stored for the trainer, which updates them.
         """
         real = to_real(self.gradient, self.output.gradient_exponent, self.output.shape)
-        x, target = self.inputs[0], into[0]
-        trained = {
-            name: part for name, part in self._module.named_parameters() if part.requires_grad
-        }
-        differentiated = [*trained.values(), *([] if target is None else [self._source])]
+        x = self.inputs[0]
+        target = into[0]
+        parameters = self._module.named_parameters()
+        trained = {name: part for name, part in parameters if part.requires_grad}
         made = torch.autograd.grad(
             self._result,
-            differentiated,
+            [*trained.values(), *([] if target is None else [self._source])],
             torch.from_numpy(real).reshape(self._result.shape),
             materialize_grads=True,
         )
@@ -94,38 +90,34 @@ class Fp32Operator(Operator[ir.Fp32]):
             step.share.add(gradient.numpy(), partial(self._descend, parameter, rate))
         # Store each parameter under all its names: one shared within the module has several in a state_dict.
         every = self._module.named_parameters(remove_duplicate=False)
-        step.share.change(
-            lambda: self._store(step, [(name, part) for name, part in every if part.requires_grad])
-        )
+        named = [(name, part) for name, part in every if part.requires_grad]
+        step.share.change(lambda: self._store(step, named))
         return [exponent]
 
     @staticmethod
-    def _descend(parameter: torch.Tensor, rate: float, gradient: npt.NDArray[np.float32]) -> None:
+    def _descend(parameter: torch.Tensor, rate: float, gradient: FloatArray) -> None:
         with torch.no_grad():
             parameter.sub_(torch.from_numpy(gradient), alpha=rate)
 
     def _load_parameters(self, step: StepContext) -> None:
         prefix = f"{self.node.name}."
-        own = {
-            name: array for name, array in step.parameters.fp32.items() if name.startswith(prefix)
-        }
         state = {
             name.removeprefix(prefix): torch.from_numpy(np.array(array))
-            for name, array in own.items()
+            for name, array in step.parameters.fp32.items()
+            if name.startswith(prefix)
         }
-        names = {id(part): name for name, part in self._module.named_parameters()}
+        # Of the names of a shared parameter only the first one is up to date.
+        first_names = {id(part): name for name, part in self._module.named_parameters()}
         for name, part in self._module.named_parameters(remove_duplicate=False):
-            state[name] = state[
-                names[id(part)]
-            ]  # only the first name of a shared parameter is up to date
+            state[name] = state[first_names[id(part)]]
         self._module.load_state_dict(state)
 
     def _store(self, step: StepContext, values: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, value in values:
-            if (
-                f"{self.node.name}.{name}" in step.parameters.fp32
-            ):  # a buffer may be left out of the state_dict
-                step.parameters.fp32[f"{self.node.name}.{name}"] = value.detach().numpy().copy()
+        for part, value in values:
+            name = f"{self.node.name}.{part}"
+            # A buffer may be left out of the state_dict.
+            if name in step.parameters.fp32:
+                step.parameters.fp32[name] = value.detach().numpy().copy()
 
 
 def to_int8(
@@ -135,11 +127,10 @@ def to_int8(
     values = np.ascontiguousarray(real.numpy(), dtype=np.float32).reshape(-1, *shape)
     largest = share.most(_int8.max_magnitude(values))
     if not np.isfinite(largest):
-        raise TrainingFailed(
-            f"{name}: the FP32 operator made a NaN or an infinity; lower the learning rate"
-        )
+        raise TrainingFailed(f"{name}: made a NaN or an infinity in FP32; lower the learning rate")
     exponent = exponent_for(largest)
-    rounded = np.clip(np.rint(values * np.float32(2.0**-exponent)), -127, 127).astype(np.int8)
+    scaled = np.rint(values * np.float32(2.0**-exponent))
+    rounded = np.clip(scaled, -127, 127).astype(np.int8)
     out[...] = 0
     out[..., : shape[0]] = rounded.transpose(2, 3, 0, 1)
     return exponent

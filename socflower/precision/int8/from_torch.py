@@ -6,14 +6,13 @@ that returns one tensor for one tensor.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import fx, nn
 
@@ -22,6 +21,7 @@ from socflower.errors import ConfigError
 from socflower.model_graph.following import CaptureFailed
 from socflower.model_graph.graph import ModelGraph, Operation, caller_of, capture
 from socflower.precision.int8 import network as ir
+from socflower.precision.int8.fixed_point import FloatArray
 from socflower.precision.int8.network import UnsupportedOperator
 
 MAX_WINDOW = 256
@@ -32,8 +32,16 @@ _RELUS = (torch.relu, nn.functional.relu, "relu")
 _ADDS = (operator.add, torch.add, "add")
 _FLATTENS = (torch.flatten, "flatten", "view", "reshape", torch.reshape)
 _DROPOUTS = (nn.functional.dropout, nn.functional.dropout2d)
+_SETTINGS: dict[type[nn.Module], dict[str, tuple[Any, ...]]] = {
+    nn.Conv2d: {"dilation": (1, (1, 1)), "padding_mode": ("zeros",)},
+    nn.BatchNorm2d: {"affine": (True,), "track_running_stats": (True,)},
+    nn.MaxPool2d: {"dilation": (1, (1, 1)), "ceil_mode": (False,), "return_indices": (False,)},
+    nn.AvgPool2d: {"ceil_mode": (False,), "divisor_override": (None,)},
+}
+"""The values of settings with which the int8 kernels compute the same as the module."""
+
+# Functions that read a size for `view`: their result is no tensor, so they need no operator.
 _SIZES = ("size", getattr, operator.getitem)
-"""Functions that read a size for `view`: their result is no tensor, so they need no operator."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +49,7 @@ class CapturedNetwork:
     """A module as a network, its parameters as arrays, and the modules of the operators on the FP32 side."""
 
     graph: ir.Graph
-    state: dict[str, npt.NDArray[np.float32]]
+    state: dict[str, FloatArray]
     modules: dict[str, nn.Module]
 
 
@@ -54,7 +62,7 @@ def capture_network(
 ) -> CapturedNetwork:
     """Return the network of `module` for (n, *input_shape) inputs, ReLUs fused into the operators before them.
 
-    Of a module that takes (n, features), the network takes images of a pixel with so many channels.
+    If the module takes (n, features), the network takes images of one pixel with as many channels.
 
     Raises ConfigError if torch.fx cannot capture the module. Raises UnsupportedOperator, with module and operator, for
     an operator without an int8 kernel that `fp32_operators` does not list; with `unsupported` "fp32" only if it is
@@ -68,35 +76,36 @@ def capture_network(
             builder = _Builder(module, captured, image_shape, leaves, unsupported)
             for operation in _needed(captured):
                 builder.add(operation)
-            _require_untied(module, builder.nodes)
+            _require_untied(module, builder.in_fp32)
             break
         except UnsupportedOperator as error:
-            # The operator is in the `forward` of a user's module: that whole module becomes a leaf.
             if unsupported == "refuse":
                 # Capture the rest as well, so that one error lists every such module.
                 rest = capture_network(
                     module, input_shape, fp32_operators=fp32_operators, unsupported="fp32"
-                ).graph
-                modules = [node.path for node in rest.nodes if isinstance(node, ir.Fp32)]
+                )
                 raise UnsupportedOperator(
-                    error.what, error.module, list(dict.fromkeys(modules))
+                    error.what, error.module, _fp32_paths(rest.graph.nodes)
                 ) from None
             if error.module in ("", *leaves):
                 raise
+            # The operator is in the `forward` of a user's module: that whole module becomes a leaf.
             leaves.add(error.module)
-    unknown = set(fp32_operators) - {
-        node.path for node in builder.nodes if isinstance(node, ir.Fp32)
-    }
+    unknown = sorted(set(fp32_operators).difference(builder.in_fp32))
     if unknown:
+        called = [one.module for one in captured.operations if one.module is not None]
         raise ConfigError(
-            f"fp32_operators: the network calls no {', '.join(sorted(unknown))}; it calls "
-            + ", ".join(one.module for one in captured.operations if one.module is not None)
+            f"fp32_operators: the network calls no {', '.join(unknown)}; it calls {', '.join(called)}"
         )
-    state = {
-        name: value.detach().cpu().float().numpy() for name, value in module.state_dict().items()
-    }
+    tensors = module.state_dict().items()
+    state = {name: tensor.detach().cpu().float().numpy() for name, tensor in tensors}
     graph = ir.fuse_relu(ir.Graph(input_shape=image_shape, nodes=tuple(builder.nodes)))
     return CapturedNetwork(graph=graph, state=state, modules=builder.modules)
+
+
+def _fp32_paths(nodes: Sequence[ir.Node]) -> list[str]:
+    """Return the paths of the modules that run in FP32, each once."""
+    return list(dict.fromkeys(node.path for node in nodes if isinstance(node, ir.Fp32)))
 
 
 def _captured(
@@ -105,31 +114,28 @@ def _captured(
     try:
         captured = capture(module, input_shape, leaves=leaves)
     except CaptureFailed as failed:
-        if failed.module:
-            raise UnsupportedOperator(f"{failed.module}: {failed.why}", failed.module) from None
-        raise
-    for one, other in zip_longest(
-        [operation.node for operation in captured.operations], captured.evaluation
-    ):
-        if (
-            one is None
-            or other is None
-            or (one.op, one.target) != (other.op, other.target)
-            or (
-                one.target not in _DROPOUTS
-                and repr((one.args, one.kwargs)) != repr((other.args, other.kwargs))
-            )
-        ):
-            at = max(
-                (node for node in (one, other) if node is not None),
-                key=lambda node: caller_of(node).count("."),
-            )
+        if not failed.module:
+            raise
+        raise UnsupportedOperator(f"{failed.module}: {failed.why}", failed.module) from None
+    training = [operation.node for operation in captured.operations]
+    for one, other in zip_longest(training, captured.evaluation):
+        if one is None or other is None or not _is_same_call(one, other):
+            found = [node for node in (one, other) if node is not None]
+            # The innermost of both callers.
+            at = max(found, key=lambda node: caller_of(node).count("."))
             raise UnsupportedOperator(
-                f"{at.name}: the network computes something else in evaluation than in training, "
-                "where in int8 only dropout and BatchNorm may differ",
+                f"{at.name}: in int8 only dropout and BatchNorm may differ between training and evaluation",
                 caller_of(at),
             )
     return captured
+
+
+def _is_same_call(one: fx.Node, other: fx.Node) -> bool:
+    """Whether training and evaluation call the same; a function of dropout may get other arguments."""
+    if (one.op, one.target) != (other.op, other.target):
+        return False
+    arguments = [repr((node.args, node.kwargs)) for node in (one, other)]
+    return one.target in _DROPOUTS or arguments[0] == arguments[1]
 
 
 def _needed(captured: ModelGraph) -> list[Operation]:
@@ -143,29 +149,25 @@ def _needed(captured: ModelGraph) -> list[Operation]:
     return [operation for operation in captured.operations if operation in needed]
 
 
-def _require_untied(module: nn.Module, nodes: Sequence[ir.Node]) -> None:
+def _require_untied(module: nn.Module, in_fp32: Sequence[str]) -> None:
     """Raise UnsupportedOperator for operators that share a parameter, unless one FP32 operator holds them all.
 
     Each operator of the engine has its own weights, so tied weights would diverge.
     """
-    in_fp32 = [node.path for node in nodes if isinstance(node, ir.Fp32)]
     by_address: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.numel():
             # By address, not by identity: a parameter made from another's tensor shares its memory as well.
             by_address.setdefault(parameter.data_ptr(), []).append(name)
     for names in by_address.values():
-        if len(names) < 2 or any(
-            all(name.startswith(f"{path}.") for name in names) for path in in_fp32
-        ):
-            continue
         around = _innermost_common_module(names)
-        raise UnsupportedOperator(
-            f"{' and '.join(names)} are one parameter, and int8 training has no operators that "
-            "share their weights: give each layer its own, train with FP32Trainer, or run what "
-            "shares it in FP32",
-            around,
-        )
+        is_inside = any(f"{around}.".startswith(f"{path}.") for path in in_fp32)
+        if len(names) > 1 and not is_inside:
+            raise UnsupportedOperator(
+                f"{' and '.join(names)} are one parameter, and int8 operators share no weights: give each "
+                "layer its own, train with FP32Trainer, or run in FP32 what shares it",
+                around,
+            )
 
 
 def _innermost_common_module(names: Sequence[str]) -> str:
@@ -176,6 +178,38 @@ def _innermost_common_module(names: Sequence[str]) -> str:
             break
         common.append(parts[0])
     return ".".join(common)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A captured call of a module that int8 may run: the name of its node and of the value it reads."""
+
+    operation: Operation
+    module: Any
+    name: str
+    x: str
+
+    def require(self, fits: bool, how: str = "") -> None:
+        """Raise UnsupportedOperator, with `how` the module is set, unless it fits."""
+        if not fits:
+            what = f"{type(self.module).__name__} {how}".rstrip()
+            operation = self.operation
+            where = operation.layer if _fits_fp32(operation) else operation.caller
+            raise UnsupportedOperator(f"{operation.module}: int8 training has no {what}", where)
+
+    def require_settings(self) -> None:
+        """Raise UnsupportedOperator for a setting that the int8 kernels do not have."""
+        for kind, needed in _SETTINGS.items():
+            for name, fitting in needed.items() if isinstance(self.module, kind) else ():
+                value = getattr(self.module, name)
+                self.require(value in fitting, f"with {name} = {value!r}")
+
+    def require_window(self, window: ir.Pair) -> None:
+        """Raise UnsupportedOperator for a window whose positions do not fit a byte."""
+        small = window[0] * window[1] <= MAX_WINDOW
+        self.require(
+            small, f"with windows of {window[0]}x{window[1]}, more than {MAX_WINDOW} pixels"
+        )
 
 
 class _Builder:
@@ -205,34 +239,22 @@ class _Builder:
         self.nodes: list[ir.Node] = []
         self.modules: dict[str, nn.Module] = {}
 
+    @property
+    def in_fp32(self) -> list[str]:
+        """Paths of the modules that run in FP32."""
+        return _fp32_paths(self.nodes)
+
     def add(self, operation: Operation) -> None:
         """Add the operators of a captured operation."""
-        node, name = operation.node, operation.module
+        node = operation.node
         if node.op == "placeholder":
             self._values[operation] = ir.INPUT
-        elif name is not None:
-            module = self._modules[name]
-            try:
-                if name in self._fp32_operators:
-                    self._add_fp32(operation, module, name)
-                else:
-                    self._add_module(operation, module, name)
-            except UnsupportedOperator as error:
-                if self._unsupported == "refuse" or error.module != name:
-                    raise
-                self._add_fp32(operation, module, name)
+        elif operation.module is not None:
+            self._add_called(operation, operation.module)
         elif node.op in ("call_function", "call_method"):
             self._add_function(operation)
         elif node.op == "output":
-            if not isinstance(node.args[0], fx.Node):
-                raise ConfigError(
-                    "the network returns several values; int8 training needs the logits alone"
-                )
-            if not self.nodes or self._values[operation.inputs[0]] != self.nodes[-1].name:
-                raise ConfigError(
-                    f"the network computes {self.nodes[-1].name if self.nodes else 'nothing'} after its "
-                    "logits"
-                )
+            self._require_logits_at_end(operation)
         else:
             # A submodule may read a tensor of its parent, so the error names the module that reads the value.
             readers = {reader.caller for reader in self._captured.readers[operation]}
@@ -242,306 +264,259 @@ class _Builder:
                 where,
             )
 
-    def _add_module(self, operation: Operation, module: nn.Module, name: str) -> None:
-        x = self._values[operation.inputs[0]]
-        _require_plain_parameters(operation, module)
-        match module:
+    def _require_logits_at_end(self, operation: Operation) -> None:
+        if not isinstance(operation.node.args[0], fx.Node):
+            raise ConfigError("the network returns several values; return the logits alone")
+        last = self.nodes[-1].name if self.nodes else "nothing"
+        if self._values[operation.inputs[0]] != last:
+            raise ConfigError(f"the network computes {last} after its logits")
+
+    def _add_called(self, operation: Operation, name: str) -> None:
+        """Add the call of a module: in int8, or in FP32 if it is listed there or has no kernel."""
+        module = self._modules[name]
+        if name in self._fp32_operators:
+            self._add_fp32(operation, module, name)
+            return
+        try:
+            self._add_module(_Call(operation, module, name, self._values[operation.inputs[0]]))
+        except UnsupportedOperator as error:
+            if self._unsupported == "refuse" or error.module != name:
+                raise
+            self._add_fp32(operation, module, name)
+
+    def _add_module(self, call: _Call) -> None:
+        call.require_settings()
+        match call.module:
             case nn.Conv2d():
-                self._add_convolution(operation, module, name, x)
+                self._add_convolution(call)
             case nn.Linear():
-                channels, height, width = self._shapes[x]
-                if module.in_features != channels * height * width:
-                    raise _refusal(operation, module, "over the last dimension of an image")
-                self._require_exact(
-                    operation, module, (module.out_features, 1, 1), x, (height, width), 1
-                )
-                self._put(
-                    operation,
-                    ir.Convolution(
-                        name=name,
-                        inputs=(x,),
-                        shape=(module.out_features, 1, 1),
-                        kernel=(height, width),
-                        bias=module.bias is not None,
-                        linear=True,
-                    ),
-                )
+                self._add_linear(call)
             case nn.BatchNorm2d():
-                momentum = module.momentum
-                if module.running_mean is None or not module.affine or momentum is None:
-                    raise _refusal(
-                        operation,
-                        module,
-                        "without running statistics, affine parameters or momentum",
-                    )
-                self._put(
-                    operation,
-                    ir.BatchNorm(
-                        name=name,
-                        inputs=(x,),
-                        shape=self._shapes[x],
-                        eps=module.eps,
-                        momentum=momentum,
-                    ),
-                )
+                self._add_batch_norm(call)
             case nn.ReLU():
-                self._put(operation, ir.Relu(name=name, inputs=(x,), shape=self._shapes[x]))
-            case nn.MaxPool2d():
-                if _pair(module.dilation) != (1, 1) or module.ceil_mode or module.return_indices:
-                    raise _refusal(operation, module, "with dilation, ceil_mode or return_indices")
-                self._add_pool(ir.MaxPool, operation, module, name, x)
-            case nn.AvgPool2d():
-                odd = module.divisor_override is not None or not module.count_include_pad
-                if (
-                    module.ceil_mode
-                    or (odd and _pair(module.padding) != (0, 0))
-                    or module.divisor_override is not None
-                ):
-                    raise _refusal(
-                        operation,
-                        module,
-                        "with ceil_mode, a divisor or padding that does not count",
-                    )
-                self._add_pool(ir.AveragePool, operation, module, name, x)
+                self._put(call.operation, ir.Relu, call.name, [call.x])
+            case nn.MaxPool2d() | nn.AvgPool2d():
+                self._add_pool(call)
             case nn.AdaptiveAvgPool2d():
-                self._add_adaptive_average(operation, module, name, x)
+                self._add_adaptive_average(call)
             case nn.Flatten():
-                self._require_flat(operation, name, x)
+                self._flatten(call.operation, call.x)
             case nn.Identity():
-                self._values[operation] = x
+                self._values[call.operation] = call.x
             case nn.Dropout() | nn.Dropout2d():
-                p = 0.0 if name in self._in_evaluation else module.p
-                self._add_dropout(
-                    operation, name, x, p, channelwise=isinstance(module, nn.Dropout2d)
-                )
+                self._add_dropout_module(call)
             case _:
-                raise _refusal(operation, module)
+                call.require(False)
+
+    def _add_convolution(self, call: _Call) -> None:
+        module = call.module
+        shape = _output_shape(call.operation)
+        _require_plain_parameters(call)
+        call.require(not isinstance(module.padding, str), "with padding by name")
+        kernel = _pair(module.kernel_size)
+        self._require_exact(call, shape, kernel, module.groups)
+        self._put(
+            call.operation,
+            ir.Convolution,
+            call.name,
+            [call.x],
+            shape,
+            kernel=kernel,
+            stride=_pair(module.stride),
+            padding=_pair(module.padding),
+            groups=module.groups,
+            bias=module.bias is not None,
+        )
+
+    def _add_linear(self, call: _Call) -> None:
+        """Add a linear layer as a convolution whose kernel covers the image."""
+        module = call.module
+        _require_plain_parameters(call)
+        kernel = self._shapes[call.x][1:]
+        covers = module.in_features == math.prod(self._shapes[call.x])
+        call.require(covers, "over the last dimension of an image")
+        shape = (module.out_features, 1, 1)
+        self._require_exact(call, shape, kernel, 1)
+        self._put(
+            call.operation,
+            ir.Convolution,
+            call.name,
+            [call.x],
+            shape,
+            kernel=kernel,
+            bias=module.bias is not None,
+            linear=True,
+        )
+
+    def _add_batch_norm(self, call: _Call) -> None:
+        module = call.module
+        call.require(module.momentum is not None, "without momentum")
+        _require_plain_parameters(call)
+        self._put(
+            call.operation,
+            ir.BatchNorm,
+            call.name,
+            [call.x],
+            eps=module.eps,
+            momentum=module.momentum,
+        )
+
+    def _add_pool(self, call: _Call) -> None:
+        module = call.module
+        kind = ir.MaxPool if isinstance(module, nn.MaxPool2d) else ir.AveragePool
+        padding = _pair(module.padding)
+        counts = padding == (0, 0) or getattr(module, "count_include_pad", True)
+        call.require(counts, "with padding that does not count")
+        window = _pair(module.kernel_size)
+        call.require_window(window)
+        self._put(
+            call.operation,
+            kind,
+            call.name,
+            [call.x],
+            _output_shape(call.operation),
+            kernel=window,
+            stride=_pair(module.stride),
+            padding=padding,
+        )
+
+    def _add_adaptive_average(self, call: _Call) -> None:
+        _, height, width = self._shapes[call.x]
+        _, out_h, out_w = shape = _output_shape(call.operation)
+        even = height % out_h == 0 and width % out_w == 0
+        call.require(even, f"from {height}x{width} to {out_h}x{out_w}, in windows of two sizes")
+        window = (height // out_h, width // out_w)
+        call.require_window(window)
+        self._put(
+            call.operation, ir.AveragePool, call.name, [call.x], shape, kernel=window, stride=window
+        )
+
+    def _add_dropout_module(self, call: _Call) -> None:
+        p = 0.0 if call.name in self._in_evaluation else call.module.p
+        channelwise = isinstance(call.module, nn.Dropout2d)
+        fits = p == 0.0 or not channelwise or _rank(call.operation) == 4
+        call.require(fits, "of anything but (n, c, h, w)")
+        self._add_dropout(call.operation, call.name, call.x, p, channelwise=channelwise)
 
     def _add_function(self, operation: Operation) -> None:
         node = operation.node
-        read = [
-            self._captured.by_node[argument]
-            for argument in (*node.args, *node.kwargs.values())
-            if isinstance(argument, fx.Node)
+        arguments = [
+            each for each in (*node.args, *node.kwargs.values()) if isinstance(each, fx.Node)
         ]
+        read = [self._values.get(self._captured.by_node[each], "") for each in arguments]
         if node.target in _RELUS and len(read) == 1:
-            x = self._values[read[0]]
-            self._put(operation, ir.Relu(name=node.name, inputs=(x,), shape=self._shapes[x]))
+            self._put(operation, ir.Relu, node.name, read)
         elif node.target in _DROPOUTS and len(read) == 1:
-            self._add_functional_dropout(operation, self._values[read[0]])
+            self._add_functional_dropout(operation, read[0])
         elif node.target in _ADDS and len(read) == 2 and len(node.args) == 2 and not node.kwargs:
-            a, b = (self._values[tensor] for tensor in read)
-            if self._shapes[a] != self._shapes[b]:
-                raise _refused_function(
-                    operation, f"adds equal shapes, got {self._shapes[a]} and {self._shapes[b]}"
-                )
-            self._put(operation, ir.Add(name=node.name, inputs=(a, b), shape=self._shapes[a]))
+            first, second = (self._shapes[value] for value in read)
+            if first != second:
+                raise _refused_function(operation, f"adds equal shapes, got {first} and {second}")
+            self._put(operation, ir.Add, node.name, read)
         elif node.target in _FLATTENS and read:
-            self._require_flat(operation, node.name, self._values[read[0]])
-        elif node.target in _SIZES and operation.shape is None:
-            return
-        else:
+            self._flatten(operation, read[0])
+        elif node.target not in _SIZES or operation.shape is not None:
             target = getattr(node.target, "__name__", str(node.target))
             raise _refused_function(operation, f"has no operator {target!r}")
 
-    def _add_convolution(self, operation: Operation, module: nn.Conv2d, name: str, x: str) -> None:
-        if (
-            _pair(module.dilation) != (1, 1)
-            or module.padding_mode != "zeros"
-            or isinstance(module.padding, str)
-        ):
-            raise _refusal(
-                operation, module, "with dilation, padding by name or other padding than zeros"
-            )
-        self._require_exact(
-            operation, module, _output_shape(operation), x, _pair(module.kernel_size), module.groups
-        )
-        self._put(
-            operation,
-            ir.Convolution(
-                name=name,
-                inputs=(x,),
-                shape=_output_shape(operation),
-                kernel=_pair(module.kernel_size),
-                stride=_pair(module.stride),
-                padding=_pair(module.padding),
-                groups=module.groups,
-                bias=module.bias is not None,
-            ),
-        )
-
     def _add_functional_dropout(self, operation: Operation, x: str) -> None:
         node = operation.node
-        p, training = _dropout_settings(node)
-        if not training:
-            self._values[operation] = x
+        p, drops = _dropout_settings(node)
+        channelwise = node.target is nn.functional.dropout2d
+        if not drops:
+            p = 0.0
         elif _dropout_settings(self._captured.evaluation[operation.position])[1]:
             raise _refused_function(
-                operation,
-                "has no dropout that goes on in evaluation: give it training=self.training",
+                operation, "has no dropout in evaluation: give it training=self.training"
             )
-        else:
-            self._add_dropout(
-                operation, node.name, x, p, channelwise=node.target is nn.functional.dropout2d
-            )
+        elif channelwise and _rank(operation) != 4:
+            raise _refused_function(operation, "has no dropout2d of anything but (n, c, h, w)")
+        self._add_dropout(operation, node.name, x, p, channelwise=channelwise)
 
     def _add_dropout(
         self, operation: Operation, name: str, x: str, p: float, *, channelwise: bool
     ) -> None:
         if p == 0.0:
             self._values[operation] = x
-            return
-        if channelwise and _rank(operation) != 4:
-            where = name if operation.module is not None else operation.caller
-            raise UnsupportedOperator(
-                f"{name}: int8 training has no Dropout2d of anything but (n, c, h, w)", where
-            )
-        self._put(
-            operation,
-            ir.Dropout(name=name, inputs=(x,), shape=self._shapes[x], p=p, channelwise=channelwise),
-        )
+        else:
+            self._put(operation, ir.Dropout, name, [x], p=p, channelwise=channelwise)
 
-    def _require_exact(
-        self,
-        operation: Operation,
-        module: nn.Module,
-        shape: ir.Shape,
-        x: str,
-        kernel: ir.Pair,
-        groups: int,
-    ) -> None:
-        depth = kernel[0] * kernel[1] * max(self._shapes[x][0], shape[0]) // groups
-        if depth > MAX_EXACT_DEPTH:
-            raise _refusal(
-                operation,
-                module,
-                f"with sums of {depth} products, where int32 surely holds {MAX_EXACT_DEPTH}",
-            )
-
-    def _add_pool(
-        self,
-        kind: type[ir.MaxPool] | type[ir.AveragePool],
-        operation: Operation,
-        module: Any,
-        name: str,
-        x: str,
-    ) -> None:
-        _require_small_window(operation, module, _pair(module.kernel_size))
-        self._put(
-            operation,
-            kind(
-                name=name,
-                inputs=(x,),
-                shape=_output_shape(operation),
-                kernel=_pair(module.kernel_size),
-                stride=_pair(module.stride),
-                padding=_pair(module.padding),
-            ),
-        )
-
-    def _add_adaptive_average(
-        self, operation: Operation, module: nn.AdaptiveAvgPool2d, name: str, x: str
-    ) -> None:
-        _, height, width = self._shapes[x]
-        _, out_h, out_w = shape = _output_shape(operation)
-        if height % out_h or width % out_w:
-            raise _refusal(
-                operation,
-                module,
-                f"from {height}x{width} to {out_h}x{out_w}, whose windows differ in size,",
-            )
-        window = (height // out_h, width // out_w)
-        _require_small_window(operation, module, window)
-        self._put(
-            operation,
-            ir.AveragePool(name=name, inputs=(x,), shape=shape, kernel=window, stride=window),
-        )
+    def _require_exact(self, call: _Call, shape: ir.Shape, kernel: ir.Pair, groups: int) -> None:
+        """Raise UnsupportedOperator for a sum, forward or backward, that may leave int32."""
+        channels = max(self._shapes[call.x][0], shape[0])
+        depth = math.prod(kernel) * channels // groups
+        how = f"with sums of {depth} products, more than the {MAX_EXACT_DEPTH} that fit int32"
+        call.require(depth <= MAX_EXACT_DEPTH, how)
 
     def _add_fp32(self, operation: Operation, module: nn.Module, name: str) -> None:
         if not _fits_fp32(operation):
             around = operation.caller
-            remedy = (
-                f"say fp32_operators=[{around!r}]"
-                if around
-                else "put it into a module that does, and list that"
-            )
             raise ConfigError(
-                f"{name}: in FP32 runs what makes one tensor (n, c, h, w) or (n, features) of one such "
-                f"tensor, which {type(module).__name__} does not; {remedy}"
+                f"{name}: {type(module).__name__} does not make one tensor (n, c, h, w) or (n, features) of "
+                f"one; put it into a module that does, and list that: fp32_operators=[{around or '...'!r}]"
             )
-        x = self._values[operation.inputs[0]]
-        if not list(
-            module.state_dict()
-        ):  # without state it shares nothing, so it may run in several places
+        if not list(module.state_dict()):
+            # Without state it shares nothing, so it may run in several places.
             name = self._free_name(name)
-        own = tuple(dict(module.named_parameters()))
-        made = ir.Fp32(
-            name=name,
-            inputs=(x,),
-            shape=_output_shape(operation),
+        self.modules[name] = module
+        self._put(
+            operation,
+            ir.Fp32,
+            name,
+            [self._values[operation.inputs[0]]],
+            _output_shape(operation),
             operator=type(module).__name__,
             path=str(operation.module),
             flat=_rank(operation.inputs[0]) == 2,
-            own=own,
+            own=tuple(name for name, _ in module.named_parameters()),
         )
-        self.modules[name] = module
-        self._put(operation, made)
 
-    def _require_flat(self, operation: Operation, name: str, x: str) -> None:
-        if (operation.shape or ())[1:] != (int(np.prod(self._shapes[x])),):
+    def _flatten(self, operation: Operation, x: str) -> None:
+        """Add nothing for a flatten to (n, c*h*w): the linear layer that follows covers the image."""
+        flat = (math.prod(self._shapes[x]),)
+        if operation.shape is None or operation.shape[1:] != flat:
             raise _refused_function(operation, "flattens (n, c, h, w) to (n, c*h*w) only")
-        self._values[operation] = x  # the linear layer that follows covers the image
+        self._values[operation] = x
 
     def _free_name(self, name: str) -> str:
         while name in self._shapes or name in self._with_parameters:
             name += "_"
         return name
 
-    def _put(self, operation: Operation, made: ir.Node) -> None:
-        if made.kind in _WITHOUT_PARAMETERS and (
-            made.name in self._shapes or made.name in self._with_parameters
-        ):
-            made = replace(
-                made, name=self._free_name(operation.node.name)
-            )  # a ReLU or pool may run in several places
+    def _put(
+        self,
+        operation: Operation,
+        kind: type[ir.Node],
+        name: str,
+        inputs: Sequence[str],
+        shape: ir.Shape | None = None,
+        **settings: Any,
+    ) -> None:
+        """Add a node; it has the shape of its first input unless `shape` is given."""
+        is_taken = name in self._shapes or name in self._with_parameters
+        if is_taken and kind.kind in _WITHOUT_PARAMETERS:
+            # A ReLU or a pool may run in several places.
+            name = self._free_name(operation.node.name)
         if operation.module is not None:
             parameters = self._modules[operation.module].named_parameters()
-            made = replace(
-                made, frozen=tuple(name for name, part in parameters if not part.requires_grad)
-            )
+            settings["frozen"] = tuple(part for part, each in parameters if not each.requires_grad)
+        made = kind(
+            name=name, inputs=tuple(inputs), shape=shape or self._shapes[inputs[0]], **settings
+        )
         self.nodes.append(made)
         self._values[operation] = made.name
         self._shapes[made.name] = made.shape
 
 
-def _require_small_window(operation: Operation, module: nn.Module, window: ir.Pair) -> None:
-    if window[0] * window[1] > MAX_WINDOW:
-        raise _refusal(
-            operation,
-            module,
-            f"with windows of {window[0]}x{window[1]}, more than {MAX_WINDOW} pixels",
-        )
-
-
-def _require_plain_parameters(operation: Operation, module: nn.Module) -> None:
+def _require_plain_parameters(call: _Call) -> None:
     """Raise for a layer whose weight or bias torch computes from other parameters before each call."""
-    if not isinstance(module, nn.Conv2d | nn.Linear | nn.BatchNorm2d):
-        return
-    own = dict(module.named_parameters(recurse=False))
+    own = dict(call.module.named_parameters(recurse=False))
     for name in ("weight", "bias"):
-        if name not in own and getattr(module, name) is not None:
-            raise _refusal(
-                operation,
-                module,
-                f"whose {name} is computed from other parameters, as weight_norm and "
-                "other parametrisations or pruning do; take that off",
-            )
-
-
-def _refusal(operation: Operation, module: nn.Module, how: str = "") -> UnsupportedOperator:
-    what = type(module).__name__ + (f" {how}" if how else "")
-    where = operation.layer if _fits_fp32(operation) else operation.caller
-    return UnsupportedOperator(f"{operation.module}: int8 training has no {what}", where)
+        is_plain = name in own or getattr(call.module, name) is None
+        call.require(
+            is_plain,
+            f"whose {name} is computed from other parameters, as by weight_norm or pruning; take that off",
+        )
 
 
 def _refused_function(operation: Operation, how: str) -> UnsupportedOperator:
@@ -561,9 +536,8 @@ def _fits_fp32(operation: Operation) -> bool:
 
 def _dropout_settings(node: fx.Node) -> tuple[float, bool]:
     """Return the probability of a functional dropout and whether it is on."""
-    given: dict[str, Any] = dict(zip(("input", "p", "training"), node.args, strict=False)) | dict(
-        node.kwargs
-    )
+    given: dict[str, Any] = dict(zip(("input", "p", "training"), node.args, strict=False))
+    given.update(node.kwargs)
     return float(given.get("p", 0.5)), bool(given.get("training", True))
 
 
@@ -574,9 +548,8 @@ def _pair(value: Any) -> ir.Pair:
 def _output_shape(operation: Operation) -> ir.Shape:
     if operation.shape is None:
         raise ConfigError(
-            f"{operation.node.name}: int8 training passes one tensor on, and this yields several values; "
-            "wrap it in a module that returns one of them"
+            f"{operation.node.name}: yields several values, and int8 training passes one tensor on; wrap "
+            "it in a module that returns one of them"
         )
-    shape = operation.shape[1:]
-    channels, height, width = shape if len(shape) == 3 else (shape[0], 1, 1)
+    channels, height, width = (*operation.shape[1:], 1, 1)[:3]
     return channels, height, width

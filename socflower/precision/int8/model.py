@@ -11,16 +11,16 @@ For example::
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from socflower import _int8
-from socflower.errors import ConfigError, TrainingFailed
+from socflower.errors import ConfigError, TrainingFailed, require_range
 from socflower.plain_numbers import plain_numbers
 from socflower.precision.algorithm import (
     NITI,
@@ -32,22 +32,29 @@ from socflower.precision.algorithm import (
 from socflower.precision.int8 import saving
 from socflower.precision.int8.batch_share import BatchPeers, BatchShare, JointShare, gather
 from socflower.precision.int8.bound_graph import BoundGraph, Fp32Factory
-from socflower.precision.int8.fixed_point import exponent_for, to_real
+from socflower.precision.int8.fixed_point import (
+    AnyArray,
+    DoubleArray,
+    FloatArray,
+    Int8Array,
+    Int32Array,
+    exponent_for,
+    to_real,
+)
 from socflower.precision.int8.network import Convolution, Dropout, Graph, Shape
 from socflower.precision.int8.operators import StepContext
 from socflower.precision.int8.parameters import (
     Parameters,
-    Vector,
-    Weight,
+    array_of,
     export_parameters,
     import_parameters,
 )
 from socflower.precision.int8.region_cache import RegionCache
 from socflower.precision.int8.requantisation import (
     MAX_EXPONENT,
-    Int8Array,
     RescalingPolicy,
-    ScaleTracker,
+    ScaleTrackers,
+    exponent_within_float32,
 )
 
 if TYPE_CHECKING:
@@ -93,37 +100,40 @@ class StepResult:
 
 
 class JointStep:
-    """A step of a ring whose pass is done; see `Int8Model.begin_joint_step`."""
+    """A step of a ring whose pass is done; see `Int8Model.begin_joint_step`.
+
+    `loss` is this member's part of the mean loss of the batch.
+    """
 
     def __init__(
-        self,
-        model: Int8Model,
-        share: JointShare,
-        trackers: dict[tuple[str, str], ScaleTracker],
-        loss: float,
+        self, model: Int8Model, share: JointShare, trackers: ScaleTrackers, loss: float
     ) -> None:
-        self._model, self._share, self._trackers = model, share, trackers
+        self._model = model
+        self._share = share
+        self._trackers = trackers
         self.loss = loss
-        """This member's part of the mean loss of the batch."""
 
     def exchange(self) -> None:
-        """Sum the gradients over the members; raises `TrainingFailed` if sums do not fit, and what the peers raise."""
-        try:
+        """Sum the gradients over the members.
+
+        Raises `TrainingFailed` if sums leave int32, and the errors of the peers.
+        """
+        with _overflow_fails_training():
             self._share.exchange()
-        except OverflowError as error:
-            raise TrainingFailed(str(error)) from None
 
     def apply(self) -> None:
-        """Update the parameters."""
+        """Update the parameters, and adopt the exponents that the pass found."""
         self._share.apply()
-        self._model.finish_joint_step(self._trackers)
+        self._model.trackers = self._trackers
+        self._model.parameters.num_steps += 1
 
 
 class Int8Model:
     """A graph with its parameters and the buffers of its steps.
 
-    Its last operator computes logits; or, with `head` False, whatever a loss elsewhere reads: then `forward` and
-    `backward` train it. With `input_gradient`, `backward` computes the gradient of the images too, for layers before.
+    The last operator computes logits. With `head` False it computes values that a loss elsewhere reads; then `forward`
+    and `backward` train the model. With `input_gradient`, `backward` also computes the gradient of the images, for
+    layers before the model.
     """
 
     def __init__(
@@ -138,26 +148,37 @@ class Int8Model:
         input_gradient: bool = False,
     ) -> None:
         settings = settings or EngineSettings()
-        if head and graph.shape_of(graph.output)[1:] != (1, 1):
-            raise ConfigError(
-                f"{graph.output}: the last operator makes {graph.shape_of(graph.output)}, not logits"
-            )
-        self.graph, self.algorithm, self.settings = graph, algorithm, settings
+        made = graph.shape_of(graph.output)
+        if head and made[1:] != (1, 1):
+            raise ConfigError(f"{graph.output}: the last operator makes {made}, not logits")
+        for name, block in settings.batch_blocks.items():
+            if block < 0 or not any(
+                isinstance(n, Convolution) and n.name == name for n in graph.nodes
+            ):
+                raise ConfigError(
+                    f"batch_blocks: {name!r} must be a convolution, its block 0 or more, got {block}"
+                )
+        self.graph = graph
+        self.algorithm = algorithm
+        self.settings = settings
         self.parameters = parameters
         try:
             self.engine = _int8.Engine(settings.num_threads, list(settings.cores), settings.kernel)
         except (ValueError, RuntimeError) as error:
             raise ConfigError(str(error)) from None
-        _require_known_blocks(graph, settings.batch_blocks)
-        self._fp32_factory, self._input_gradient = fp32_factory, input_gradient
-        self._trackers: dict[tuple[str, str], ScaleTracker] = {}
+        self.trackers = ScaleTrackers(settings.rescaling)
+        self._fp32_factory = fp32_factory
+        self._input_gradient = input_gradient
+        self._clear_memory()
+
+    def _clear_memory(self) -> None:
+        """Start with memory of its own."""
         self.regions = RegionCache(
-            budget_bytes=settings.memory_budget_bytes, reuse=settings.reuse_graph
+            budget_bytes=self.settings.memory_budget_bytes, reuse=self.settings.reuse_graph
         )
         self._programs: dict[int, BoundGraph] = {}
-        self._kept: tuple[BoundGraph, StepContext] | None = (
-            None  # of the last `forward`, for `backward`
-        )
+        # Of the last `forward`, for `backward`.
+        self._kept: tuple[BoundGraph, StepContext] | None = None
 
     @classmethod
     def from_module(
@@ -175,12 +196,12 @@ class Int8Model:
     ) -> Int8Model:
         """Return the int8 model of a torch module for (n, *input_shape) images; the module is only read.
 
-        An input shape (features,) is one of a module that takes (n, features); the model takes it as images of a pixel.
+        For a module that takes (n, features) the input shape is (features,); the model takes images of one pixel.
 
         The modules that `fp32_operators` names run in torch FP32 between the int8 ones;
         `operator_costs.profile_operators` predicts which ones should. `exponents` are earlier exponents of the weights
-        (`weight_exponents`). A module without an int8 kernel raises ConfigError, or runs in FP32 too if `unsupported`
-        is "fp32".
+        (`Parameters.exponents`). A module without an int8 kernel raises ConfigError, or runs in FP32 too if
+        `unsupported` is "fp32".
         """
         from socflower.precision.int8.fp32_operator import fp32_factory
         from socflower.precision.int8.from_torch import capture_network
@@ -188,14 +209,13 @@ class Int8Model:
         captured = capture_network(
             module, input_shape, fp32_operators=fp32_operators, unsupported=unsupported
         )
+        keep_master = isinstance(algorithm.update, Fp32Update)
+        parameters = import_parameters(
+            captured.graph, captured.state, keep_master=keep_master, exponents=exponents
+        )
         return cls(
             captured.graph,
-            import_parameters(
-                captured.graph,
-                captured.state,
-                keep_master=isinstance(algorithm.update, Fp32Update),
-                exponents=exponents,
-            ),
+            parameters,
             algorithm=algorithm,
             settings=settings,
             fp32_factory=fp32_factory(captured.modules) if captured.modules else None,
@@ -204,22 +224,15 @@ class Int8Model:
         )
 
     def twin(self) -> Int8Model:
-        """Return a model of the same parameters, trackers and threads, with memory for a pass of its own.
+        """Return a model of the same parameters, trackers and threads, with memory of its own.
 
-        So several passes can be kept for their backward passes, as in pipelines; which of the models does which changes
-        no result. What replaces the parameters or trackers of one (`load_state_dict`) does not change the other's.
+        A pipeline keeps several forward passes until their backward passes: each needs a model with its own memory.
+        Any of them may run any pass, with the same result. After `load_state_dict` of one, the others keep the old
+        parameters.
         """
         other = copy.copy(self)
-        other.regions = RegionCache(
-            budget_bytes=self.settings.memory_budget_bytes, reuse=self.settings.reuse_graph
-        )
-        other._programs, other._kept = {}, None
+        other._clear_memory()
         return other
-
-    @property
-    def kernel(self) -> str:
-        """Name of the kernel path in use."""
-        return str(self.engine.kernel)
 
     @property
     def draws(self) -> bool:
@@ -228,8 +241,8 @@ class Int8Model:
 
     def train_step(
         self,
-        images: npt.NDArray[np.float32],
-        labels: npt.NDArray[np.int32],
+        images: FloatArray,
+        labels: Int32Array,
         *,
         learning_rate: float = 0.01,
         progress: float | None = None,
@@ -248,85 +261,87 @@ class Int8Model:
         """
         settings = self._step_settings(learning_rate, progress, seed)
         images, labels = self._checked(images, labels)
-        result = self._run(
-            images, labels, BatchShare(len(images)), self._trackers, settings, timings
-        )
+        share = BatchShare(len(images))
+        result = self._run(images, labels, share, self.trackers, settings, timings)
         self.parameters.num_steps += 1
         return result
 
     def begin_joint_step(
         self,
-        images: npt.NDArray[np.float32],
-        labels: npt.NDArray[np.int32],
+        images: FloatArray,
+        labels: Int32Array,
         peers: BatchPeers,
         *,
         learning_rate: float = 0.01,
         progress: float | None = None,
         seed: int | None = None,
     ) -> JointStep:
-        """Compute this member's share of a ring's step: n images and labels, where n may be 0.
+        """Compute this member's share of a ring's step: n images and labels; n may be 0.
 
         All members call it with models of equal parameters and equal settings; their shares are the batch, by rank. The
         result's `exchange` and `apply` complete the step, as `train_step` would on the whole batch. Until `apply`
-        nothing changes, so the step may be begun again instead. Raises as `train_step` does, and what `peers` raises.
+        nothing changes, so the step may be begun again instead. Raises as `train_step` does, and the errors of `peers`.
         """
         settings = self._step_settings(learning_rate, progress, seed)
         num_own = len(images)
-        if not num_own:  # it takes part in what the members agree on, and contributes nothing
-            images, labels = (
-                np.zeros((1, *self.graph.input_shape), np.float32),
-                np.zeros(1, np.int32),
-            )
+        if not num_own:
+            # It takes part in the exchanges of the members, and contributes nothing.
+            images = np.zeros((1, *self.graph.input_shape), np.float32)
+            labels = np.zeros(1, np.int32)
         images, labels = self._checked(images, labels)
         sizes = [int(size) for size in gather(peers, [num_own])[:, 0]]
         for cautious in (False, True):
             share = JointShare(peers, sizes, cautious=cautious)
-            trackers = {key: copy.copy(tracker) for key, tracker in self._trackers.items()}
+            trackers = self.trackers.copy()
             try:
                 result = self._run(images, labels, share, trackers, settings, None)
             except TrainingFailed:
                 if cautious:
                     raise
-                continue  # perhaps for values that saturated unseen; all members have seen the same maxima
+                # Values may have saturated unseen. All members see the same maxima, so all of them repeat the pass.
+                continue
             if share.held():
                 break
         return JointStep(self, share, trackers, result.loss * num_own / sum(sizes))
-
-    def finish_joint_step(self, trackers: dict[tuple[str, str], ScaleTracker]) -> None:
-        """Adopt the exponents of a step whose updates are made."""
-        self._trackers = trackers
-        self.parameters.num_steps += 1
 
     def _step_settings(
         self, learning_rate: float, progress: float | None, seed: int | None
     ) -> tuple[float, float, int]:
         """Return learning rate, progress and seed of a step, checked."""
-        progress = self._default_progress() if progress is None else progress
-        _require_step(learning_rate, progress)
-        if seed is not None and seed < 0:
-            raise ConfigError(f"seed must be 0 or more, got {seed}")
+        update = self.algorithm.update
+        if progress is None and isinstance(update, IntegerUpdate) and len(update.bits) > 1:
+            bits = ", ".join(map(str, update.bits))
+            raise ConfigError(
+                f"train_step: {self.algorithm.name} takes its gradient bits {bits} in turn; pass "
+                "progress=step / num_steps"
+            )
+        progress = progress or 0.0
+        seed = self.parameters.num_steps if seed is None else seed
+        require_range("train_step", least=0.0, learning_rate=learning_rate, seed=seed)
+        require_range("train_step", least=0.0, most=1.0, progress=progress)
         if self.graph.output not in self.graph.differentiated:
             raise ConfigError(
-                "every parameter is frozen (requires_grad is False): there is nothing to train"
+                "every parameter is frozen (requires_grad is False): nothing to train"
             )
-        return learning_rate, progress, self.parameters.num_steps if seed is None else seed
+        return learning_rate, progress, seed
 
     def _run(
         self,
-        images: npt.NDArray[np.float32],
-        labels: npt.NDArray[np.int32],
+        images: FloatArray,
+        labels: Int32Array,
         share: BatchShare,
-        trackers: dict[tuple[str, str], ScaleTracker],
+        trackers: ScaleTrackers,
         settings: tuple[float, float, int],
         timings: dict[str, float] | None,
     ) -> StepResult:
-        """Run forward and backward pass; what they change is up to `share`."""
-        try:
+        """Run forward and backward pass; `share` makes the changes, or defers them."""
+        with self._released_afterwards(), _overflow_fails_training():
             program, step = self._begin(images, share=share, trackers=trackers)
             step.learning_rate, step.progress, step.seed = settings
             step.timings = timings
             logits = program.forward(step)
-            result = self._result(logits.data, logits.exponent, labels)
+            real = real_logits(logits.data, logits.exponent, self.graph.num_classes)
+            result = _classified(real, labels)
             gradient = program.logits_gradient()
             exponent = write_logits_gradient(
                 self.algorithm.backward,
@@ -337,31 +352,36 @@ class Int8Model:
                 gradient,
             )
             program.backward(step, gradient, exponent)
-        except OverflowError as error:
-            raise TrainingFailed(str(error)) from None
+        return result
+
+    @contextmanager
+    def _released_afterwards(self) -> Iterator[None]:
+        try:
+            yield
         finally:
             self.regions.release_all()
-        return result
 
     def forward(
         self,
-        images: npt.NDArray[np.float32],
+        images: FloatArray,
         *,
         seed: int = 0,
         keep: bool = True,
         replay: bool = False,
         training: bool = True,
-    ) -> tuple[npt.NDArray[np.float32], int]:
+    ) -> tuple[FloatArray, int]:
         """Return the last operator's output, (n, channels, height, width), and its exponent.
 
-        The output is int8 times 2^exponent. With `keep`, what `backward` reads is kept until then, or until the next
-        pass of any kind. A pass that is not kept leaves the exponent trackers alone, which count differentiated
-        batches; a `replay` leaves the running statistics alone, which its batch has updated before.
+        The output is int8 times 2^exponent. With `keep`, the values that `backward` reads are kept until then, or until
+        the next pass of any kind. A pass that is not kept does not count for the exponent trackers. A `replay` does not
+        update the running statistics, since its batch has done so before.
         """
         images = self._checked_images(images)
         try:
             program, step = self._begin(images, training=training)
-            step.seed, step.differentiated, step.replay = seed, keep, replay
+            step.seed = seed
+            step.differentiated = keep
+            step.replay = replay
             output = program.forward(step)
             real = to_real(output.data, output.exponent, output.shape)
             self._kept = (program, step) if keep else None
@@ -372,12 +392,12 @@ class Int8Model:
 
     def backward(
         self,
-        gradient: npt.NDArray[np.float32],
+        gradient: FloatArray,
         *,
         learning_rate: float = 0.01,
         progress: float = 0.0,
         summed: bool = False,
-    ) -> npt.NDArray[np.float32] | None:
+    ) -> FloatArray | None:
         """Train on the batch that `forward` kept, by the gradient of the mean loss with respect to its output.
 
         The gradient (n, channels, height, width) is rounded to the nearest int8, as an FP32 operator's is. If it is
@@ -387,69 +407,51 @@ class Int8Model:
         Returns the gradient of the same loss with respect to the images if the model computes it (`input_gradient`):
         int8 times a power of two, of a mean divided by n. Raises TrainingFailed for a NaN or an infinity in `gradient`.
         """
-        _require_step(learning_rate, progress)
         if self._kept is None:
-            raise ConfigError(
-                "backward: no forward pass was kept; call forward with keep=True before"
-            )
+            raise ConfigError("backward: no pass is kept; call forward with keep=True before")
         (program, step), self._kept = self._kept, None
-        try:
-            into, num_samples = program.logits_gradient(), step.share.num_samples
-            if (
-                not summed
-            ):  # integer gradients are sums over the batch of those of each sample's loss
+        with self._released_afterwards(), _overflow_fails_training():
+            into = program.logits_gradient()
+            num_samples = step.share.num_samples
+            step.learning_rate = learning_rate
+            step.progress = progress
+            # Integer gradients are sums over the batch, and a step divides its learning rate by the samples.
+            if summed:
+                step.learning_rate *= num_samples
+            else:
                 gradient = gradient * np.float32(num_samples)
             exponent = round_gradient(step.engine, self.graph, gradient, into)
-            step.learning_rate, step.progress = (
-                learning_rate * num_samples if summed else learning_rate,
-                progress,
-            )
             of_input = program.backward(step, into, exponent)
             self.parameters.num_steps += 1
             if of_input is None:
                 return None
             real = to_real(*of_input, self.graph.input_shape)
             return real if summed else real / np.float32(num_samples)
-        except OverflowError as error:
-            raise TrainingFailed(str(error)) from None
-        finally:
-            self.regions.release_all()
 
-    def predict(
-        self, images: npt.NDArray[np.float32], *, batch_size: int = 256
-    ) -> npt.NDArray[np.float64]:
+    def predict(self, images: FloatArray, *, batch_size: int = 256) -> DoubleArray:
         """Return (n, classes) real logits, with BatchNorm's running statistics."""
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be 1 or more, got {batch_size}")
-        images, _ = self._checked(images, np.zeros(len(images), dtype=np.int32))
+        require_range("predict", least=1, batch_size=batch_size)
+        images = self._checked_images(images)
         parts = []
         for start in range(0, len(images), batch_size):
-            batch = images[start : start + batch_size]
-            try:
-                program, step = self._begin(batch, training=False)
+            with self._released_afterwards():
+                program, step = self._begin(images[start : start + batch_size], training=False)
                 logits = program.forward(step)
                 parts.append(real_logits(logits.data, logits.exponent, self.graph.num_classes))
-            finally:
-                self.regions.release_all()
         return np.concatenate(parts)
 
     def evaluate(
         self,
-        images: npt.NDArray[np.float32],
-        labels: npt.NDArray[np.int32],
+        images: FloatArray,
+        labels: Int32Array,
         *,
         batch_size: int = 256,
     ) -> StepResult:
         """Return loss and accuracy on labelled images; nothing changes."""
         images, labels = self._checked(images, labels)
-        real = self.predict(images, batch_size=batch_size)
-        return StepResult(
-            loss=mean_cross_entropy(real, labels),
-            num_correct=int((real.argmax(axis=1) == labels).sum()),
-            num_samples=len(labels),
-        )
+        return _classified(self.predict(images, batch_size=batch_size), labels)
 
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+    def arrays(self) -> dict[str, AnyArray]:
         """Return the parameters as NumPy arrays by their names in the module's state_dict, weights as float32."""
         return export_parameters(self.graph, self.parameters)
 
@@ -469,13 +471,10 @@ class Int8Model:
         keep_master = isinstance(self.algorithm.update, Fp32Update)
         parameters = import_parameters(self.graph, arrays, keep_master=keep_master)
         for name, array in self.parameters.fp32.items():
-            if name not in parameters.fp32 or parameters.fp32[name].shape != array.shape:
-                raise ConfigError(
-                    f"state: {name} of shape {array.shape} is missing or of another shape"
-                )
+            array_of(parameters.fp32, name, array.shape)
         parameters.num_steps = self.parameters.num_steps
         self.parameters = parameters
-        self._trackers.clear()
+        self.trackers.restore([])
 
     def save(self, path: Path) -> None:
         """Write graph, algorithm and the exact int8 parameters to an .npz file, atomically."""
@@ -487,72 +486,17 @@ class Int8Model:
         graph, algorithm, parameters = saving.load(path)
         return cls(graph, parameters, algorithm=algorithm, settings=settings)
 
-    def weight_exponents(self) -> dict[str, int]:
-        """Return the exponents of the int8 weights."""
-        return {name: weight.exponent for name, weight in self.parameters.weights.items()}
-
-    def velocities(self) -> dict[str, npt.NDArray[np.float32]]:
-        """Return the momentum of FP32 updates by parameter; empty under integer updates."""
-        holders = self._holders()
-        return {
-            name: holder.velocity.copy()
-            for name, holder in holders.items()
-            if holder.velocity is not None
-        }
-
-    def restore_velocities(self, velocities: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Restore the result of `velocities`."""
-        holders = self._holders()
-        for name, velocity in velocities.items():
-            holder = holders.get(name)
-            if holder is None or holder.data.shape != velocity.shape:
-                raise ConfigError(
-                    f"velocities: the network has no {name} of shape {velocity.shape}"
-                )
-            holder.velocity = np.array(velocity, dtype=np.float32)
-
-    def trackers_to_json(self) -> list[Any]:
-        """Return the state of the exponent trackers, as plain values."""
-        return [[name, role, tracker.to_json()] for (name, role), tracker in self._trackers.items()]
-
-    def restore_trackers(self, document: list[Any]) -> None:
-        """Restore the result of `trackers_to_json`."""
-        policy = self.settings.rescaling
-        self._trackers = {
-            (name, role): ScaleTracker.from_json(policy, values) for name, role, values in document
-        }
-
-    def memory_bytes(self) -> int:
-        """Return the bytes of parameters and of all regions held between steps."""
-        on_fp32_side = [*self.parameters.fp32.values(), *self.parameters.fp32_gradients.values()]
-        held = self.regions.held_bytes + sum(array.nbytes for array in on_fp32_side)
-        for holder in self._holders().values():
-            floats = (getattr(holder, "master", None), holder.velocity, holder.gradient)
-            held += holder.data.nbytes + sum(array.nbytes for array in floats if array is not None)
-        return held
-
-    def _default_progress(self) -> float:
-        update = self.algorithm.update
-        if isinstance(update, IntegerUpdate) and len(update.bits) > 1:
-            raise ConfigError(
-                f"train_step: {self.algorithm.name} takes its gradient bits {', '.join(map(str, update.bits))} from "
-                "the part of the training that is done; pass progress=step / num_steps"
-            )
-        return 0.0
-
-    def _holders(self) -> dict[str, Weight | Vector]:
-        return {**self.parameters.weights, **self.parameters.vectors}
-
     def _begin(
         self,
-        images: npt.NDArray[np.float32],
+        images: FloatArray,
         *,
         training: bool = True,
         share: BatchShare | None = None,
-        trackers: dict[tuple[str, str], ScaleTracker] | None = None,
+        trackers: ScaleTrackers | None = None,
     ) -> tuple[BoundGraph, StepContext]:
         """Begin a pass over images that are the whole batch, or a share of it."""
-        self._kept = None  # its memory is taken by this pass
+        # This pass takes the memory of a kept one.
+        self._kept = None
         self.regions.release_all()
         share = share or BatchShare(len(images))
         largest = share.most(_int8.max_magnitude(images))
@@ -560,27 +504,15 @@ class Int8Model:
             raise ConfigError("images: there is a NaN or an infinity among the pixels")
         if largest and not 2.0**-MAX_EXPONENT < largest < 2.0**MAX_EXPONENT:
             raise ConfigError(
-                f"images: the largest magnitude is {largest:.3g}; normalise them, to about 1"
+                f"images: the largest magnitude is {largest:.3g}; normalise to about 1"
             )
         batch = len(images)
-        program = self._programs.get(batch)
-        if program is None:
-            program = BoundGraph(
-                self.graph,
-                batch,
-                self.engine,
-                self.regions,
-                batch_blocks=self.settings.batch_blocks,
-                fp32_factory=self._fp32_factory,
-                input_gradient=self._input_gradient,
-            )
-            self._programs[batch] = program
+        program = self._program(batch)
         step = StepContext(
             engine=self.engine,
             algorithm=self.algorithm,
             parameters=self.parameters,
-            trackers=self._trackers if trackers is None else trackers,
-            rescaling=self.settings.rescaling,
+            trackers=trackers or self.trackers,
             share=share,
             workspace=self._scratch(batch, "workspace", program.workspace_bytes, np.uint8),
             accumulators=self._scratch(batch, "accumulators", program.accumulator_size, np.int32),
@@ -589,6 +521,21 @@ class Int8Model:
         )
         program.take_input(images, exponent_for(largest), step.workspace)
         return program, step
+
+    def _program(self, batch: int) -> BoundGraph:
+        """Return the graph bound to a batch size, bound at its first use."""
+        program = self._programs.get(batch)
+        if program is None:
+            program = self._programs[batch] = BoundGraph(
+                self.graph,
+                batch,
+                self.engine,
+                self.regions,
+                batch_blocks=self.settings.batch_blocks,
+                fp32_factory=self._fp32_factory,
+                input_gradient=self._input_gradient,
+            )
+        return program
 
     def _scratch(self, batch: int, role: str, size: int, dtype: type) -> Any:
         num_bytes = size * np.dtype(dtype).itemsize
@@ -599,92 +546,70 @@ class Int8Model:
             return 0
         return max((weight.data.size for weight in self.parameters.weights.values()), default=0)
 
-    def _result(
-        self, logits: npt.NDArray[np.int8], exponent: int, labels: npt.NDArray[np.int32]
-    ) -> StepResult:
-        real = real_logits(logits, exponent, self.graph.num_classes)
-        return StepResult(
-            loss=mean_cross_entropy(real, labels),
-            num_correct=int((real.argmax(axis=1) == labels).sum()),
-            num_samples=len(labels),
-        )
-
-    def _checked(
-        self, images: npt.NDArray[np.float32], labels: npt.NDArray[np.int32]
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+    def _checked(self, images: FloatArray, labels: Int32Array) -> tuple[FloatArray, Int32Array]:
         images = self._checked_images(images)
         labels = np.asarray(labels)
         if labels.shape != (len(images),) or labels.dtype.kind not in "iu":
-            raise ConfigError(
-                f"labels: need {len(images)} integers, got {labels.dtype} of shape {labels.shape}"
-            )
-        if labels.size and not 0 <= int(labels.min()) <= int(labels.max()) < self.graph.num_classes:
-            raise ConfigError(
-                f"labels: need 0 to {self.graph.num_classes - 1}, got {int(labels.min())} to {int(labels.max())}"
-            )
+            got = f"{labels.dtype} of shape {labels.shape}"
+            raise ConfigError(f"labels: need {len(images)} integers, got {got}")
+        least = int(labels.min())
+        most = int(labels.max())
+        if least < 0 or most >= self.graph.num_classes:
+            classes = f"0 to {self.graph.num_classes - 1}"
+            raise ConfigError(f"labels: need {classes}, got {least} to {most}")
         return images, np.ascontiguousarray(labels, dtype=np.int32)
 
-    def _checked_images(self, images: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def _checked_images(self, images: FloatArray) -> FloatArray:
         images = np.asarray(images.detach() if hasattr(images, "detach") else images)
-        if images.dtype != np.float32:
-            raise ConfigError(f"images: need float32, got {images.dtype}")
-        if images.ndim != 4 or images.shape[1:] != self.graph.input_shape or len(images) == 0:
+        needed = self.graph.input_shape
+        if images.dtype != np.float32 or images.shape[1:] != needed or len(images) == 0:
             raise ConfigError(
-                f"images: need shape (n, {', '.join(map(str, self.graph.input_shape))}) with n of 1 or "
-                f"more, got {images.shape}"
+                f"images: need float32 of shape (n, {', '.join(map(str, needed))}), n of 1 or more, got "
+                f"{images.dtype} of shape {images.shape}"
             )
         return np.ascontiguousarray(images)
-
-
-def _require_step(learning_rate: float, progress: float) -> None:
-    if not 0.0 <= progress <= 1.0:
-        raise ConfigError(f"progress must be in [0, 1], got {progress}")
-    if not (np.isfinite(learning_rate) and learning_rate >= 0.0):
-        raise ConfigError(f"learning_rate must be 0 or more, got {learning_rate}")
-
-
-def _require_known_blocks(graph: Graph, blocks: Mapping[str, int]) -> None:
-    known = {node.name for node in graph.nodes if isinstance(node, Convolution)}
-    for name, block in blocks.items():
-        if name not in known:
-            raise ConfigError(f"batch_blocks: the network has no convolution {name!r}")
-        if block < 0:
-            raise ConfigError(
-                f"batch_blocks: {name} must be 0 or more images at a time, got {block}"
-            )
 
 
 def round_gradient(
     engine: _int8.Engine,
     graph: Graph,
-    gradient: npt.NDArray[np.float32],
+    gradient: FloatArray,
     out: Int8Array,
 ) -> int:
     """Round a gradient (batch, c, h, w) to `out` and return its exponent; TrainingFailed if it is not finite."""
-    channels, height, width = graph.shape_of(graph.output)
-    if gradient.shape != (out.shape[2], channels, height, width):
-        raise ConfigError(
-            f"backward: need a gradient of shape {(out.shape[2], channels, height, width)}, got "
-            f"{gradient.shape}"
-        )
+    shape = (out.shape[2], *graph.shape_of(graph.output))
+    if gradient.shape != shape:
+        raise ConfigError(f"backward: need a gradient of shape {shape}, got {gradient.shape}")
     gradient = np.ascontiguousarray(gradient, dtype=np.float32)
-    largest = _int8.max_magnitude(gradient)
-    if not largest <= 2.0**MAX_EXPONENT:
-        raise TrainingFailed(
-            f"{graph.output}: its gradient has left float32 or reaches {largest:.3g}; lower the "
-            "learning rate"
-        )
-    exponent = max(exponent_for(largest), -MAX_EXPONENT)
-    _int8.quantise_images(engine, gradient, out, len(gradient), channels, height, width, exponent)
+    exponent = exponent_within_float32(graph.output, _int8.max_magnitude(gradient))
+    _int8.quantise_images(engine, gradient, out, *shape, exponent)
     return exponent
 
 
-def real_logits(logits: Int8Array, exponent: int, num_classes: int) -> npt.NDArray[np.float64]:
+@contextmanager
+def _overflow_fails_training() -> Iterator[None]:
+    """Raise TrainingFailed for sums that leave int32."""
+    try:
+        yield
+    except OverflowError as error:
+        raise TrainingFailed(str(error)) from None
+
+
+def _classified(real: DoubleArray, labels: Int32Array) -> StepResult:
+    """Return loss and accuracy of (n, classes) real logits."""
+    return StepResult(
+        loss=mean_cross_entropy(real, labels),
+        num_correct=int((real.argmax(axis=1) == labels).sum()),
+        num_samples=len(labels),
+    )
+
+
+def real_logits(logits: Int8Array, exponent: int, num_classes: int) -> DoubleArray:
     """Return (batch, classes) real logits of a (1, 1, batch, channel stride) tensor."""
     return np.ldexp(logits[0, 0, :, :num_classes].astype(np.float64), exponent)
 
 
-def mean_cross_entropy(real: npt.NDArray[np.float64], labels: npt.NDArray[np.int32]) -> float:
+def mean_cross_entropy(real: DoubleArray, labels: Int32Array) -> float:
     """Return the mean of -log softmax at the label."""
     shifted = real - real.max(axis=1, keepdims=True)
     log_sum = np.log(np.exp(shifted).sum(axis=1))
@@ -695,7 +620,7 @@ def write_logits_gradient(
     rule: BackwardRule,
     logits: Int8Array,
     exponent: int,
-    labels: npt.NDArray[np.int32],
+    labels: Int32Array,
     num_classes: int,
     out: Int8Array,
 ) -> int:

@@ -7,14 +7,15 @@ layer is a convolution whose kernel covers its input, so a flatten before it nee
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from socflower.errors import ConfigError
 
 Shape = tuple[int, int, int]
 Pair = tuple[int, int]
+Geometry = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
 
 INPUT = "input"
 """Name of the value that holds the images."""
@@ -27,32 +28,38 @@ class UnsupportedOperator(ConfigError):
     """
 
     def __init__(self, what: str, module: str, modules: Sequence[str] = ()) -> None:
-        self.what, self.module = what, module
+        self.what = what
+        self.module = module
         self.modules = list(modules) or [module]
-        super().__init__(f"{what}; " + self.remedy("say", "fp32_operators={}", "unsupported={}"))
+        super().__init__(f"{what}; {self._remedy('{}')}")
 
-    def remedy(self, do: str, operators: str, unsupported: str) -> str:
-        """Return the remedy as text; `operators` and `unsupported` are the settings' spelling, {} for the value."""
+    def advising(self, call: str) -> ConfigError:
+        """Return the error with its remedy as a call, {} for the setting, such as "Int8Trainer({})"."""
+        return ConfigError(f"{self.what}; {self._remedy(call)}")
+
+    def _remedy(self, call: str) -> str:
+        in_fp32 = call.format("unsupported='fp32'")
         if not self.module:
             return (
-                "move it into a module of its own, of one tensor in and one out, which can run in FP32: then "
-                f"{do} {unsupported.format(repr('fp32'))}"
+                f"move it into a module of its own, of one tensor in and one out, and use {in_fp32}"
             )
-        return (
-            f"{do} {unsupported.format(repr('fp32'))} to run all such operators in FP32, or "
-            f"{operators.format(self.modules)} to name them"
-        )
+        named = call.format(f"fp32_operators={self.modules}")
+        return f"use {in_fp32} to run all such operators in FP32, or {named} to name them"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """An operator: the values it reads and the shape of its output."""
+    """An operator: the values it reads and the shape of its output.
+
+    `name` is also the prefix of its parameters in the module's state_dict. `frozen` has the names of the parameters
+    that training does not change.
+    """
 
     kind: ClassVar[str] = ""
-    name: str  # also the prefix of its parameters in the module's state_dict
+    name: str
     inputs: tuple[str, ...]
     shape: Shape
-    frozen: tuple[str, ...] = ()  # names of its parameters that training does not change
+    frozen: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -72,7 +79,10 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Convolution(Node):
-    """Convolution or linear layer, `weight` (out, in/groups, kh, kw), with a fused ReLU if `relu`."""
+    """Convolution or linear layer, `weight` (out, in/groups, kh, kw), with a fused ReLU if `relu`.
+
+    A `linear` layer's weight is (out, in * kh * kw) in the module.
+    """
 
     kind: ClassVar[str] = "convolution"
     kernel: Pair
@@ -81,7 +91,7 @@ class Convolution(Node):
     groups: int = 1
     bias: bool = False
     relu: bool = False
-    linear: bool = False  # the module's weight is (out, in * kh * kw)
+    linear: bool = False
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -163,13 +173,17 @@ class Dropout(Node):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp32(Node):
-    """An operator that runs in torch FP32: it has no int8 kernel, or `fp32_operators` names its module."""
+    """An operator that runs in torch FP32: it has no int8 kernel, or `fp32_operators` names its module.
+
+    `operator` is the module's type, for messages. `path` is that of the module, which may be called by several nodes
+    if it has no parameters; `own` are its parameters. A `flat` module takes (n, features).
+    """
 
     kind: ClassVar[str] = "fp32"
-    operator: str  # of the original node, for messages
-    flat: bool = False  # the module takes (n, features)
-    path: str = ""  # of the module; a module without parameters may be several nodes
-    own: tuple[str, ...] = ()  # parameters of the module
+    operator: str
+    flat: bool = False
+    path: str = ""
+    own: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -191,27 +205,27 @@ class Graph:
     nodes: tuple[Node, ...]
 
     def __post_init__(self) -> None:
-        made = {INPUT}
-        for node in self.nodes:
-            for value in node.inputs:
-                if value not in made:
-                    raise ConfigError(
-                        f"graph: {node.name} reads {value!r}, which no earlier node makes"
-                    )
-            if node.name in made:
-                raise ConfigError(
-                    f"{node.name}: runs twice; int8 training has no operators that share their weights; "
-                    "make a module for each call, or list the module around them in fp32_operators"
-                )
-            made.add(node.name)
-        for node in self.nodes:
-            _require_geometry(node, [self.shape_of(value) for value in node.inputs])
         if not self.nodes:
             raise ConfigError("graph: there is no operator to train")
-        read = {value for node in self.nodes for value in node.inputs}
+        made = {INPUT}
+        read: set[str] = set()
+        for node in self.nodes:
+            unknown = [value for value in node.inputs if value not in made]
+            if unknown:
+                raise ConfigError(
+                    f"graph: {node.name} reads {unknown[0]!r}, which no node makes before"
+                )
+            if node.name in made:
+                raise ConfigError(
+                    f"{node.name}: runs twice, and int8 operators share no weights; make a module for each "
+                    "call, or list the module around them in fp32_operators"
+                )
+            made.add(node.name)
+            read.update(node.inputs)
+            _require_geometry(node, [self.shape_of(value) for value in node.inputs])
         unread = [node.name for node in self.nodes[:-1] if node.name not in read]
         if unread:
-            raise ConfigError(f"graph: nothing reads what {', '.join(unread)} computes")
+            raise ConfigError(f"graph: nothing reads the result of {', '.join(unread)}")
 
     @property
     def output(self) -> str:
@@ -229,7 +243,8 @@ class Graph:
 
     def weight_shape(self, node: Convolution) -> tuple[int, int, int, int]:
         """Return (out, in/groups, kh, kw)."""
-        return node.shape[0], self.shape_of(node.inputs[0])[0] // node.groups, *node.kernel
+        in_channels, _, _ = self.shape_of(node.inputs[0])
+        return node.shape[0], in_channels // node.groups, *node.kernel
 
     def module_weight_shape(self, node: Convolution) -> tuple[int, ...]:
         """Return the shape of a convolution's weight in the module: (out, in * kh * kw) for a linear layer."""
@@ -263,85 +278,69 @@ class Graph:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Graph:
         """Return the graph that `to_json` described. Raises ConfigError on an unknown operator or field."""
-        return cls(
-            input_shape=_shape(document["input_shape"]),
-            nodes=tuple(_nodes_from_json(document["nodes"])),
-        )
+        channels, height, width = document["input_shape"]
+        nodes = tuple(_node_from_json(each) for each in document["nodes"])
+        return cls(input_shape=(channels, height, width), nodes=nodes)
 
 
-def _shape(values: list[int]) -> Shape:
-    channels, height, width = values
-    return channels, height, width
-
-
-def _nodes_from_json(documents: list[dict[str, Any]]) -> Iterator[Node]:
-    for document in documents:
-        settings: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value
-            for key, value in document.items()
-        }
-        kind = settings.pop("kind", None)
-        cls = _KINDS.get(str(kind))
-        known = set() if cls is None else {field.name for field in fields(cls)}
-        if cls is None or set(settings) - known:
-            raise ConfigError(
-                f"graph: unknown operator {kind!r} or fields {sorted(set(settings) - known)}"
-            )
-        yield cls(**settings)
+def _node_from_json(document: dict[str, Any]) -> Node:
+    settings: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in document.items()
+    }
+    kind = _KINDS.get(str(settings.pop("kind", None)))
+    try:
+        if kind is not None:
+            return kind(**settings)
+    except TypeError:
+        pass
+    raise ConfigError(f"graph: unknown operator {document}")
 
 
 def _require_geometry(node: Node, inputs: list[Shape]) -> None:
     """Raise ConfigError if an operator's shape does not follow from its inputs' shapes."""
-    channels, height, width = inputs[0]
-    expected: Shape | None = None
-    if isinstance(node, Convolution | MaxPool | AveragePool):
-        if min(*node.kernel, *node.stride) < 1 or min(node.padding) < 0:
-            raise ConfigError(
-                f"graph: {node.name} has kernel {node.kernel}, stride {node.stride}, padding {node.padding}"
-            )
-        sizes = [
-            (size + 2 * padding - kernel) // stride + 1
-            for size, kernel, stride, padding in zip(
-                (height, width), node.kernel, node.stride, node.padding, strict=True
-            )
-        ]
-        expected = (
-            node.shape[0] if isinstance(node, Convolution) else channels,
-            sizes[0],
-            sizes[1],
-        )
-    elif isinstance(node, BatchNorm | Relu | Add | Dropout):
-        expected = inputs[0]
     if isinstance(node, Dropout) and not 0.0 <= node.p <= 1.0:
         raise ConfigError(f"graph: {node.name} has p = {node.p}; it must lie in [0, 1]")
-    if (
-        min(node.shape) < 1
-        or (expected is not None and node.shape != expected)
-        or (isinstance(node, Add) and inputs[0] != inputs[1])
-    ):
-        raise ConfigError(
-            f"graph: {node.name} does not make {node.shape} of {' and '.join(map(str, inputs))}"
+    expected = node.shape if isinstance(node, Fp32) else inputs[0]
+    if isinstance(node, Convolution | MaxPool | AveragePool):
+        window = (node.kernel, node.stride, node.padding)
+        height, width = (
+            (size + 2 * padding - kernel) // stride + 1
+            for size, kernel, stride, padding in zip(inputs[0][1:], *window, strict=True)
         )
+        channels = node.shape[0] if isinstance(node, Convolution) else inputs[0][0]
+        expected = (channels, height, width)
+    unequal = isinstance(node, Add) and inputs[0] != inputs[1]
+    if unequal or node.shape != expected or min(node.shape) < 1:
+        made_of = " and ".join(map(str, inputs))
+        raise ConfigError(f"graph: {node.name} does not make {node.shape} of {made_of}")
+
+
+def convolution_geometry(graph: Graph, node: Convolution, batch: int) -> Geometry:
+    """Return the arguments of the kernels' `Convolution`, up to the groups."""
+    channels, height, width = graph.shape_of(node.inputs[0])
+    sizes = (batch, height, width, channels, node.shape[0])
+    return (*sizes, *node.kernel, *node.stride, *node.padding, node.groups)
 
 
 def fuse_relu(graph: Graph) -> Graph:
-    """Return the graph with every ReLU fused into the operator before it, where only the ReLU reads that operator.
+    """Return the graph with each ReLU fused into the operator before it, if only the ReLU reads that operator.
 
     The maximum search of the rounding (F14) then reads only the values after the ReLU.
     """
-    fused: dict[str, str] = {}  # name of a fused ReLU -> operator that now computes its value
+    # Name of a fused ReLU -> operator that now computes its value.
+    fused: dict[str, str] = {}
     nodes: dict[str, Node] = {}
     for node in graph.nodes:
         node = replace(node, inputs=tuple(fused.get(value, value) for value in node.inputs))
-        if isinstance(node, Relu):
-            before = nodes.get(node.inputs[0])
-            if (
-                isinstance(before, Convolution | BatchNorm | Add)
-                and not before.relu
-                and len(graph.consumers(before.name)) == 1
-            ):
-                nodes[before.name] = replace(before, relu=True)
-                fused[node.name] = before.name
-                continue
-        nodes[node.name] = node
+        before = nodes.get(node.inputs[0])
+        if (
+            isinstance(node, Relu)
+            and isinstance(before, Convolution | BatchNorm | Add)
+            and not before.relu
+            and len(graph.consumers(before.name)) == 1
+        ):
+            nodes[before.name] = replace(before, relu=True)
+            fused[node.name] = before.name
+        else:
+            nodes[node.name] = node
     return Graph(input_shape=graph.input_shape, nodes=tuple(nodes.values()))

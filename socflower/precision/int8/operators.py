@@ -21,13 +21,18 @@ from socflower.errors import TrainingFailed
 from socflower.precision.algorithm import Rounding, TrainingAlgorithm
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.batch_share import BatchShare
-from socflower.precision.int8.fixed_point import channel_stride, scaled_integers
-from socflower.precision.int8.parameters import Parameters, Weight
-from socflower.precision.int8.requantisation import (
+from socflower.precision.int8.fixed_point import (
+    DoubleArray,
+    FloatArray,
     Int8Array,
     Int32Array,
-    RescalingPolicy,
+    channel_stride,
+    scaled_integers,
+)
+from socflower.precision.int8.parameters import Parameters, Weight
+from socflower.precision.int8.requantisation import (
     ScaleTracker,
+    ScaleTrackers,
     round_elementwise,
     round_product,
 )
@@ -40,14 +45,18 @@ AVERAGE_BITS = 14
 
 @dataclass(slots=True)
 class Tensor:
-    """An int8 tensor of a step, (h, w, batch, channel stride), and its gradient once it is computed."""
+    """An int8 tensor of a step, (h, w, batch, channel stride), and its gradient once it is computed.
+
+    The values of `activations` are all in 0..127. The only reader of a `masked` tensor sets the gradient of elements
+    that are not positive to 0.
+    """
 
     shape: ir.Shape
     batch: int
     data: Int8Array = field(init=False)
     exponent: int = 0
-    activations: bool = False  # all values lie in 0..127
-    masked: bool = False  # its only reader masks the gradient to where `data` is positive
+    activations: bool = False
+    masked: bool = False
     gradient: Int8Array | None = None
     gradient_exponent: int = 0
 
@@ -65,38 +74,35 @@ class Tensor:
 
 @dataclass(kw_only=True, slots=True)
 class StepContext:
-    """Settings and shared buffers of the current step."""
+    """Settings and shared buffers of the current step.
+
+    `share` is the part of the batch that the operators compute. The flat buffers are `accumulators`, as large as the
+    largest product or weight gradient, and `scratch`, as large as the largest weight under FP32 updates. The trackers
+    count only `differentiated` passes, which a backward pass follows. A `replay` is of a batch that has updated the
+    running statistics already. `seed` is that of the random numbers in the step. `timings`, if given, collects
+    seconds per operator.
+    """
 
     engine: _int8.Engine
     algorithm: TrainingAlgorithm
     parameters: Parameters
-    trackers: dict[tuple[str, str], ScaleTracker]
-    rescaling: RescalingPolicy
-    share: BatchShare  # of the batch, which its operators compute
+    trackers: ScaleTrackers
+    share: BatchShare
     workspace: npt.NDArray[np.uint8]
-    accumulators: (
-        Int32Array  # flat; as large as the largest product, forward or backward, or weight gradient
-    )
-    scratch: npt.NDArray[np.float32]  # flat; as large as the largest weight, under FP32 updates
+    accumulators: Int32Array
+    scratch: FloatArray
     training: bool = True
-    differentiated: bool = True  # a backward pass follows; the trackers count no other passes
-    replay: bool = False  # of a batch that has updated the running statistics already
+    differentiated: bool = True
+    replay: bool = False
     learning_rate: float = 0.0
     progress: float = 0.0
-    seed: int = 0  # of the random numbers in the step
-    timings: dict[str, float] | None = (
-        None  # seconds per operator, forward and backward, if requested
-    )
+    seed: int = 0
+    timings: dict[str, float] | None = None
 
     def tracker(self, name: str, role: str) -> ScaleTracker | None:
         """Return the tracker of a tensor's exponent; None in a pass that always searches the maximum."""
-        if not (self.training and self.differentiated):
-            return None
-        key = (name, role)
-        tracker = self.trackers.get(key)
-        if tracker is None:
-            tracker = self.trackers[key] = ScaleTracker(self.rescaling)
-        return tracker
+        counts = self.training and self.differentiated
+        return self.trackers.tracker(name, role) if counts else None
 
     def wide(self, shape: Sequence[int]) -> Int32Array:
         """Return accumulators of that shape."""
@@ -114,8 +120,9 @@ NodeT = TypeVar("NodeT", bound=ir.Node)
 class Operator(ABC, Generic[NodeT]):
     """An operator of one batch size: the tensors it reads and the one that it computes."""
 
-    workspace_bytes = 0  # of `StepContext.workspace` that it needs
-    accumulator_size = 0  # elements of `StepContext.accumulators` that it needs
+    # What it needs of `StepContext.workspace` and of `StepContext.accumulators`.
+    workspace_bytes = 0
+    accumulator_size = 0
 
     def __init__(self, node: NodeT, inputs: Sequence[Tensor], output: Tensor) -> None:
         self.node, self.inputs, self.output = node, tuple(inputs), output
@@ -135,11 +142,16 @@ class Operator(ABC, Generic[NodeT]):
         """Write the gradient of each input into its array (None: not needed) and return their exponents."""
 
     def _round(
-        self, step: StepContext, role: str, acc_exponent: int, run: Callable[[bool, int], int]
+        self,
+        step: StepContext,
+        role: str,
+        acc_exponent: int,
+        run: Callable[[Int8Array | None, int], int],
+        out: Int8Array,
     ) -> int:
-        return round_elementwise(
-            self.node.name, step.share, step.tracker(self.node.name, role), acc_exponent, run
-        )
+        """Store the result of `run(out, shift)`, rounded to int8, and return its exponent (F14)."""
+        name = self.node.name
+        return round_elementwise(name, step.share, step.tracker(name, role), acc_exponent, run, out)
 
 
 class ConvolutionOperator(Operator[ir.Convolution]):
@@ -157,7 +169,7 @@ class ConvolutionOperator(Operator[ir.Convolution]):
         self.workspace_bytes = workspace_bytes
         self._plan = plan
         self._sums = np.zeros((2, output.array_shape[3]), dtype=np.int64)
-        # Over patches (program.py) the same memory is the weight of a pointwise convolution.
+        # Over patches (bound_graph.py) the same memory is the weight of a pointwise convolution.
         self._weight_shape = plan.weight_shape
         self._depth = math.prod(self._weight_shape[:3])
         shapes = (self.inputs[0].array_shape, self.output.array_shape, self._weight_shape)
@@ -165,7 +177,8 @@ class ConvolutionOperator(Operator[ir.Convolution]):
 
     def forward(self, step: StepContext) -> None:
         """Multiply, add the bias at the accumulator's scale, apply the ReLU, round."""
-        x, node = self.inputs[0], self.node
+        x = self.inputs[0]
+        node = self.node
         weight = step.parameters.weights[f"{node.name}.weight"]
         weight_data = weight.data.reshape(self._weight_shape)
         acc_exponent = x.exponent + weight.exponent
@@ -205,59 +218,69 @@ class ConvolutionOperator(Operator[ir.Convolution]):
         if not np.abs(scaled).max() <= room:
             worst = float(np.abs(real).max())
             raise TrainingFailed(
-                f"{self.node.name}: a bias of {worst:.4g} at the accumulator's scale 2^{acc_exponent} leaves int32; "
-                "its inputs or weights have become too small beside it, lower the learning rate"
+                f"{self.node.name}: a bias of {worst:.4g} in units of 2^{acc_exponent} leaves int32; lower "
+                "the learning rate"
             )
         return scaled.astype(np.int32)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Compute the input gradient with the weights of the forward pass, then the weight gradient, then update."""
-        x, node = self.inputs[0], self.node
-        dy, dy_exponent = self.gradient, self.output.gradient_exponent
+        node = self.node
         weight = step.parameters.weights[f"{node.name}.weight"]
-        weight_data = weight.data.reshape(self._weight_shape)
-        exponents = [0]
-        if into[0] is not None:
-            rounding = step.algorithm.backward.rounding
-
-            def run(destination: Int8Array | Int32Array, shift: int) -> int:
-                return self._plan.input_gradient(
-                    step.engine,
-                    dy,
-                    weight_data,
-                    destination,
-                    step.workspace,
-                    shift,
-                    rounding,
-                    x.mask,
-                )
-
-            exponents[0] = round_product(
-                node.name,
-                step.engine,
-                step.share,
-                step.tracker(node.name, "backward"),
-                dy_exponent + weight.exponent,
-                run,
-                into[0],
-                step.wide(x.array_shape),
-                rounding,
-            )
+        exponent = 0 if into[0] is None else self._input_gradient(step, weight, into[0])
         if "weight" in node.trained:
             self._update_weight(step, weight)
         if "bias" in node.trained:
-            _int8.channel_sums(step.engine, dy, dy, None, self._sums[0], self._sums[1])
-            bias = step.parameters.vectors[f"{node.name}.bias"]
+            self._update_bias(step)
+        return [exponent]
 
-            def update_bias(sums: npt.NDArray[np.float64]) -> None:
-                gradient = np.ldexp(sums, dy_exponent).astype(np.float32)
-                update_vector(step.algorithm, bias, gradient, step.mean_learning_rate)
+    def _input_gradient(self, step: StepContext, weight: Weight, into: Int8Array) -> int:
+        """Write the gradient of the input and return its exponent."""
+        x = self.inputs[0]
+        node = self.node
+        rounding = step.algorithm.backward.rounding
+        weight_data = weight.data.reshape(self._weight_shape)
 
-            step.share.add(self._sums[0].astype(np.float64), update_bias)
-        return exponents
+        def run(destination: Int8Array | Int32Array, shift: int) -> int:
+            return self._plan.input_gradient(
+                step.engine,
+                self.gradient,
+                weight_data,
+                destination,
+                step.workspace,
+                shift,
+                rounding,
+                x.mask,
+            )
+
+        return round_product(
+            node.name,
+            step.engine,
+            step.share,
+            step.tracker(node.name, "backward"),
+            self.output.gradient_exponent + weight.exponent,
+            run,
+            into,
+            step.wide(x.array_shape),
+            rounding,
+        )
+
+    def _update_bias(self, step: StepContext) -> None:
+        dy = self.gradient
+        exponent = self.output.gradient_exponent
+        _int8.channel_sums(step.engine, dy, dy, None, self._sums[0], self._sums[1])
+        bias = step.parameters.vectors[f"{self.node.name}.bias"]
+
+        def update(sums: DoubleArray) -> None:
+            gradient = np.ldexp(sums, exponent).astype(np.float32)
+            update_vector(step.algorithm, bias, gradient, step.mean_learning_rate)
+
+        step.share.add(self._sums[0].astype(np.float64), update)
 
     def _update_weight(self, step: StepContext, weight: Weight) -> None:
-        x, node, dy = self.inputs[0], self.node, self.gradient
+        x = self.inputs[0]
+        node = self.node
+        dy = self.gradient
         gradient = step.wide(self._weight_shape)
         try:
             own_largest = self._plan.weight_gradient(
@@ -295,45 +318,51 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
     def __init__(self, node: ir.BatchNorm, inputs: Sequence[Tensor], output: Tensor) -> None:
         super().__init__(node, inputs, output)
         self._sums = np.zeros((2, output.array_shape[3]), dtype=np.int64)
-        self._mean: npt.NDArray[np.float64]  # of the batch, in units of 2^exponent
-        self._slope: npt.NDArray[np.float64]  # d(normalised) / d(x.data)
+        # The mean of the batch in units of 2^exponent, and d(normalised) / d(x.data).
+        self._mean: DoubleArray
+        self._slope: DoubleArray
 
     def forward(self, step: StepContext) -> None:
         """Normalise with the statistics of the batch (training) or the running ones (evaluation)."""
-        x, node = self.inputs[0], self.node
+        x = self.inputs[0]
+        node = self.node
         vectors = step.parameters.vectors
         if step.training:
-            rows = self._rows(step)
-            _int8.channel_sums(step.engine, x.data, x.data, None, self._sums[0], self._sums[1])
-            sums = step.share.total(self._sums)
-            mean = sums[0] / rows
-            variance = np.maximum(sums[1] / rows - mean * mean, 0.0)
-            if not step.replay:
-                real_mean, real_variance = (
-                    np.ldexp(mean, x.exponent),
-                    np.ldexp(variance, 2 * x.exponent),
-                )
-                step.share.change(lambda: self._track(step, rows, real_mean, real_variance))
+            mean, variance = self._batch_statistics(step)
         else:
-            mean = np.ldexp(
-                vectors[f"{node.name}.running_mean"].data.astype(np.float64), -x.exponent
-            )
-            real = vectors[f"{node.name}.running_var"].data.astype(np.float64)
-            variance = np.ldexp(real, -2 * x.exponent)
-        slope = np.ldexp(1.0 / np.sqrt(np.ldexp(variance, 2 * x.exponent) + node.eps), x.exponent)
-        self._mean, self._slope = mean, slope
+            running_mean = vectors[f"{node.name}.running_mean"].data.astype(np.float64)
+            running_var = vectors[f"{node.name}.running_var"].data.astype(np.float64)
+            mean = np.ldexp(running_mean, -x.exponent)
+            variance = np.ldexp(running_var, -2 * x.exponent)
+        deviation = np.sqrt(np.ldexp(variance, 2 * x.exponent) + node.eps)
+        slope: DoubleArray = np.ldexp(1.0 / deviation, x.exponent)
+        self._mean = mean
+        self._slope = slope
         scale = vectors[f"{node.name}.weight"].data * slope
         offset = vectors[f"{node.name}.bias"].data - scale * mean
         acc_exponent, (int_scale, int_offset) = scaled_integers(21, (scale, 0), (offset, 7))
         rounding = step.algorithm.forward.rounding
 
-        def run(store: bool, shift: int) -> int:
-            out = self.output.data if store else None
+        def run(out: Int8Array | None, shift: int) -> int:
             return _int8.affine(
                 step.engine, x.data, int_scale, int_offset, out, shift, rounding, node.relu
             )
 
-        self.output.exponent = self._round(step, "forward", acc_exponent, run)
+        self.output.exponent = self._round(step, "forward", acc_exponent, run, self.output.data)
+
+    def _batch_statistics(self, step: StepContext) -> tuple[DoubleArray, DoubleArray]:
+        """Return mean and variance of the batch, in units of the input; update the running statistics."""
+        x = self.inputs[0]
+        rows = self._rows(step)
+        _int8.channel_sums(step.engine, x.data, x.data, None, self._sums[0], self._sums[1])
+        sums = step.share.total(self._sums)
+        mean = sums[0] / rows
+        variance = np.maximum(sums[1] / rows - mean * mean, 0.0)
+        if not step.replay:
+            real_mean = np.ldexp(mean, x.exponent)
+            real_variance = np.ldexp(variance, 2 * x.exponent)
+            step.share.change(lambda: self._track(step, rows, real_mean, real_variance))
+        return mean, variance
 
     def _rows(self, step: StepContext) -> int:
         """Return the number of values of a channel in the whole batch."""
@@ -344,8 +373,8 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
         self,
         step: StepContext,
         rows: int,
-        mean: npt.NDArray[np.float64],
-        variance: npt.NDArray[np.float64],
+        mean: DoubleArray,
+        variance: DoubleArray,
     ) -> None:
         keep = 1.0 - self.node.momentum
         unbiased = variance * (rows / max(rows - 1, 1))
@@ -353,56 +382,61 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
             running = step.parameters.vectors[f"{self.node.name}.{part}"]
             running.data = (keep * running.data + self.node.momentum * new).astype(np.float32)
             if not np.isfinite(running.data).all():
-                raise TrainingFailed(
-                    f"{self.node.name}: {part} has left float32; lower the learning rate"
-                )
+                name = f"{self.node.name}.{part}"
+                raise TrainingFailed(f"{name}: has left float32; lower the learning rate")
         step.parameters.num_batches_tracked[self.node.name] += 1
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Compute dx = gamma/sigma * (dy - mean(dy) - xhat * mean(dy * xhat)), then update scale and offset."""
-        x, node = self.inputs[0], self.node
-        dy, dy_exponent = self.gradient, self.output.gradient_exponent
-        vectors = step.parameters.vectors
+        x = self.inputs[0]
+        node = self.node
+        dy = self.gradient
+        dy_exponent = self.output.gradient_exponent
         gate = self.output.data if node.relu else None
         _int8.channel_sums(step.engine, dy, x.data, gate, self._sums[0], self._sums[1])
-        rows = self._rows(step)
         sums = step.share.total(self._sums)
         sum_dy = np.ldexp(sums[0], dy_exponent)
         sum_dy_x = np.ldexp(sums[1], dy_exponent)
-        sum_dy_normalised = self._slope * (sum_dy_x - self._mean * sum_dy)
-        gamma, beta = vectors[f"{node.name}.weight"], vectors[f"{node.name}.bias"]
+        sum_dy_xhat = self._slope * (sum_dy_x - self._mean * sum_dy)
         exponents = [0]
         if into[0] is not None:
-            gain = gamma.data * np.ldexp(self._slope, -x.exponent)  # gamma / sigma
-            scale_dy = np.ldexp(gain, dy_exponent)
-            scale_x = -gain * self._slope * sum_dy_normalised / rows
-            offset = -gain * sum_dy / rows - scale_x * self._mean
-            acc_exponent, integers = scaled_integers(21, (scale_dy, 0), (scale_x, 0), (offset, 7))
-            int_dy, int_x, int_offset = integers
-            rounding = step.algorithm.backward.rounding
-
-            def run(store: bool, shift: int) -> int:
-                out = into[0] if store else None
-                return _int8.affine_gradient(
-                    step.engine, dy, x.data, gate, int_dy, int_x, int_offset, out, shift, rounding
-                )
-
-            exponents[0] = self._round(step, "backward", acc_exponent, run)
-        for part, vector, gradient in (
-            ("weight", gamma, sum_dy_normalised),
-            ("bias", beta, sum_dy),
-        ):
+            # With the scale of the forward pass: it is updated below.
+            exponents[0] = self._input_gradient(step, into[0], gate, sum_dy, sum_dy_xhat)
+        for part, gradient in (("weight", sum_dy_xhat), ("bias", sum_dy)):
             if part in node.trained:
-                step.share.change(
-                    partial(
-                        update_vector,
-                        step.algorithm,
-                        vector,
-                        gradient.astype(np.float32),
-                        step.mean_learning_rate,
-                    )
-                )
+                vector = step.parameters.vectors[f"{node.name}.{part}"]
+                settings = (gradient.astype(np.float32), step.mean_learning_rate)
+                step.share.change(partial(update_vector, step.algorithm, vector, *settings))
         return exponents
+
+    def _input_gradient(
+        self,
+        step: StepContext,
+        into: Int8Array,
+        gate: Int8Array | None,
+        sum_dy: DoubleArray,
+        sum_dy_xhat: DoubleArray,
+    ) -> int:
+        """Write the gradient of the input and return its exponent."""
+        x = self.inputs[0]
+        dy = self.gradient
+        rows = self._rows(step)
+        gamma = step.parameters.vectors[f"{self.node.name}.weight"].data
+        # gamma / sigma
+        gain = gamma * np.ldexp(self._slope, -x.exponent)
+        scale_dy = np.ldexp(gain, self.output.gradient_exponent)
+        scale_x = -gain * self._slope * sum_dy_xhat / rows
+        offset = -gain * sum_dy / rows - scale_x * self._mean
+        acc_exponent, integers = scaled_integers(21, (scale_dy, 0), (scale_x, 0), (offset, 7))
+        int_dy, int_x, int_offset = integers
+        rounding = step.algorithm.backward.rounding
+
+        def run(out: Int8Array | None, shift: int) -> int:
+            return _int8.affine_gradient(
+                step.engine, dy, x.data, gate, int_dy, int_x, int_offset, out, shift, rounding
+            )
+
+        return self._round(step, "backward", acc_exponent, run, into)
 
 
 class ReluOperator(Operator[ir.Relu]):
@@ -417,7 +451,7 @@ class ReluOperator(Operator[ir.Relu]):
         """Copy the gradient, which the readers of the output have already masked."""
         if into[0] is not None:
             x = self.inputs[0]
-            np.multiply(self.gradient, 1 if x.mask is None else x.mask > 0, out=into[0])
+            _copy_masked(self.gradient, x.mask, into[0])
         return [self.output.gradient_exponent]
 
 
@@ -436,22 +470,23 @@ class MaxPoolOperator(Operator[ir.MaxPool]):
         self.output.exponent = self.inputs[0].exponent
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
-        """Scatter every gradient to the position of its maximum; sum them where windows overlap."""
-        x, exponent, target = self.inputs[0], self.output.gradient_exponent, into[0]
+        """Scatter every gradient to the position of its maximum; sum them if windows overlap."""
+        x = self.inputs[0]
+        exponent = self.output.gradient_exponent
+        target = into[0]
         if target is None:
             return [0]
         rounding = step.algorithm.backward.rounding
 
-        def run(store: bool, shift: int) -> int:
-            out = target if store else None
+        def run(out: Int8Array | None, shift: int) -> int:
             return self._plan.max_gradient(
                 step.engine, self.gradient, self._argmax, out, shift, rounding, x.mask
             )
 
         if not self._plan.overlapping:
-            run(True, 0)
+            run(target, 0)
             return [exponent]
-        return [self._round(step, "backward", exponent, run)]
+        return [self._round(step, "backward", exponent, run, target)]
 
 
 class AveragePoolOperator(Operator[ir.AveragePool]):
@@ -467,33 +502,36 @@ class AveragePoolOperator(Operator[ir.AveragePool]):
 
     def forward(self, step: StepContext) -> None:
         """Sum, multiply by 2^14 / window, round."""
-        x, rounding = self.inputs[0], step.algorithm.forward.rounding
+        x = self.inputs[0]
+        rounding = step.algorithm.forward.rounding
 
-        def run(store: bool, shift: int) -> int:
-            out = self.output.data if store else None
+        def run(out: Int8Array | None, shift: int) -> int:
             return self._plan.average(step.engine, x.data, self._multiplier, out, shift, rounding)
 
-        self.output.exponent = self._round(step, "forward", x.exponent - AVERAGE_BITS, run)
+        acc_exponent = x.exponent - AVERAGE_BITS
+        self.output.exponent = self._round(step, "forward", acc_exponent, run, self.output.data)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Distribute every gradient over its window."""
-        x, target, rounding = self.inputs[0], into[0], step.algorithm.backward.rounding
+        x = self.inputs[0]
+        target = into[0]
+        rounding = step.algorithm.backward.rounding
         if target is None:
             return [0]
 
-        def run(store: bool, shift: int) -> int:
-            out = target if store else None
+        def run(out: Int8Array | None, shift: int) -> int:
             return self._plan.average_gradient(
                 step.engine, self.gradient, self._multiplier, out, shift, rounding, x.mask
             )
 
-        return [self._round(step, "backward", self.output.gradient_exponent - AVERAGE_BITS, run)]
+        acc_exponent = self.output.gradient_exponent - AVERAGE_BITS
+        return [self._round(step, "backward", acc_exponent, run, target)]
 
 
 class DropoutOperator(Operator[ir.Dropout]):
     """Zeros at random positions; kept values are multiplied by 1 / (1 - p) and rounded like any product.
 
-    The factor is an integer of 21 bits times a power of two, so where 1 - p is a power of two it only changes the
+    The factor is an integer of 21 bits times a power of two, so if 1 - p is a power of two it only changes the
     exponent. p is rounded to a multiple of 2^-32. Element i, in the order of (height, width, batch, channels) or of
     (batch, channels), is kept if the i-th 32-bit number of Philox is at least 2^32 p. Philox is seeded with the step's
     seed and the operator's index in the graph.
@@ -503,12 +541,12 @@ class DropoutOperator(Operator[ir.Dropout]):
         self, node: ir.Dropout, inputs: Sequence[Tensor], output: Tensor, node_index: int
     ) -> None:
         super().__init__(node, inputs, output)
-        self._gate = np.zeros(
-            output.array_shape, np.int8
-        )  # positive where a value is kept, 0 in the padding
+        # Positive for values that are kept; 0 in the padding.
+        self._gate = np.zeros(output.array_shape, np.int8)
         self._node_index = node_index
         self._threshold = round(node.p * 2**32)
-        factor = 2.0**32 / (2**32 - self._threshold) if self._threshold < 2**32 else 0.0
+        num_kept = 2**32 - self._threshold
+        factor = 2.0**32 / num_kept if num_kept else 0.0
         channels = self._gate.shape[3]
         self._exponent, (self._factor,) = scaled_integers(21, (np.full(channels, factor), 0))
         self._zeros = np.zeros(channels, dtype=np.int32)
@@ -521,26 +559,21 @@ class DropoutOperator(Operator[ir.Dropout]):
             self.output.exponent = x.exponent
             return
         self._draw(step)
-        if x.masked:  # zeros of the preceding ReLU pass no gradient
+        if x.masked:
+            # Zeros of the ReLU before it pass no gradient.
             np.multiply(self._gate, x.data > 0, out=self._gate)
+        rounding = step.algorithm.forward.rounding
         self.output.exponent = self._scale(
-            step, "forward", x.data, x.exponent, self.output.data, step.algorithm.forward.rounding
+            step, "forward", x.data, x.exponent, self.output.data, rounding
         )
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Multiply the gradient of kept values by the same factor; the others get 0."""
         if into[0] is None:
             return [0]
-        return [
-            self._scale(
-                step,
-                "backward",
-                self.gradient,
-                self.output.gradient_exponent,
-                into[0],
-                step.algorithm.backward.rounding,
-            )
-        ]
+        exponent = self.output.gradient_exponent
+        rounding = step.algorithm.backward.rounding
+        return [self._scale(step, "backward", self.gradient, exponent, into[0], rounding)]
 
     def _scale(
         self,
@@ -551,7 +584,9 @@ class DropoutOperator(Operator[ir.Dropout]):
         into: Int8Array,
         rounding: Rounding,
     ) -> int:
-        def run(store: bool, shift: int) -> int:
+        """Write the kept values times the factor, and return their exponent."""
+
+        def run(out: Int8Array | None, shift: int) -> int:
             return _int8.affine_gradient(
                 step.engine,
                 values,
@@ -560,26 +595,36 @@ class DropoutOperator(Operator[ir.Dropout]):
                 self._factor,
                 self._zeros,
                 self._zeros,
-                into if store else None,
+                out,
                 shift,
                 rounding,
             )
 
-        return self._round(step, role, exponent + self._exponent, run)
+        return self._round(step, role, exponent + self._exponent, run, into)
 
     def _draw(self, step: StepContext) -> None:
         """Draw the numbers of the whole batch, and use those of its share."""
         height, width, num_own, _ = self._gate.shape
-        channels, batch = self.node.shape[0], step.share.num_samples
+        channels = self.node.shape[0]
+        batch = step.share.num_samples
         shape = (batch,) if self.node.channelwise else (height, width, batch)
         count = math.prod(shape) * channels
         bits = np.random.Philox(np.random.SeedSequence([step.seed, self._node_index]))
         # The lower half of each 64-bit number comes first, on any machine.
-        numbers = bits.random_raw(-(-count // 2)).astype("<u8", copy=False).view("<u4")[:count]
-        own = numbers.reshape(*shape, channels)[
-            ..., step.share.first : step.share.first + num_own, :
-        ]
-        self._gate[..., :channels] = own >= self._threshold
+        pairs = bits.random_raw(-(-count // 2)).astype("<u8", copy=False)
+        numbers = pairs.view("<u4")[:count]
+        own = slice(step.share.first, step.share.first + num_own)
+        self._gate[..., :channels] = (
+            numbers.reshape(*shape, channels)[..., own, :] >= self._threshold
+        )
+
+
+def _copy_masked(gradient: Int8Array, mask: Int8Array | None, into: Int8Array) -> None:
+    """Copy a gradient, with 0 for elements whose mask is not positive."""
+    if mask is None:
+        np.copyto(into, gradient)
+    else:
+        np.multiply(gradient, mask > 0, out=into)
 
 
 def add_tensors(
@@ -598,29 +643,23 @@ def add_tensors(
 
     If the exponents differ by more than 20, nothing of the smaller operand remains in 8 bits; the shift is at most 20.
     """
-    if abs(a[1] - b[1]) > MAX_ADD_SHIFT:  # rare; the exponent of an all-zero tensor is arbitrary
+    if abs(a[1] - b[1]) > MAX_ADD_SHIFT:
+        # Rare. The exponent of an all-zero tensor is arbitrary, so it must not hide the other one.
         if not step.share.most(float(a[0].any())):
             a = (a[0], b[1])
         elif not step.share.most(float(b[0].any())):
             b = (b[0], a[1])
-    low = max(min(a[1], b[1]), max(a[1], b[1]) - MAX_ADD_SHIFT)
-    shift_a, shift_b = max(a[1] - low, 0), max(b[1] - low, 0)
+    lower, higher = sorted((a[1], b[1]))
+    low = max(lower, higher - MAX_ADD_SHIFT)
+    shift_a = max(a[1] - low, 0)
+    shift_b = max(b[1] - low, 0)
 
-    def run(store: bool, shift: int) -> int:
+    def run(into: Int8Array | None, shift: int) -> int:
         return _int8.add(
-            step.engine,
-            a[0],
-            shift_a,
-            b[0],
-            shift_b,
-            out if store else None,
-            shift,
-            rounding,
-            relu,
-            mask,
+            step.engine, a[0], shift_a, b[0], shift_b, into, shift, rounding, relu, mask
         )
 
-    return round_elementwise(name, step.share, tracker, low, run)
+    return round_elementwise(name, step.share, tracker, low, run, out)
 
 
 class AddOperator(Operator[ir.Add]):
@@ -644,5 +683,5 @@ class AddOperator(Operator[ir.Add]):
         """Copy the gradient to both inputs."""
         for x, target in zip(self.inputs, into, strict=True):
             if target is not None:
-                np.multiply(self.gradient, 1 if x.mask is None else x.mask > 0, out=target)
+                _copy_masked(self.gradient, x.mask, target)
         return [self.output.gradient_exponent] * 2

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from socflower import _int8
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision.int8.fixed_point import (
+    AnyArray,
+    FloatArray,
+    Int8Array,
     channel_stride,
     exponent_for,
     quantise,
     require_finite,
 )
 from socflower.precision.int8.network import BatchNorm, Convolution, Fp32, Graph, Node
-from socflower.precision.int8.requantisation import MAX_EXPONENT
-
-FloatArray = npt.NDArray[np.float32]
-
-MAX_WEIGHT_EXPONENT = 200
-"""No float32 weight has an exponent beyond it."""
+from socflower.precision.int8.requantisation import exponent_within_float32
 
 
 @dataclass(slots=True)
@@ -30,11 +27,11 @@ class Weight:
     """Weight of a convolution, (kh, kw, in/groups, channel stride of out) int8 with one exponent.
 
     `master` and `velocity` (same shape, float32) exist under algorithms with FP32 weights, `gradient` under an
-    outside update, where it is (out, kh, kw, in/groups). A frozen weight has a master under every algorithm: its
+    outside update, and has the shape (out, kh, kw, in/groups). A frozen weight has a master under every algorithm: its
     original values, which are exported unchanged.
     """
 
-    data: npt.NDArray[np.int8]
+    data: Int8Array
     exponent: int
     master: FloatArray | None = None
     velocity: FloatArray | None = None
@@ -52,18 +49,34 @@ class Vector:
 
 @dataclass(slots=True)
 class Parameters:
-    """All parameters by their names in the module's state_dict."""
+    """All parameters by their names in the module's state_dict.
+
+    `vectors` are biases, and BatchNorm's scales, offsets and running statistics. `fp32` are the parameters of
+    operators on the FP32 side, `fp32_gradients` their gradients under an outside update. `num_steps` counts the steps
+    made so far; it is the default seed of a step.
+    """
 
     weights: dict[str, Weight] = field(default_factory=dict)
-    vectors: dict[str, Vector] = field(
-        default_factory=dict
-    )  # biases, BatchNorm's affine and running statistics
+    vectors: dict[str, Vector] = field(default_factory=dict)
     num_batches_tracked: dict[str, int] = field(default_factory=dict)
-    num_steps: int = 0  # steps made so far; the default seed of a step
-    fp32: dict[str, FloatArray] = field(default_factory=dict)  # of operators on the FP32 side
-    fp32_gradients: dict[str, FloatArray] = field(
-        default_factory=dict
-    )  # of the former, under an outside update
+    num_steps: int = 0
+    fp32: dict[str, FloatArray] = field(default_factory=dict)
+    fp32_gradients: dict[str, FloatArray] = field(default_factory=dict)
+
+    @property
+    def exponents(self) -> dict[str, int]:
+        """The exponents of the int8 weights."""
+        return {name: weight.exponent for name, weight in self.weights.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays, those of the update rules included."""
+        arrays: list[AnyArray | None] = [*self.fp32.values(), *self.fp32_gradients.values()]
+        for weight in self.weights.values():
+            arrays += [weight.data, weight.master, weight.velocity, weight.gradient]
+        for vector in self.vectors.values():
+            arrays += [vector.data, vector.velocity, vector.gradient]
+        return sum(array.nbytes for array in arrays if array is not None)
 
 
 def import_parameters(
@@ -75,22 +88,22 @@ def import_parameters(
 ) -> Parameters:
     """Return the parameters of a graph from the arrays of a torch state_dict.
 
-    A weight gets the smallest exponent that fits it, or that of `exponents` if it is larger: the steps of an integer
-    update are in units of it. Raises ConfigError if an array is missing, has a wrong shape or is unknown, and if values
-    are not finite.
+    A weight gets the smallest exponent that fits it, or that of `exponents` if it is larger: an integer update steps
+    by units of the exponent, so keeping it keeps the step. Raises ConfigError if an array is missing, has a wrong
+    shape or is unknown, and if values are not finite.
     """
     parameters = Parameters()
     left = dict(state)
     for node in graph.nodes:
         if isinstance(node, Convolution):
             name = f"{node.name}.weight"
-            real = _take(left, name, graph.module_weight_shape(node)).reshape(
-                graph.weight_shape(node)
-            )
+            real = _take(left, name, graph.module_weight_shape(node))
             keep = keep_master or "weight" in node.frozen
-            parameters.weights[name] = _import_weight(real, keep, (exponents or {}).get(name))
+            kept_exponent = (exponents or {}).get(name)
+            shaped = real.reshape(graph.weight_shape(node))
+            parameters.weights[name] = _import_weight(shaped, keep, kept_exponent)
         elif isinstance(node, Fp32):
-            for name in [name for name in left if name.startswith(f"{node.name}.")]:
+            for name in _of_node(node, left):
                 parameters.fp32[name] = left.pop(name)
                 require_finite(parameters.fp32[name], name)
         for name in _vector_names(node):
@@ -98,19 +111,19 @@ def import_parameters(
             padded[: node.shape[0]] = _take(left, name, (node.shape[0],))
             parameters.vectors[name] = Vector(data=padded)
         if isinstance(node, BatchNorm):
-            tracked = left.pop(f"{node.name}.num_batches_tracked", None)
-            parameters.num_batches_tracked[node.name] = 0 if tracked is None else int(tracked)
+            tracked = left.pop(f"{node.name}.num_batches_tracked", 0)
+            parameters.num_batches_tracked[node.name] = int(tracked)
     if left:
         raise ConfigError(f"state: the network does not use {', '.join(sorted(left))}")
     return parameters
 
 
-def export_parameters(graph: Graph, parameters: Parameters) -> dict[str, npt.NDArray[np.generic]]:
+def export_parameters(graph: Graph, parameters: Parameters) -> dict[str, AnyArray]:
     """Return float32 arrays (and int64 counters) by their names and shapes in the module's state_dict.
 
     A weight is its int8 value times 2^exponent, exactly, or its master weight if there is one.
     """
-    state: dict[str, npt.NDArray[np.generic]] = {}
+    state: dict[str, AnyArray] = {}
     for node in graph.nodes:
         if isinstance(node, Convolution):
             weight = parameters.weights[f"{node.name}.weight"]
@@ -119,13 +132,8 @@ def export_parameters(graph: Graph, parameters: Parameters) -> dict[str, npt.NDA
                 real = np.ldexp(weight.data.astype(np.float32), weight.exponent)
             state[f"{node.name}.weight"] = _to_module(graph, node, real)
         elif isinstance(node, Fp32):
-            state.update(
-                {
-                    name: array
-                    for name, array in parameters.fp32.items()
-                    if name.startswith(f"{node.name}.")
-                }
-            )
+            for name in _of_node(node, parameters.fp32):
+                state[name] = parameters.fp32[name]
         for name in _vector_names(node):
             state[name] = parameters.vectors[name].data[: node.shape[0]].copy()
         if isinstance(node, BatchNorm):
@@ -136,31 +144,29 @@ def export_parameters(graph: Graph, parameters: Parameters) -> dict[str, npt.NDA
 
 def export_velocities(graph: Graph, parameters: Parameters) -> dict[str, FloatArray]:
     """Return the momentum of FP32 updates by names and shapes of the module's state_dict."""
-    return {
-        name: holder.velocity[: node.shape[0]].copy()
-        if isinstance(holder, Vector)
-        else _to_module(graph, node, holder.velocity)
-        for node, name, holder in _trained(graph, parameters)
-        if holder.velocity is not None
-    }
+    velocities: dict[str, FloatArray] = {}
+    for node, name, holder in _trained(graph, parameters):
+        if holder.velocity is None:
+            continue
+        if isinstance(holder, Vector):
+            velocities[name] = holder.velocity[: node.shape[0]].copy()
+        else:
+            velocities[name] = _to_module(graph, node, holder.velocity)
+    return velocities
 
 
 def import_velocities(
     graph: Graph, parameters: Parameters, velocities: Mapping[str, FloatArray]
 ) -> None:
-    """Set the momentum of FP32 updates to what `export_velocities` returned; others stay without."""
+    """Set the momentum of FP32 updates from the result of `export_velocities`; others stay without."""
     for node, name, holder in _trained(graph, parameters):
         if name not in velocities:
             continue
-        velocity = np.zeros_like(holder.data, dtype=np.float32)
-        if isinstance(holder, Vector):
-            velocity[: node.shape[0]] = velocities[name]
-        else:
-            assert isinstance(node, Convolution)
-            velocity[..., : node.shape[0]] = (
-                velocities[name].reshape(graph.weight_shape(node)).transpose(2, 3, 1, 0)
-            )
-        holder.velocity = velocity
+        inside = velocities[name]
+        if isinstance(node, Convolution) and isinstance(holder, Weight):
+            inside = inside.reshape(graph.weight_shape(node)).transpose(2, 3, 1, 0)
+        holder.velocity = np.zeros_like(holder.data, dtype=np.float32)
+        holder.velocity[..., : node.shape[0]] = inside
 
 
 def _trained(graph: Graph, parameters: Parameters) -> Iterator[tuple[Node, str, Weight | Vector]]:
@@ -182,21 +188,31 @@ def _vector_names(node: Node) -> list[str]:
     return [f"{node.name}.{part}" for part in node.vectors]
 
 
+def _of_node(node: Node, names: Iterable[str]) -> list[str]:
+    """Return the names that belong to a node."""
+    return [name for name in names if name.startswith(f"{node.name}.")]
+
+
 def _take(state: dict[str, FloatArray], name: str, shape: tuple[int, ...]) -> FloatArray:
-    if name not in state:
-        raise ConfigError(f"state: {name} of shape {shape} is missing")
-    array = np.asarray(state.pop(name), dtype=np.float32)
-    if array.shape != shape:
-        raise ConfigError(f"state: {name} has shape {array.shape}, the network needs {shape}")
+    """Remove a finite array from a state and return it as float32."""
+    array = np.asarray(array_of(state, name, shape), dtype=np.float32)
+    del state[name]
     require_finite(array, name)
     return array
 
 
+def array_of(state: Mapping[str, AnyArray], name: str, shape: tuple[int, ...]) -> AnyArray:
+    """Return an array of a state. Raises ConfigError if it is missing or has another shape."""
+    if name not in state:
+        raise ConfigError(f"state: {name} of shape {shape} is missing")
+    if state[name].shape != shape:
+        raise ConfigError(f"state: {name} has shape {state[name].shape}, the network needs {shape}")
+    return state[name]
+
+
 def _import_weight(real: FloatArray, keep_master: bool, kept_exponent: int | None) -> Weight:
-    out_channels, in_channels, kernel_h, kernel_w = real.shape
-    padded = np.zeros(
-        (kernel_h, kernel_w, in_channels, channel_stride(out_channels)), dtype=np.float32
-    )
+    out_channels, in_channels, *kernel = real.shape
+    padded = np.zeros((*kernel, in_channels, channel_stride(out_channels)), dtype=np.float32)
     padded[..., :out_channels] = real.transpose(2, 3, 1, 0)
     exponent = exponent_for(float(np.max(np.abs(padded))))
     if kept_exponent is not None:
@@ -206,44 +222,20 @@ def _import_weight(real: FloatArray, keep_master: bool, kept_exponent: int | Non
     return Weight(data=data, exponent=exponent, master=padded if keep_master else None)
 
 
-def require_match(graph: Graph, parameters: Parameters, *, keep_master: bool) -> None:
-    """Raise ConfigError, naming the first mismatch, if the parameters do not fit the graph and its update rule."""
-
-    def require(
-        name: str, array: npt.NDArray[np.generic] | None, kind: type, shape: tuple[int, ...]
-    ) -> None:
-        if array is None or array.dtype != kind or array.shape != shape:
-            got = "nothing" if array is None else f"{array.dtype} of shape {array.shape}"
-            raise ConfigError(f"{name}: need {np.dtype(kind)} of shape {shape}, got {got}")
-
+def array_shapes(graph: Graph, *, keep_master: bool) -> dict[str, tuple[type, tuple[int, ...]]]:
+    """Return type and shape of the arrays that a file of the graph's parameters must have (`saving`)."""
+    needed: dict[str, tuple[type, tuple[int, ...]]] = {}
     for node in graph.nodes:
         stride = channel_stride(node.shape[0])
         if isinstance(node, Convolution):
-            name = f"{node.name}.weight"
-            weight = parameters.weights.get(name)
-            shape = (*node.kernel, graph.weight_shape(node)[1], stride)
-            require(name, None if weight is None else weight.data, np.int8, shape)
-            assert weight is not None
-            if abs(weight.exponent) > MAX_WEIGHT_EXPONENT:
-                raise ConfigError(
-                    f"{name}: an exponent of {weight.exponent} is beyond +-{MAX_WEIGHT_EXPONENT}"
-                )
-            if (keep_master or "weight" in node.frozen) and weight.master is None:
-                raise ConfigError(f"{name}: its FP32 master is missing")
-            for extra in (weight.master, weight.velocity):
-                if extra is not None:
-                    require(name, extra, np.float32, shape)
-                    require_finite(extra, name)
-        elif isinstance(node, BatchNorm) and node.name not in parameters.num_batches_tracked:
-            raise ConfigError(f"{node.name}.num_batches_tracked is missing")
+            _, in_channels, *kernel = graph.weight_shape(node)
+            shape = (*kernel, in_channels, stride)
+            needed[f"weight/{node.name}.weight"] = (np.int8, shape)
+            if keep_master or "weight" in node.frozen:
+                needed[f"master/{node.name}.weight"] = (np.float32, shape)
         for name in _vector_names(node):
-            vector = parameters.vectors.get(name)
-            require(name, None if vector is None else vector.data, np.float32, (stride,))
-            assert vector is not None
-            for array in (vector.data, vector.velocity):
-                if array is not None:
-                    require(name, array, np.float32, (stride,))
-                    require_finite(array, name)
+            needed[f"vector/{name}"] = (np.float32, (stride,))
+    return needed
 
 
 # ------------------------------------------------------- weights of an outside trainer, and gradients for it (F12)
@@ -260,10 +252,10 @@ def take_weights(
     graph: Graph,
     parameters: Parameters,
     engine: _int8.Engine,
-    state: Mapping[str, npt.NDArray[np.generic]],
+    state: Mapping[str, AnyArray],
     seed: int,
 ) -> None:
-    """Replace the parameters by those of a torch state_dict; weights are rounded up or down at random.
+    """Replace the parameters by those of a torch state_dict; weights are rounded up or down at random (F12).
 
     The direction of each rounding depends on `seed` alone. Running statistics that `state` leaves out are unchanged.
     Raises ConfigError if an array is missing or has a wrong shape, TrainingFailed if a value is not finite.
@@ -272,30 +264,24 @@ def take_weights(
         if isinstance(node, Convolution):
             name = f"{node.name}.weight"
             weight = parameters.weights[name]
-            weight.master = None  # of a frozen weight: the value passed in replaces it
-            outside = as_channels_last(
-                _outside(state, name, graph.module_weight_shape(node)), graph.weight_shape(node)
-            )
-            largest = _int8.max_magnitude(outside)
-            if not largest <= 2.0**MAX_EXPONENT:
-                raise TrainingFailed(
-                    f"{name}: a weight has reached {largest:.3g}; lower the learning rate"
-                )
-            weight.exponent = max(exponent_for(largest), -MAX_EXPONENT)
-            _int8.round_weights(
-                engine, outside, weight.data, weight.exponent, (seed + index * _SEED_STEP) % 2**32
-            )
+            # The value passed in replaces that of a frozen weight.
+            weight.master = None
+            array = array_of(state, name, graph.module_weight_shape(node))
+            outside = as_channels_last(array, graph.weight_shape(node))
+            weight.exponent = exponent_within_float32(name, _int8.max_magnitude(outside))
+            own_seed = (seed + index * _SEED_STEP) % 2**32
+            _int8.round_weights(engine, outside, weight.data, weight.exponent, own_seed)
         elif isinstance(node, Fp32):
             own = {f"{node.name}.{part}" for part in node.parameters}
-            for name, array in parameters.fp32.items():
-                if name.startswith(f"{node.name}.") and (name in state or name in own):
-                    parameters.fp32[name] = np.array(
-                        _outside(state, name, array.shape), dtype=np.float32
-                    )
+            for name in _of_node(node, parameters.fp32):
+                if name in state or name in own:
+                    array = array_of(state, name, parameters.fp32[name].shape)
+                    parameters.fp32[name] = np.array(array, dtype=np.float32)
         for part in node.vectors:
             name = f"{node.name}.{part}"
             if part in node.parameters or name in state:
-                array = np.asarray(_outside(state, name, (node.shape[0],)), dtype=np.float32)
+                given = array_of(state, name, (node.shape[0],))
+                array = np.asarray(given, dtype=np.float32)
                 if not np.isfinite(array).all():
                     raise TrainingFailed(f"{name}: a value is not finite; lower the learning rate")
                 parameters.vectors[name].data[: node.shape[0]] = array
@@ -314,35 +300,18 @@ def start_gradients(graph: Graph, parameters: Parameters) -> dict[str, FloatArra
             if isinstance(node, Fp32):
                 views[name] = parameters.fp32_gradients[name] = np.zeros_like(parameters.fp32[name])
             elif part in node.vectors:
-                vector = parameters.vectors[name]
-                vector.gradient = np.zeros(channel_stride(node.shape[0]), dtype=np.float32)
-                views[name] = vector.gradient[: node.shape[0]]
+                padded = np.zeros(channel_stride(node.shape[0]), dtype=np.float32)
+                parameters.vectors[name].gradient = padded
+                views[name] = padded[: node.shape[0]]
             elif isinstance(node, Convolution):
                 outs, ins, height, width = graph.weight_shape(node)
                 gradient = np.zeros((outs, height, width, ins), dtype=np.float32)
-                parameters.weights[name].gradient, views[name] = (
-                    gradient,
-                    gradient.transpose(0, 3, 1, 2),
-                )
+                parameters.weights[name].gradient = gradient
+                views[name] = gradient.transpose(0, 3, 1, 2)
     return views
 
 
-def as_channels_last(
-    array: npt.NDArray[np.generic], shape: tuple[int, int, int, int]
-) -> FloatArray:
+def as_channels_last(array: AnyArray, shape: tuple[int, int, int, int]) -> FloatArray:
     """Return (out, kh, kw, in) float32 of a torch weight of (out, in, kh, kw) values; no copy if already so."""
-    return np.ascontiguousarray(array.reshape(shape).transpose(0, 2, 3, 1), dtype=np.float32)
-
-
-def _outside(
-    state: Mapping[str, npt.NDArray[np.generic]],
-    name: str,
-    shape: tuple[int, ...],
-) -> npt.NDArray[np.generic]:
-    if name not in state:
-        raise ConfigError(f"weights: {name} of shape {shape} is missing")
-    if state[name].shape != shape:
-        raise ConfigError(
-            f"weights: {name} has shape {state[name].shape}, the network needs {shape}"
-        )
-    return state[name]
+    outside = array.reshape(shape).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(outside, dtype=np.float32)

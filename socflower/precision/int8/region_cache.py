@@ -31,9 +31,8 @@ class RegionCache:
         self._budget_bytes = budget_bytes
         self._reuse = reuse
         self._regions: dict[Hashable, _Region] = {}
-        self._idle: dict[
-            Hashable, None
-        ] = {}  # in the order of release: the last is the most recently used
+        # In the order of release: the last is the most recently used.
+        self._idle: dict[Hashable, None] = {}
         self.held_bytes = 0
         self.peak_bytes = 0
         self.num_built = 0
@@ -79,10 +78,11 @@ class RegionCache:
         while self._idle and self.held_bytes + num_bytes > self._budget_bytes:
             self._drop(next(reversed(self._idle)))
             self.num_evicted += 1
-        if self.held_bytes + num_bytes > self._budget_bytes:
+        needed = self.held_bytes + num_bytes
+        if needed > self._budget_bytes:
             raise ConfigError(
                 f"memory budget of {self._budget_bytes} bytes: {self.held_bytes} bytes are in use and {key} needs "
-                f"{num_bytes} more; allow at least {self.held_bytes + num_bytes} bytes or use a smaller batch"
+                f"{num_bytes} more; allow at least {needed} bytes or use a smaller batch"
             )
 
     def _drop(self, key: Hashable) -> None:

@@ -6,34 +6,34 @@ leading zeros, which is that of the smallest. Rounding can carry a value to 128,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
-import numpy as np
-import numpy.typing as npt
+from pydantic import Field
 
 from socflower import _int8
-from socflower.errors import TrainingFailed, require_range
-from socflower.plain_numbers import plain_numbers
+from socflower.errors import TrainingFailed
+from socflower.field_rules import checked
 from socflower.precision.algorithm import Rounding
 from socflower.precision.int8.batch_share import BatchShare
-from socflower.precision.int8.fixed_point import shift_for
+from socflower.precision.int8.fixed_point import Int8Array, Int32Array, exponent_for, shift_for
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class RescalingPolicy:
-    """With `adaptive` False every exponent is searched in every batch, as always in the first `warm_up_batches`."""
+    """When the exponent of a tensor is searched again (F16).
+
+    It is searched in each of the first `warm_up_batches`, and then at intervals that follow from its changes. With
+    `adaptive` False it is searched in every batch.
+    """
 
     adaptive: bool = True
-    warm_up_batches: int = 100
-
-    def __post_init__(self) -> None:
-        require_range("rescaling", least=1, warm_up_batches=self.warm_up_batches)
+    warm_up_batches: Annotated[int, Field(ge=1)] = 100
 
 
 class ScaleTracker:
-    """The exponent of one tensor, and the batch of the next search for it.
+    """The exponent of one tensor, and the batch of the next search for it (F16).
 
     The period is max(1, half the mean interval between the changes seen so far); before a first change, half the
     batches since the beginning. Saturation causes a search at once.
@@ -60,21 +60,14 @@ class ScaleTracker:
 
     def to_json(self) -> list[int | None]:
         """Return the state as plain values."""
-        return [
-            self.exponent,
-            self.num_looks,
-            self._batch,
-            self._due,
-            self._last_change,
-            self._num_changes,
-        ]
+        return [getattr(self, name) for name in _SAVED]
 
     @classmethod
     def from_json(cls, policy: RescalingPolicy, values: list[int]) -> ScaleTracker:
         """Return the tracker that `to_json` described."""
         tracker = cls(policy)
-        tracker.exponent, tracker.num_looks = values[0], values[1]
-        tracker._batch, tracker._due, tracker._last_change, tracker._num_changes = values[2:]
+        for name, value in zip(_SAVED, values, strict=True):
+            setattr(tracker, name, value)
         return tracker
 
     def known(self) -> int | None:
@@ -92,21 +85,52 @@ class ScaleTracker:
             self._last_change = self._batch
         self.exponent = exponent
         self.num_looks += 1
-        if self._policy.adaptive and self._batch + 1 >= self._policy.warm_up_batches:
-            self._due = self._batch + self._period()
-        else:
-            self._due = self._batch + 1
+        is_warm = self._policy.adaptive and self._batch + 1 >= self._policy.warm_up_batches
+        self._due = self._batch + (self._period() if is_warm else 1)
         self._batch += 1
 
     def _period(self) -> int:
         if self._num_changes == 0:
             return max(1, (self._batch + 1) // 2)
+        closed = self._last_change / self._num_changes
         # The time since the last change is an open interval: it counts once it makes the mean longer.
-        mean = max(
-            self._last_change / self._num_changes,
-            (self._batch - self._last_change) / (self._num_changes + 1),
-        )
-        return max(1, int(mean / 2))
+        with_open = (self._batch - self._last_change) / (self._num_changes + 1)
+        return max(1, int(max(closed, with_open) / 2))
+
+
+_SAVED = ("exponent", "num_looks", "_batch", "_due", "_last_change", "_num_changes")
+
+
+class ScaleTrackers:
+    """The trackers of a model's tensors, by operator and role."""
+
+    def __init__(self, policy: RescalingPolicy) -> None:
+        self._policy = policy
+        self._trackers: dict[tuple[str, str], ScaleTracker] = {}
+
+    def tracker(self, name: str, role: str) -> ScaleTracker:
+        """Return the tracker of a tensor, made at its first use."""
+        tracker = self._trackers.get((name, role))
+        if tracker is None:
+            tracker = self._trackers[name, role] = ScaleTracker(self._policy)
+        return tracker
+
+    def copy(self) -> ScaleTrackers:
+        """Return trackers with the same state, which later batches change independently."""
+        other = ScaleTrackers(self._policy)
+        other._trackers = {key: copy.copy(tracker) for key, tracker in self._trackers.items()}
+        return other
+
+    def to_json(self) -> list[Any]:
+        """Return the state as plain values: [name, role, values of the tracker]."""
+        return [[*key, tracker.to_json()] for key, tracker in self._trackers.items()]
+
+    def restore(self, document: Sequence[Any]) -> None:
+        """Replace all trackers by those that `to_json` described."""
+        self._trackers = {
+            (name, role): ScaleTracker.from_json(self._policy, values)
+            for name, role, values in document
+        }
 
 
 MAX_SHIFT = 30
@@ -116,8 +140,17 @@ MAX_EXPONENT = 90
 ZERO_EXPONENT = -7
 """Exponent of all-zero tensors; their accumulator's exponent would decrease from layer to layer."""
 
-Int8Array = npt.NDArray[np.int8]
-Int32Array = npt.NDArray[np.int32]
+
+def exponent_within_float32(name: str, largest: float) -> int:
+    """Return the exponent of weights or gradients of this largest magnitude (F13).
+
+    Raises TrainingFailed, with `name`, for a NaN, an infinity and values beyond 2^90.
+    """
+    if not largest <= 2.0**MAX_EXPONENT:
+        raise TrainingFailed(
+            f"{name}: values reach {largest:.3g}, the end of float32; lower the learning rate"
+        )
+    return max(exponent_for(largest), -MAX_EXPONENT)
 
 
 def round_elementwise(
@@ -125,19 +158,20 @@ def round_elementwise(
     share: BatchShare,
     tracker: ScaleTracker | None,
     acc_exponent: int,
-    run: Callable[[bool, int], int],
+    run: Callable[[Int8Array | None, int], int],
+    out: Int8Array,
 ) -> int:
-    """Store the result of `run(store, shift)` and return the exponent of the stored values.
+    """Store the result of `run(out, shift)` and return the exponent of the stored values.
 
-    `run` returns the largest magnitude of the share before rounding; it is cheap enough to compute twice, so nothing
-    wider than int8 is ever stored.
+    `run` returns the largest magnitude of the share before rounding, and stores nothing in None. It is cheap enough to
+    compute twice, so nothing wider than int8 is ever stored.
     """
     known = _known_shift(tracker, acc_exponent)
-    if known is not None and not share.saturates(_saturates(run(True, known), known)):
+    if known is not None and not share.saturates(_saturates(run(out, known), known)):
         return _use_known_exponent(tracker, acc_exponent + known)
-    largest = int(share.most(run(False, 0)))
+    largest = int(share.most(run(None, 0)))
     shift = shift_for(largest)
-    run(True, shift)
+    run(out, shift)
     return _record_exponent(name, tracker, acc_exponent + shift, largest)
 
 
@@ -184,15 +218,15 @@ def _use_known_exponent(tracker: ScaleTracker | None, exponent: int) -> int:
 
 
 def _record_exponent(name: str, tracker: ScaleTracker | None, exponent: int, largest: int) -> int:
-    if largest == 0:  # any exponent is right for zeros, so the tracker does not store one
+    if largest == 0:
+        # Any exponent is right for zeros, so the tracker does not store one.
         if tracker is None:
             return ZERO_EXPONENT
         tracker.end_batch()
         return ZERO_EXPONENT if tracker.exponent is None else tracker.exponent
     if abs(exponent) > MAX_EXPONENT:
         raise TrainingFailed(
-            f"{name}: values reach {largest} * 2^{exponent}, beyond what int8 training can scale; lower the learning "
-            "rate, or load an earlier checkpoint"
+            f"{name}: values reach {largest} * 2^{exponent}, beyond int8's scales; lower the learning rate"
         )
     if tracker is not None:
         tracker.found(exponent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,22 +20,23 @@ from socflower.precision.algorithm import (
     Rounding,
     TrainingAlgorithm,
 )
+from socflower.precision.int8.fixed_point import AnyArray, require_finite
 from socflower.precision.int8.network import Graph
-from socflower.precision.int8.parameters import Parameters, Vector, Weight, require_match
+from socflower.precision.int8.parameters import Parameters, Vector, Weight, array_shapes
 from socflower.wire.saved_state import atomic_file
 
 SCHEMA = 1
 
+MAX_WEIGHT_EXPONENT = 200
+"""No float32 weight has an exponent beyond it."""
+
 
 def save(path: Path, graph: Graph, algorithm: TrainingAlgorithm, parameters: Parameters) -> None:
     """Write the file; `ConfigError` if it cannot be written, and an old file stays as it was."""
-    if any(node.kind == "fp32" for node in graph.nodes):
+    in_fp32 = any(node.kind == "fp32" for node in graph.nodes)
+    if in_fp32 or isinstance(algorithm.update, OutsideUpdate):
         raise ConfigError(
-            "save: operators on the FP32 side belong to their torch module; save its state_dict instead"
-        )
-    if isinstance(algorithm.update, OutsideUpdate):
-        raise ConfigError(
-            "save: these weights belong to the trainer that hands them in; save its model instead"
+            "save: a torch module or trainer holds a part of these weights; save that instead"
         )
     header = {
         "schema": SCHEMA,
@@ -43,28 +45,23 @@ def save(path: Path, graph: Graph, algorithm: TrainingAlgorithm, parameters: Par
             **asdict(algorithm),
             "update": {"kind": algorithm.weight, **asdict(algorithm.update)},
         },
-        "exponents": {name: weight.exponent for name, weight in parameters.weights.items()},
+        "exponents": parameters.exponents,
         "num_batches_tracked": parameters.num_batches_tracked,
         "num_steps": parameters.num_steps,
     }
     arrays: dict[str, Any] = {"header": np.array(json.dumps(header))}
     for name, weight in parameters.weights.items():
         arrays[f"weight/{name}"] = weight.data
-        if weight.master is not None:
-            arrays[f"master/{name}"] = weight.master
-        if weight.velocity is not None:
-            arrays[f"velocity/{name}"] = weight.velocity
+        arrays[f"master/{name}"] = weight.master
+        arrays[f"velocity/{name}"] = weight.velocity
     for name, vector in parameters.vectors.items():
         arrays[f"vector/{name}"] = vector.data
-        if vector.velocity is not None:
-            arrays[f"velocity/{name}"] = vector.velocity
+        arrays[f"velocity/{name}"] = vector.velocity
     try:
         with atomic_file(Path(path)) as file:
-            np.savez(file, **arrays)
+            np.savez(file, **{key: array for key, array in arrays.items() if array is not None})
     except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be written ({error.strerror}); make room, or name another file"
-        ) from None
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 def load(path: Path) -> tuple[Graph, TrainingAlgorithm, Parameters]:
@@ -76,18 +73,37 @@ def load(path: Path) -> tuple[Graph, TrainingAlgorithm, Parameters]:
         if header["schema"] != SCHEMA:
             raise ConfigError(f"schema {header['schema']}, this version reads {SCHEMA}")
         graph = Graph.from_json(header["graph"])
-        parameters = _parameters(header, arrays)
         algorithm = _algorithm(header["algorithm"])
-        require_match(graph, parameters, keep_master=isinstance(algorithm.update, Fp32Update))
-        return graph, algorithm, parameters
+        keep_master = isinstance(algorithm.update, Fp32Update)
+        _require_arrays(arrays, array_shapes(graph, keep_master=keep_master))
+        return graph, algorithm, _parameters(header, arrays)
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except Exception as error:  # parsers of a damaged archive raise many types
-        raise ConfigError(
-            f"{path}: not an int8 model that this version can read ({type(error).__name__})"
-        ) from None
+    except Exception as error:
+        # Parsers of a damaged archive raise many types.
+        raise ConfigError(f"{path}: not an int8 model ({type(error).__name__})") from None
+
+
+def _require_arrays(
+    arrays: Mapping[str, AnyArray], needed: Mapping[str, tuple[type, tuple[int, ...]]]
+) -> None:
+    """Raise ConfigError for the first array that is missing, of another type or shape, or not finite."""
+    expected = dict(needed)
+    for key in arrays:
+        role, _, name = key.partition("/")
+        if role in ("master", "velocity"):
+            _, shape = needed.get(f"weight/{name}") or needed[f"vector/{name}"]
+            expected[key] = (np.float32, shape)
+    for key, (kind, shape) in expected.items():
+        array = arrays.get(key)
+        if array is None or array.dtype != kind or array.shape != shape:
+            got = "nothing" if array is None else f"{array.dtype} of shape {array.shape}"
+            raise ConfigError(f"{key}: need {np.dtype(kind)} of shape {shape}, got {got}")
+        require_finite(array, key)
+        if kind is np.int8 and (array == -128).any():
+            raise ConfigError(f"{key}: has -128; int8 weights are -127 to 127")
 
 
 def _algorithm(document: dict[str, Any]) -> TrainingAlgorithm:
@@ -95,8 +111,8 @@ def _algorithm(document: dict[str, Any]) -> TrainingAlgorithm:
     rule: IntegerUpdate | Fp32Update
     if update.pop("kind") == "int8":
         rule = IntegerUpdate(
-            bits=tuple(update["bits"]),
-            starts=tuple(update["starts"]),
+            bits=update["bits"],
+            starts=update["starts"],
             rounding=Rounding(update["rounding"]),
         )
     else:
@@ -112,22 +128,22 @@ def _algorithm(document: dict[str, Any]) -> TrainingAlgorithm:
 
 
 def _parameters(header: dict[str, Any], arrays: dict[str, Any]) -> Parameters:
-    num_steps = int(header.get("num_steps", 0))  # files of earlier versions have none
     parameters = Parameters(
-        num_batches_tracked=dict(header["num_batches_tracked"]), num_steps=num_steps
+        num_batches_tracked=dict(header["num_batches_tracked"]), num_steps=int(header["num_steps"])
     )
-    for name, exponent in header["exponents"].items():
-        data = arrays[f"weight/{name}"]
-        if data.dtype != np.int8 or data.ndim != 4 or (data == -128).any():
-            raise ValueError(f"weight {name} is not int8 in -127..127 of four dimensions")
-        parameters.weights[name] = Weight(
-            data=np.ascontiguousarray(data),
-            exponent=int(exponent),
-            master=arrays.get(f"master/{name}"),
-            velocity=arrays.get(f"velocity/{name}"),
-        )
     for key, array in arrays.items():
-        if key.startswith("vector/"):
-            name = key.removeprefix("vector/")
-            parameters.vectors[name] = Vector(data=array, velocity=arrays.get(f"velocity/{name}"))
+        role, _, name = key.partition("/")
+        velocity = arrays.get(f"velocity/{name}")
+        if role == "weight":
+            exponent = int(header["exponents"][name])
+            if abs(exponent) > MAX_WEIGHT_EXPONENT:
+                raise ConfigError(f"{name}: an exponent of {exponent} is beyond float32")
+            parameters.weights[name] = Weight(
+                data=np.ascontiguousarray(array),
+                exponent=exponent,
+                master=arrays.get(f"master/{name}"),
+                velocity=velocity,
+            )
+        elif role == "vector":
+            parameters.vectors[name] = Vector(data=array, velocity=velocity)
     return parameters

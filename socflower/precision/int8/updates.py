@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from socflower import _int8
-from socflower.errors import TrainingFailed
 from socflower.precision.algorithm import (
     Fp32Update,
     IntegerUpdate,
     OutsideUpdate,
     TrainingAlgorithm,
 )
-from socflower.precision.int8.fixed_point import exponent_for, shift_for
+from socflower.precision.int8.fixed_point import FloatArray, Int32Array, shift_for
 from socflower.precision.int8.parameters import Vector, Weight
-from socflower.precision.int8.requantisation import MAX_EXPONENT, MAX_SHIFT
+from socflower.precision.int8.requantisation import MAX_SHIFT, exponent_within_float32
 
 
 def update_weight(
@@ -23,13 +21,13 @@ def update_weight(
     engine: _int8.Engine,
     algorithm: TrainingAlgorithm,
     weight: Weight,
-    gradient: npt.NDArray[np.int32],
+    gradient: Int32Array,
     *,
     largest: int,
     gradient_scale: float,
     learning_rate: float,
     progress: float,
-    scratch: npt.NDArray[np.float32],
+    scratch: FloatArray,
 ) -> None:
     """Update `weight` with an int32 gradient whose real value is gradient * gradient_scale.
 
@@ -51,19 +49,14 @@ def update_weight(
     step = scratch[: gradient.size].reshape(gradient.shape)
     np.multiply(gradient, np.float32(gradient_scale), out=step, casting="unsafe")
     _descend(weight.master, weight, step, learning_rate, rule.momentum)
-    largest_weight = _int8.max_magnitude(weight.master)
-    if not largest_weight <= 2.0**MAX_EXPONENT:
-        raise TrainingFailed(
-            f"{name}: a weight has reached {largest_weight:.3g}; lower the learning rate"
-        )
-    weight.exponent = max(exponent_for(largest_weight), -MAX_EXPONENT)
+    weight.exponent = exponent_within_float32(name, _int8.max_magnitude(weight.master))
     _int8.quantise(engine, weight.master, weight.data, weight.exponent)
 
 
 def update_vector(
     algorithm: TrainingAlgorithm,
     vector: Vector,
-    gradient: npt.NDArray[np.float32],
+    gradient: FloatArray,
     learning_rate: float,
 ) -> None:
     """Update a vector by SGD, with the momentum of an FP32 update; under an outside update store the gradient."""
@@ -72,19 +65,14 @@ def update_vector(
         assert vector.gradient is not None
         np.multiply(gradient, np.float32(learning_rate), out=vector.gradient)
         return
-    _descend(
-        vector.data,
-        vector,
-        gradient,
-        learning_rate,
-        rule.momentum if isinstance(rule, Fp32Update) else 0.0,
-    )
+    momentum = rule.momentum if isinstance(rule, Fp32Update) else 0.0
+    _descend(vector.data, vector, gradient, learning_rate, momentum)
 
 
 def _descend(
-    values: npt.NDArray[np.float32],
+    values: FloatArray,
     holder: Weight | Vector,
-    gradient: npt.NDArray[np.float32],
+    gradient: FloatArray,
     learning_rate: float,
     momentum: float,
 ) -> None:

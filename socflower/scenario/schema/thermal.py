@@ -6,7 +6,7 @@ from pydantic import Field
 
 from socflower.field_rules import OneOf, Pairs
 from socflower.thermal.fans.fan_curve import rack_fans
-from socflower.thermal.model.background_load import Game, Tide, idle_windows
+from socflower.thermal.model.background_load import BackgroundLoad, Tide, idle_windows
 from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C
 from socflower.toml_file import Table
 
@@ -161,5 +161,5 @@ class BackgroundLoadConfig(Table):
             high=self.high,
             low_hour=self.low_hour,
             mean_session_s=self.mean_session_s,
-            game=Game(share=self.share, power_w=self.power_w, takes_soc=self.takes_soc),
+            game=BackgroundLoad(share=self.share, power_w=self.power_w, taken=self.takes_soc),
         )

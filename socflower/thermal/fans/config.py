@@ -1,7 +1,7 @@
 """The configuration of `socflower fan` as validated values, and the fans and sources that it describes."""
 
+import re
 import shlex
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,74 +11,54 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from socflower.errors import ConfigError
-from socflower.field_rules import SchemaVersion
+from socflower.field_rules import Positive, SchemaVersion, checked
+from socflower.thermal.fans.control_loop import FanSettings
 from socflower.thermal.fans.hwmon_pwm import HwmonPwm, find_hwmon
 from socflower.thermal.fans.ipmi import IpmiCommand
 from socflower.thermal.fans.outputs import DutyCurve, FanOutput, SimulatedFan
+from socflower.thermal.sensors.linux import LinuxSensors
 from socflower.thermal.sensors.reading import HeatSource
 from socflower.thermal.sensors.remote import FileSource, HttpSource
 from socflower.thermal.sensors.sysfs import DeviceIdentity
 from socflower.toml_file import Table, read_table, read_toml
 
-Positive = Annotated[float, Field(gt=0)]
-Number = Annotated[int, Field(ge=0)]
+_Number = Annotated[int, Field(ge=0)]
+_Output = Annotated[int, Field(ge=1)]
 
 
-class FanTable(Table):
+@checked
+class FanTable(FanSettings):
     """`[fan]`: what all outputs have in common."""
 
-    output: str
-    min_rpm: Positive
-    max_rpm: float
-    failsafe_rpm: float
-    period_s: Positive = 5.0
-    max_silence_s: Positive = 30.0
-    stuck_after_s: Positive = 600.0
-    spin_up_s: Positive = 15.0
-
-    def check(self) -> None:
-        """Refuse speeds in the wrong order."""
-        if not self.min_rpm <= self.failsafe_rpm <= self.max_rpm or self.min_rpm == self.max_rpm:
-            raise ValueError(
-                f"need 0 < min_rpm <= failsafe_rpm <= max_rpm and min_rpm < max_rpm, got "
-                f"{self.min_rpm:g}, {self.failsafe_rpm:g} and {self.max_rpm:g}"
-            )
-
-    @abstractmethod
     def outputs(self, last: DeviceIdentity | None = None) -> list[FanOutput]:
         """Return the fans without writing to them. Raises `ConfigError` for fans that do not exist.
 
         `last` is the chip that the daemon drove before with the same configuration, if it is known.
         """
+        raise NotImplementedError
 
 
+@checked
 class _DutyTable(FanTable):
     """Outputs that are set by duty, a fraction of full power."""
 
-    min_duty_percent: float = Field(20.0, ge=1, lt=100)
+    min_duty_percent: Annotated[float, Field(ge=1, lt=100)] = 20.0
     curve_percent: tuple[int, ...] = ()
     curve_rpm: tuple[int, ...] = ()
 
     def check(self) -> None:
-        """Refuse a curve that is none."""
-        super().check()
-        if len(self.curve_percent) != len(self.curve_rpm):
-            raise ValueError(
-                f"curve_percent has {len(self.curve_percent)} numbers and curve_rpm "
-                f"{len(self.curve_rpm)}; give a speed for each"
-            )
+        """Refuse an invalid curve."""
+        FanTable.check(self)
         self.curve()
 
     def curve(self) -> DutyCurve | None:
         """Return the measured curve, or None for a straight line."""
+        if len(self.curve_percent) != len(self.curve_rpm):
+            raise ConfigError("curve_percent and curve_rpm must be equally long")
         if not self.curve_percent:
             return None
-        return DutyCurve(
-            tuple(
-                (percent / 100.0, float(rpm))
-                for percent, rpm in zip(self.curve_percent, self.curve_rpm, strict=True)
-            )
-        )
+        duties = [percent / 100.0 for percent in self.curve_percent]
+        return DutyCurve(tuple(zip(duties, map(float, self.curve_rpm), strict=True)))
 
     @property
     def duty_settings(self) -> dict[str, Any]:
@@ -91,120 +71,123 @@ class _DutyTable(FanTable):
         }
 
 
+@checked
 class HwmonTable(_DutyTable):
     """`[fan] output = "hwmon"`"""
 
     folder: str
-    pwm: tuple[Annotated[int, Field(ge=1)], ...] = Field((1,), min_length=1)
+    pwm: Annotated[tuple[_Output, ...], Field(min_length=1)] = (1,)
     tachometer: tuple[int, ...] = ()
     automatic_mode: int | None = None
 
     def check(self) -> None:
-        """Refuse outputs that are listed twice, and tachometers that are not one for each."""
-        super().check()
+        """Refuse outputs that are listed twice, and another number of tachometers than of outputs."""
+        _DutyTable.check(self)
         if len(set(self.pwm)) != len(self.pwm):
-            raise ValueError(
-                f"pwm = {list(self.pwm)}: list each output once, by its number from 1 on"
-            )
+            raise ConfigError(f"pwm = {list(self.pwm)} has an output twice")
         if self.tachometer and len(self.tachometer) != len(self.pwm):
-            raise ValueError(
-                f"tachometer = {list(self.tachometer)}: needs {len(self.pwm)} numbers, one for each of "
-                "pwm; leave it out where they are the same"
-            )
+            raise ConfigError(f"tachometer = {list(self.tachometer)} must have one number per pwm")
 
     def outputs(self, last: DeviceIdentity | None = None) -> list[FanOutput]:
         """Return a fan for each PWM output."""
         folder = find_hwmon(self.folder, last=last)
+        settings = {**self.duty_settings, "automatic_mode": self.automatic_mode}
         tachometers = self.tachometer or self.pwm
         return [
-            HwmonPwm(folder, pwm, fan=fan, automatic_mode=self.automatic_mode, **self.duty_settings)
+            HwmonPwm(folder, pwm, fan=fan, **settings)
             for pwm, fan in zip(self.pwm, tachometers, strict=True)
         ]
 
 
-class IpmiTable(_DutyTable):
-    """`[fan] output = "ipmi"`: arguments of ipmitool."""
+@checked
+class _ProgramTable(_DutyTable):
+    """Outputs that are set by commands."""
 
     set: str
     begin: str = ""
     restore: str = ""
-    sensor: str = ""
-    ipmitool: str = "ipmitool"
     timeout_s: float = 10.0
 
-    def outputs(self, last: DeviceIdentity | None = None) -> list[FanOutput]:
-        """Return the controller's fans as one."""
+    def command(
+        self,
+        measure: str,
+        *,
+        program: str = "",
+        sensor: str = "",
+    ) -> IpmiCommand:
+        """Return the fans behind the commands as one; with a program these are its arguments."""
+        commands = (self.set, self.begin, self.restore, measure)
+        template, begin, restore, measure = (
+            text and f"{program} {text}".strip() for text in commands
+        )
+        return IpmiCommand(
+            template,
+            begin=begin,
+            restore=restore,
+            measure=measure,
+            sensor=sensor,
+            timeout_s=self.timeout_s,
+            **self.duty_settings,
+        )
 
-        def command(arguments: str) -> str:
-            return f"{self.ipmitool} {arguments}" if arguments else ""
 
-        measure = command(f"-c sensor reading {shlex.quote(self.sensor)}") if self.sensor else ""
-        return [
-            IpmiCommand(
-                command(self.set),
-                begin=command(self.begin),
-                restore=command(self.restore),
-                measure=measure,
-                sensor=self.sensor,
-                timeout_s=self.timeout_s,
-                **self.duty_settings,
-            )
-        ]
-
-
-class CommandTable(_DutyTable):
+@checked
+class CommandTable(_ProgramTable):
     """`[fan] output = "command"`: any program."""
 
-    set: str
-    begin: str = ""
-    restore: str = ""
     measure: str = ""
-    timeout_s: float = 10.0
 
     def outputs(self, last: DeviceIdentity | None = None) -> list[FanOutput]:
         """Return the fans behind the program as one."""
-        return [
-            IpmiCommand(
-                self.set,
-                begin=self.begin,
-                restore=self.restore,
-                measure=self.measure,
-                timeout_s=self.timeout_s,
-                **self.duty_settings,
-            )
-        ]
+        return [self.command(self.measure)]
 
 
+@checked
+class IpmiTable(_ProgramTable):
+    """`[fan] output = "ipmi"`: arguments of ipmitool."""
+
+    sensor: str = ""
+    ipmitool: str = "ipmitool"
+
+    def outputs(self, last: DeviceIdentity | None = None) -> list[FanOutput]:
+        """Return the controller's fans as one."""
+        measure = f"-c sensor reading {shlex.quote(self.sensor)}" if self.sensor else ""
+        return [self.command(measure, program=self.ipmitool, sensor=self.sensor)]
+
+
+@checked
 class SimulatedTable(FanTable):
-    """`[fan] output = "simulated"`"""
+    """`[fan] output = "simulated"`; `failure` is that of the first fan."""
 
-    num_fans: int = Field(1, ge=1)
+    num_fans: Annotated[int, Field(ge=1)] = 1
     rpm_per_s: float = 2000.0
-    failure: str = ""  # of the first fan
+    failure: str = ""
 
     def outputs(self, last: DeviceIdentity | None = None) -> list[FanOutput]:
         """Return the fans, the first of which may be broken."""
+        failures = [self.failure] + [""] * (self.num_fans - 1)
         return [
-            SimulatedFan(
-                self.max_rpm, rpm_per_s=self.rpm_per_s, failure="" if index else self.failure
-            )
-            for index in range(self.num_fans)
+            SimulatedFan(self.max_rpm, rpm_per_s=self.rpm_per_s, failure=failure)
+            for failure in failures
         ]
 
 
-class SourceTable(Table):
+@checked
+class SourceTable:
     """`[[source]]`: what all kinds have in common."""
 
-    kind: str
-    soc: Number | None = None  # default: its place in the list, from 0
-    board: Number | None = None  # default: all SoCs are on one
+    # By default its place in the list, from 0.
+    soc: _Number | None = None
+    # By default all SoCs are on one.
+    board: _Number | None = None
     max_age_s: Positive = 30.0
 
-    @abstractmethod
     def source(self) -> HeatSource:
         """Return the source of readings."""
+        raise NotImplementedError
 
 
+@checked
 class LocalTable(SourceTable):
     """`[[source]] kind = "local"`: this machine's sensors, or those below another root, as in a container."""
 
@@ -216,11 +199,10 @@ class LocalTable(SourceTable):
 
     def source(self) -> HeatSource:
         """Return the machine's sensors."""
-        from socflower.thermal.sensors.linux import LinuxSensors
-
         return LinuxSensors(Path(self.root))
 
 
+@checked
 class HttpTable(SourceTable):
     """`[[source]] kind = "http"`"""
 
@@ -228,29 +210,22 @@ class HttpTable(SourceTable):
     timeout_s: Positive = 3.0
 
     def check(self) -> None:
-        """Refuse what is no address."""
+        """Refuse an invalid address."""
         try:
             parts = urlsplit(self.url)
-            good = (
-                parts.scheme in ("http", "https")
-                and bool(parts.hostname)
-                and parts.port != 0
-                and self.url.isascii()
-                and self.url.isprintable()
-                and " " not in self.url
-            )
+            good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         except ValueError:
             good = False
-        if not good:
-            raise ValueError(
-                f"url = {self.url!r}: give an address such as http://10.0.0.11:8080/heat"
-            )
+        # Printable ASCII without spaces.
+        if not good or not re.fullmatch("[!-~]+", self.url):
+            raise ConfigError(f"url = {self.url!r} must be like http://10.0.0.11:8080/heat")
 
     def source(self) -> HeatSource:
         """Return the source that reads the machine's answers."""
         return HttpSource(self.url, timeout_s=self.timeout_s)
 
 
+@checked
 class FileTable(SourceTable):
     """`[[source]] kind = "file"`"""
 
@@ -290,17 +265,8 @@ class FanFile:
 
     @property
     def boards(self) -> dict[int, int]:
-        """Each SoC's board; all are on one where the file names none."""
+        """Each SoC's board; all are on one if the file names none."""
         return {soc: table.board or 0 for soc, table in self.sources.items()}
-
-
-def read_fan_file(path: Path) -> FanFile:
-    """Return the configuration; `ConfigError` names the file and the invalid value."""
-    document = read_toml(path, "fan configuration")
-    try:
-        return _fan_file(document)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 class _Document(Table):
@@ -313,53 +279,69 @@ class _Document(Table):
     source: tuple[dict[str, Any], ...] = ()
 
 
-def _fan_file(content: Mapping[str, Any]) -> FanFile:
-    document = read_table(_Document, content, "")
-    name = document.policy.get("name")
+def read_fan_file(path: Path) -> FanFile:
+    """Return the configuration; `ConfigError` names the file and the invalid value."""
+    content = read_toml(path, "fan configuration")
+    try:
+        return _fan_file(read_table(_Document, content, ""))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _fan_file(document: _Document) -> FanFile:
+    policy = dict(document.policy)
+    name = policy.pop("name", None)
     if not isinstance(name, str):
         raise ConfigError('[policy] needs a name, such as name = "passive"')
-    status_file = document.status_file
-    if status_file is not None and not _absolute("status_file", status_file).parent.is_dir():
-        raise ConfigError(
-            f"status_file = {status_file!r}: its folder is not there; make it, or name another"
-        )
-    fan = _by_kind(_OUTPUTS, document.fan, "output", "[fan]")
-    sources: dict[int, SourceTable] = {}
-    for index, table in enumerate(document.source):
-        where = f"[[source]] {index + 1}"
-        source = _by_kind(_SOURCES, table, "kind", where)
-        soc = index if source.soc is None else source.soc
-        if soc in sources:
-            raise ConfigError(f"{where} soc = {soc}: give each source another number, from 0 on")
-        sources[soc] = source
-    if not sources:
-        raise ConfigError(
-            'there is no [[source]], so no temperature would be known; add one, such as kind = "local"'
-        )
-    without = [soc for soc, source in sources.items() if source.board is None]
-    if without and len(without) < len(sources):
-        raise ConfigError(
-            f"[[source]] soc = {without[0]} has no board, but others have; give all sources their board, "
-            "or none of them"
-        )
+    status_file = None
+    if document.status_file is not None:
+        status_file = _absolute("status_file", document.status_file)
+        if not status_file.parent.is_dir():
+            raise ConfigError(f"status_file = {str(status_file)!r}: its folder does not exist")
     return FanFile(
-        fan=fan,
+        fan=_by_kind(_OUTPUTS, document.fan, "output", "[fan]"),
         policy_name=name,
-        sources=sources,
-        policy_settings={key: value for key, value in document.policy.items() if key != "name"},
-        status_file=None if status_file is None else Path(status_file),
+        policy_settings=policy,
+        sources=_sources(document.source),
+        status_file=status_file,
     )
 
 
-def _by_kind(kinds: Mapping[str, type[Any]], table: Mapping[str, Any], key: str, where: str) -> Any:
+def _sources(tables: tuple[dict[str, Any], ...]) -> dict[int, SourceTable]:
+    """Return the sources by SoC."""
+    sources: dict[int, SourceTable] = {}
+    for index, table in enumerate(tables):
+        where = f"[[source]] {index + 1}"
+        source: SourceTable = _by_kind(_SOURCES, table, "kind", where)
+        soc = index if source.soc is None else source.soc
+        if soc in sources:
+            raise ConfigError(f"{where} soc = {soc}: another source has this number")
+        sources[soc] = source
+    if not sources:
+        raise ConfigError('[[source]] is missing; add one, such as kind = "local"')
+    # A SoC without a board would count for board 0, and hide that no other SoC of board 0 is known.
+    without = [soc for soc, source in sources.items() if source.board is None]
+    if without and len(without) < len(sources):
+        raise ConfigError(f"[[source]] soc = {without[0]} has no board; others have")
+    return sources
+
+
+def _by_kind(
+    kinds: Mapping[str, type[Any]],
+    table: Mapping[str, Any],
+    key: str,
+    where: str,
+) -> Any:
     """Return a table as the kind that one of its keys names."""
     kind = table.get(key)
     if not isinstance(kind, str) or kind not in kinds:
-        raise ConfigError(f"{where} {key} = {kind!r} is unknown; use one of {', '.join(kinds)}")
-    return read_table(kinds[kind], table, where)
+        raise ConfigError(f"{where} {key} = {kind!r}: use one of {', '.join(kinds)}")
+    # The kinds have no field for the key that names them.
+    others = {name: value for name, value in table.items() if name != key}
+    return read_table(kinds[kind], others, where)
 
 
-def _absolute(where: str, path: str) -> Path:
+def _absolute(key: str, path: str) -> Path:
     if not Path(path).is_absolute() or "\0" in path:
-        raise ConfigError(f"{where} = {path!r}: give an absolute path")
+        raise ConfigError(f"{key} = {path!r} must be an absolute path")
     return Path(path)

@@ -1,7 +1,6 @@
 """The control loop that sets fans by a policy, with a fail-safe speed for failing sensors, policies and fans."""
 
 import logging
-import math
 import os
 import select
 import signal
@@ -12,21 +11,13 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from socflower.errors import ConfigError, require_range
+from socflower.errors import ConfigError, require_order
+from socflower.field_rules import Positive, checked
 from socflower.plain_numbers import plain_numbers
 from socflower.thermal.fans.outputs import FanNotFound, FanOutput, measured_speed
 from socflower.thermal.fans.policies import FanObservation, FanPolicy, PredictingPolicy
-from socflower.thermal.fans.quorum import (
-    STUCK_AFTER_S,
-    Alerts,
-    FilteredTemperatures,
-    Quorum,
-    is_number,
-)
-from socflower.thermal.sensors.reading import HeatSource
-
-SPIN_UP_S = 15.0
-"""A fan that still measures 0 rpm this long after it was set counts as stopped."""
+from socflower.thermal.fans.quorum import STUCK_AFTER_S, Alerts, FilteredTemperatures, Quorum
+from socflower.thermal.sensors.reading import HeatSource, is_number
 
 MOST_MISSING = 3
 """The control ends when a fan is not there in so many readings in succession."""
@@ -38,24 +29,170 @@ more than two steps of the coarsest sensors."""
 _log = logging.getLogger(__name__)
 
 
+@checked
+class FanSettings:
+    """Limits of the speeds that are set, and times of the control.
+
+    `failsafe_rpm` should cool the rack at full load. `period_s` is the time between two steps of `FanControl.run`. A
+    source's reading is rejected by `max_silence_s` and `stuck_after_s` (`FilteredTemperatures`); too few accepted ones
+    for `max_silence_s` bring the fail-safe speed. A fan that measures 0 rpm for `spin_up_s` counts as stopped.
+    """
+
+    min_rpm: Positive
+    max_rpm: Positive
+    failsafe_rpm: Positive
+    period_s: Positive = 5.0
+    max_silence_s: Positive = 30.0
+    stuck_after_s: Positive = STUCK_AFTER_S
+    spin_up_s: Positive = 15.0
+
+    def check(self) -> None:
+        """Refuse speeds in the wrong order."""
+        require_order(
+            equal=True,
+            min_rpm=self.min_rpm,
+            failsafe_rpm=self.failsafe_rpm,
+            max_rpm=self.max_rpm,
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FanState:
     """What one step measured and set."""
 
     at_s: float
-    temperatures_c: Mapping[int, float | None]  # by SoC; None: rejected
+    # By SoC; None if it is rejected.
+    temperatures_c: Mapping[int, float | None]
     hottest_c: float | None
-    rpm: float  # the target speed, within the limits
-    failsafe: bool  # whether that is the fail-safe speed, for lack of a valid one
-    set_rpm: tuple[float | None, ...]  # what was written, fan by fan; None: it could not be set
-    measured_rpm: tuple[float | None, ...]  # before they were set
-    num_output_errors: int  # since the control started
-    notes: tuple[str, ...]  # present alerts, one line each
+    # The target speed, within the limits, and whether it is the fail-safe speed, for lack of a valid one.
+    rpm: float
+    failsafe: bool
+    # By fan: what was written, None if it could not be set, and what was measured before.
+    set_rpm: tuple[float | None, ...]
+    measured_rpm: tuple[float | None, ...]
+    # Since the control started.
+    num_output_errors: int
+    # Present alerts, one line each.
+    notes: tuple[str, ...]
 
     @property
     def num_unknown(self) -> int:
         """Number of SoCs without an accepted temperature."""
-        return sum(temperature_c is None for temperature_c in self.temperatures_c.values())
+        return list(self.temperatures_c.values()).count(None)
+
+
+class _Fan:
+    """An output that is driven, with its alerts; no failure of the output raises."""
+
+    def __init__(
+        self,
+        index: int,
+        output: FanOutput,
+        settings: FanSettings,
+        alerts: Alerts,
+        *,
+        is_only: bool,
+    ) -> None:
+        self._index = index
+        self._output = output
+        self._settings = settings
+        self._alerts = alerts
+        self._is_only = is_only
+        self._still_since_s: float | None = None
+        self.is_stopped = False
+        self.num_errors = 0
+        self._num_missing = 0
+        self.missing: FanNotFound | None = None
+        """The error after which the control ends: the fan was not there in three steps in succession."""
+
+    @property
+    def name(self) -> str:
+        """The output's description, or its index if it has none."""
+        try:
+            return self._output.describe()
+        except Exception:
+            return str(self._index)
+
+    def measure(self, now_s: float) -> float | None:
+        """Return the measured speed, and update whether the fan counts as stopped."""
+        try:
+            shown = self._output.measured_rpm()
+        except Exception:
+            shown = None
+        rpm = measured_speed(shown) if is_number(shown) else None
+        # Without a valid speed its state is unchanged.
+        if rpm is None:
+            return None
+        if rpm > 0.0:
+            self._still_since_s = None
+            self.is_stopped = False
+        # A fan that was just set still accelerates.
+        elif self._still_since_s is None:
+            self._still_since_s = now_s
+        elif now_s - self._still_since_s >= self._settings.spin_up_s:
+            self.is_stopped = True
+        others = "" if self._is_only else "; the others turn at full speed"
+        text = f"does not turn although it is set; check it{others}" if self.is_stopped else None
+        self._set_alert("stopped", text, well="turns again")
+        return rpm
+
+    def set(self, rpm: float) -> float | None:
+        """Set the speed and return it; None if that fails, which is counted. The next step tries again."""
+        try:
+            self._output.set_rpm(rpm)
+        except Exception as error:
+            self.num_errors += 1
+            # Only successive steps count: a driver that is loaded again is back soon.
+            self._num_missing = self._num_missing + 1 if isinstance(error, FanNotFound) else 0
+            if self._num_missing >= MOST_MISSING:
+                self.missing = FanNotFound(
+                    f"fan {self.name}: not there in {MOST_MISSING} readings ({error}); "
+                    "fan control ends"
+                )
+            self._set_alert("output", f"cannot be set ({error}); tried again at every step")
+            return None
+        self._num_missing = 0
+        self._set_alert("output", None, well="can be set again")
+        return rpm
+
+    def restore(self) -> bool:
+        """Restore the previous control, or else set the fail-safe speed; return whether either succeeded."""
+        try:
+            self._output.restore()
+            return True
+        except Exception as error:
+            cause = str(error)
+        rpm = self._settings.failsafe_rpm
+        try:
+            self._output.set_rpm(rpm)
+        except Exception as error:
+            problem = f"cannot be restored ({cause}), nor set to {rpm:g} rpm ({error})"
+            self._set_alert("leave", problem)
+            return False
+        self._set_alert("restore", f"cannot be restored ({cause}); it stays at {rpm:g} rpm")
+        return True
+
+    def _set_alert(
+        self,
+        kind: str,
+        text: str | None,
+        *,
+        well: str = "",
+    ) -> None:
+        start = f"fan {self.name}: "
+        key = (kind, self._index)
+        self._alerts.set(key, text and start + text, well=start + well)
+
+
+def restore_fans(
+    outputs: Sequence[FanOutput],
+    settings: FanSettings,
+    say: Callable[[str], object],
+) -> None:
+    """Restore the previous control of every fan, or else set the fail-safe speed; `say` gets each failure."""
+    alerts = Alerts(say, time.monotonic)
+    for index, output in enumerate(outputs):
+        _Fan(index, output, settings, alerts, is_only=True).restore()
 
 
 @plain_numbers
@@ -78,14 +215,10 @@ class FanControl:
         Called once a step.
     output : FanOutput or a sequence of them
         One fan or several. If one of several does not turn, the others turn at `max_rpm`.
-    min_rpm, max_rpm, failsafe_rpm : float
-        Need 0 < min_rpm <= failsafe_rpm <= max_rpm.
-    period_s : float
-        Seconds between two steps of `run`.
+    settings : FanSettings
+        Limits and times.
     boards : Mapping, optional
         Each SoC's board; by default all are on one.
-    max_silence_s, stuck_after_s : float
-        When the readings of a source are rejected: see `FilteredTemperatures`.
     clock : Callable
         Seconds; only goes forward.
     say : Callable
@@ -97,59 +230,37 @@ class FanControl:
         sources: Mapping[int, HeatSource],
         policy: FanPolicy,
         output: FanOutput | Sequence[FanOutput],
+        settings: FanSettings,
         *,
-        min_rpm: float,
-        max_rpm: float,
-        failsafe_rpm: float,
         boards: Mapping[int, int] | None = None,
-        period_s: float = 5.0,
-        max_silence_s: float = 30.0,
-        stuck_after_s: float = STUCK_AFTER_S,
-        spin_up_s: float = SPIN_UP_S,
         clock: Callable[[], float] = time.monotonic,
         say: Callable[[str], object] = _log.warning,
     ) -> None:
-        if not 0.0 < min_rpm <= failsafe_rpm <= max_rpm < math.inf:
-            raise ConfigError(
-                f"fan control: need 0 < min_rpm <= failsafe_rpm <= max_rpm, got {min_rpm:g}, "
-                f"{failsafe_rpm:g} and {max_rpm:g}"
-            )
-        require_range("fan control", above=0.0, period_s=period_s, spin_up_s=spin_up_s)
-        self._outputs = tuple(output) if isinstance(output, Sequence) else (output,)
-        if not sources or not self._outputs:
-            raise ConfigError(
-                f"fan control: {len(sources)} sources and {len(self._outputs)} fans; one of each at "
-                "least is needed"
-            )
+        outputs = tuple(output) if isinstance(output, Sequence) else (output,)
+        if not sources or not outputs:
+            raise ConfigError(f"fan control: {len(sources)} sources and {len(outputs)} fans")
         if boards is not None and boards.keys() != sources.keys():
-            raise ConfigError(
-                f"fan control: boards of SoCs {sorted(boards)}, but sources of {sorted(sources)}; give "
-                "each its board"
-            )
-        self._policy, self._clock = policy, clock
-        self._min_rpm, self._max_rpm, self._failsafe_rpm = min_rpm, max_rpm, failsafe_rpm
-        self._period_s, self._spin_up_s = period_s, spin_up_s
-        self._alerts = Alerts(say)
+            raise ConfigError(f"fan control: boards of {[*boards]}, but sources of {[*sources]}")
+        self._policy = policy
+        self._settings = settings
+        self._clock = clock
+        self._alerts = Alerts(say, clock)
+        self._fans = [
+            _Fan(index, each, settings, self._alerts, is_only=len(outputs) == 1)
+            for index, each in enumerate(outputs)
+        ]
         self._temperatures = FilteredTemperatures(
             sources,
-            max_silence_s=max_silence_s,
-            stuck_after_s=stuck_after_s,
-            clock=clock,
+            max_silence_s=settings.max_silence_s,
+            stuck_after_s=settings.stuck_after_s,
             alerts=self._alerts,
         )
-        self._quorum = Quorum(boards or dict.fromkeys(sources, 0), patience_s=max_silence_s)
+        boards = boards or dict.fromkeys(sources, 0)
+        self._quorum = Quorum(boards, patience_s=settings.max_silence_s)
         self._constant_check = _ConstantReadingCheck(policy)
-        self._rpm = failsafe_rpm
         # The policy's speed before it is clipped to the limits: a policy that asks for more than the fans can give, and
         # checks whether it already cools, must see the speed that it asked for.
-        self._policy_rpm = failsafe_rpm
-        self._num_errors = 0
-        self._stopped_since_s: list[float | None] = [None] * len(self._outputs)
-        self._stopped = [False] * len(self._outputs)
-        self._num_missing = [0] * len(
-            self._outputs
-        )  # readings in succession in which the fan was not there
-        self._missing: FanNotFound | None = None
+        self._rpm = self._policy_rpm = settings.failsafe_rpm
         self.uncontrolled: tuple[str, ...] = ()
         """After the end: fans that could neither be restored nor set to the fail-safe speed."""
 
@@ -159,61 +270,35 @@ class FanControl:
 
     def __exit__(self, *_: object) -> None:
         """Restore the previous control of every fan, or if that fails set the fail-safe speed."""
-        for index, output in enumerate(self._outputs):
-            try:
-                output.restore()
-                continue
-            except Exception as error:
-                cause = str(error)
-            try:
-                output.set_rpm(self._failsafe_rpm)
-                self._set_alert(
-                    ("restore", index),
-                    f"fan {self._name(index)}: has no automatic control now ({cause}); "
-                    f"it is left at {self._failsafe_rpm:g} rpm",
-                )
-            except Exception as error:
-                self.uncontrolled += (self._name(index),)
-                self._set_alert(
-                    ("leave", index),
-                    f"fan {self._name(index)}: its control cannot be restored ({cause}), "
-                    f"and it cannot be set to {self._failsafe_rpm:g} rpm ({error})",
-                )
+        self.uncontrolled = tuple(fan.name for fan in self._fans if not fan.restore())
 
     def step(self) -> FanState:
         """Read all SoCs, call the policy, and set the fans. Never raises; errors are in the notes."""
         now_s = self._clock()
-        temperatures_c = self._temperatures.poll(
-            all_may_be_constant=self._constant_check.may_be_constant(now_s, self._rpm)
-        )
-        filtered = {soc: value for soc, value in temperatures_c.items() if value is not None}
-        hottest_c = max(filtered.values(), default=None)
+        # Before the poll: the fans turned at the last step's speed until now.
+        may_be_constant = self._constant_check.may_be_constant(now_s, self._rpm)
+        temperatures_c = self._temperatures.poll(now_s, all_may_be_constant=may_be_constant)
+        accepted = {soc: value for soc, value in temperatures_c.items() if value is not None}
+        hottest_c = max(accepted.values(), default=None)
         self._constant_check.update(now_s, hottest_c, self._temperatures.constant_since_s)
-        lost = not self._quorum.holds(now_s, filtered)
-        missing = self._quorum.missing(filtered)
-        self._set_alert(
-            "quorum",
-            f"{missing}; the fans {'turn at' if lost else 'go to'} the fail-safe speed"
-            f"{'' if lost else ' if that lasts'}"
-            if missing
-            else None,
-            well="enough temperatures are known again",
+        observation = FanObservation(
+            at_s=now_s,
+            hottest_c=hottest_c,
+            rpm=self._policy_rpm,
+            num_unknown=len(temperatures_c) - len(accepted),
+            num_socs=len(temperatures_c),
         )
-        wanted_rpm = self._wanted_rpm(
-            FanObservation(
-                at_s=now_s,
-                hottest_c=hottest_c,
-                rpm=self._policy_rpm,
-                num_unknown=len(temperatures_c) - len(filtered),
-                num_socs=len(temperatures_c),
-            )
-        )
-        failsafe = lost or wanted_rpm is None
-        rpm = self._failsafe_rpm if lost or wanted_rpm is None else wanted_rpm
-        self._policy_rpm = rpm
-        self._rpm = min(max(rpm, self._min_rpm), self._max_rpm)
-        measured_rpm = tuple(self._measure(index, now_s) for index in range(len(self._outputs)))
-        set_rpm = tuple(self._set(index) for index in range(len(self._outputs)))
+        # The policy is called also without a quorum: its failures must be reported.
+        failsafe = not self._has_quorum(now_s, accepted)
+        wanted_rpm = self._wanted_rpm(observation)
+        if failsafe or wanted_rpm is None:
+            failsafe = True
+            wanted_rpm = self._settings.failsafe_rpm
+        self._policy_rpm = wanted_rpm
+        self._rpm = min(max(wanted_rpm, self._settings.min_rpm), self._settings.max_rpm)
+        # All are measured first: whether one has stopped decides on the speed of the others.
+        measured_rpm = tuple(fan.measure(now_s) for fan in self._fans)
+        set_rpm = tuple(fan.set(self._rpm_of(fan)) for fan in self._fans)
         return FanState(
             at_s=now_s,
             temperatures_c=temperatures_c,
@@ -222,7 +307,7 @@ class FanControl:
             failsafe=failsafe,
             set_rpm=set_rpm,
             measured_rpm=measured_rpm,
-            num_output_errors=self._num_errors,
+            num_output_errors=sum(fan.num_errors for fan in self._fans),
             notes=self._alerts.notes,
         )
 
@@ -239,93 +324,42 @@ class FanControl:
             state = self.step()
             try:
                 on_step(state)
-                self._set_alert("on_step", None)
+                self._alerts.set("on_step", None)
             except Exception as error:
-                self._set_alert("on_step", f"what was done cannot be reported ({error})")
-            if self._missing is not None:
-                raise self._missing
-            if wait(self._period_s):
+                self._alerts.set("on_step", f"the state cannot be reported ({error})")
+            for fan in self._fans:
+                if fan.missing is not None:
+                    raise fan.missing
+            if wait(self._settings.period_s):
                 return
+
+    def _has_quorum(self, now_s: float, accepted: Mapping[int, float]) -> bool:
+        holds = self._quorum.holds(now_s, accepted)
+        text = missing = self._quorum.missing(accepted)
+        if missing and holds:
+            text = f"{missing}; the fans go to the fail-safe speed if that lasts"
+        elif missing:
+            text = f"{missing}; the fans turn at the fail-safe speed"
+        self._alerts.set("quorum", text or None, well="enough temperatures are known again")
+        return holds
 
     def _wanted_rpm(self, observation: FanObservation) -> float | None:
         """Return the policy's speed, or None if it is not valid."""
         try:
             wanted_rpm: Any = self._policy.rpm(observation)
+            problem = None
+            if not is_number(wanted_rpm) or wanted_rpm <= 0.0:
+                problem = "gives no valid speed"
         except Exception as error:
-            self._set_alert(
-                "policy",
-                f"the policy fails ({type(error).__name__}: {error}); the fans turn at the "
-                "fail-safe speed",
-            )
-            return None
-        if not is_number(wanted_rpm) or wanted_rpm <= 0.0:
-            self._set_alert(
-                "policy", "the policy gives no valid speed; the fans turn at the fail-safe speed"
-            )
-            return None
-        self._set_alert("policy", None, well="the policy works again")
-        return float(wanted_rpm)
+            problem = f"fails ({type(error).__name__}: {error})"
+        text = problem and f"the policy {problem}; the fans turn at the fail-safe speed"
+        self._alerts.set("policy", text, well="the policy works again")
+        return None if problem else float(wanted_rpm)
 
-    def _measure(self, index: int, now_s: float) -> float | None:
-        """Return a fan's measured speed, and update whether it counts as stopped."""
-        try:
-            rpm = self._outputs[index].measured_rpm()
-        except Exception:
-            rpm = None
-        if rpm is None or not is_number(rpm) or measured_speed(rpm) is None:
-            return None  # its state is unchanged
-        if rpm > 0.0:
-            self._stopped_since_s[index] = None
-            self._stopped[index] = False
-        else:
-            since_s = self._stopped_since_s[index]
-            if since_s is None:
-                self._stopped_since_s[index] = now_s
-            elif now_s - since_s >= self._spin_up_s:
-                self._stopped[index] = True
-        others = "; the others turn at full speed" if len(self._outputs) > 1 else ""
-        self._set_alert(
-            ("stopped", index),
-            f"fan {self._name(index)}: is set and does not turn; see to it{others}"
-            if self._stopped[index]
-            else None,
-            well=f"fan {self._name(index)}: turns again",
-        )
-        return float(rpm)
-
-    def _set(self, index: int) -> float | None:
-        """Set a fan and return what it was set to; a failure is None and counted, and the next step tries again."""
-        others_stopped = any(self._stopped[:index] + self._stopped[index + 1 :])
-        rpm = self._max_rpm if others_stopped else self._rpm
-        try:
-            self._outputs[index].set_rpm(rpm)
-        except Exception as error:
-            self._num_errors += 1
-            self._num_missing[index] = (
-                self._num_missing[index] + 1 if isinstance(error, FanNotFound) else 0
-            )
-            if self._num_missing[index] >= MOST_MISSING:
-                self._missing = FanNotFound(
-                    f"fan {self._name(index)}: not there in {MOST_MISSING} readings ({error}); "
-                    "fan control ends"
-                )
-            self._set_alert(
-                ("output", index),
-                f"fan {self._name(index)}: cannot be set ({error}); tried again at every step",
-            )
-            return None
-        self._num_missing[index] = 0
-        self._set_alert(("output", index), None, well=f"fan {self._name(index)}: can be set again")
-        return rpm
-
-    def _name(self, index: int) -> str:
-        try:
-            return self._outputs[index].describe()
-        except Exception:
-            return str(index)
-
-    def _set_alert(self, key: object, text: str | None, *, well: str = "") -> None:
-        self._alerts.set(key, text, self._clock(), well=well)
+    def _rpm_of(self, fan: _Fan) -> float:
+        """Return the speed for a fan: the highest if another one has stopped."""
+        others_stopped = any(other.is_stopped for other in self._fans if other is not fan)
+        return self._settings.max_rpm if others_stopped else self._rpm
 
 
 class _ConstantReadingCheck:
@@ -339,8 +373,10 @@ class _ConstantReadingCheck:
         self._since_s: float | None = None
         self._at_s = 0.0
         self._shown_c: float | None = None
-        self._expected_c: float | None = None  # None: no prediction
-        self._should_have_changed = False  # at some time since the readings became constant
+        # None if there is no prediction.
+        self._expected_c: float | None = None
+        # At some time since the readings became constant.
+        self._should_have_changed = False
 
     def may_be_constant(self, now_s: float, rpm: float) -> bool:
         """Return whether they may be constant, after the time since the last `update` at this speed."""
@@ -348,19 +384,32 @@ class _ConstantReadingCheck:
             return False
         try:
             self._expected_c = self._policy.expected_c(
-                self._expected_c, rpm=rpm, at_s=now_s, duration_s=max(0.0, now_s - self._at_s)
+                self._expected_c,
+                rpm=rpm,
+                at_s=now_s,
+                duration_s=max(0.0, now_s - self._at_s),
             )
-        except Exception:  # `_wanted_rpm` reports a failing policy
+        # `_wanted_rpm` reports a failing policy.
+        except Exception:
             self._expected_c = None
         self._at_s = now_s
-        if self._expected_c is None or not abs(self._expected_c - self._shown_c) < _EXPECTED_C:
+        expected_c = self._expected_c
+        if expected_c is None or not abs(expected_c - self._shown_c) < _EXPECTED_C:
+            # Remembered: a prediction that returns to the shown temperature explains nothing.
             self._should_have_changed = True
         return not self._should_have_changed
 
-    def update(self, now_s: float, hottest_c: float | None, constant_since_s: float | None) -> None:
+    def update(
+        self,
+        now_s: float,
+        hottest_c: float | None,
+        constant_since_s: float | None,
+    ) -> None:
         """Record a reading; a change of temperature restarts the prediction."""
         if constant_since_s != self._since_s:
-            self._since_s, self._shown_c, self._expected_c = constant_since_s, hottest_c, hottest_c
+            self._since_s = constant_since_s
+            self._shown_c = hottest_c
+            self._expected_c = hottest_c
             self._should_have_changed = False
         self._at_s = now_s
 

@@ -1,13 +1,15 @@
 """Power and thermal conductance of a rack's fans by speed."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import fields
+from functools import cache
 
-from socflower.errors import ConfigError, require_range
+from socflower.errors import require_order
+from socflower.field_rules import NotNegative, Positive, checked
 from socflower.thermal.model.constants import constant
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class FanCurve:
     """The fans of a rack, all at one speed.
 
@@ -17,34 +19,23 @@ class FanCurve:
     Table 2, where nothing changes up to 5,700 rpm. Watts: `drag * rpm + air * rpm^3`, the cube of the fan laws.
     """
 
-    still_w_per_k: float
-    threshold_rpm: float
-    flow_w_per_k_rpm: float
-    drag_w_per_rpm: float
-    air_w_per_rpm3: float
-    min_rpm: float
+    still_w_per_k: Positive
+    threshold_rpm: NotNegative
+    flow_w_per_k_rpm: NotNegative
+    drag_w_per_rpm: NotNegative
+    air_w_per_rpm3: NotNegative
+    min_rpm: Positive
     max_rpm: float
 
-    def __post_init__(self) -> None:
-        require_range(
-            "fan",
-            least=0.0,
-            threshold_rpm=self.threshold_rpm,
-            flow_w_per_k_rpm=self.flow_w_per_k_rpm,
-            drag_w_per_rpm=self.drag_w_per_rpm,
-            air_w_per_rpm3=self.air_w_per_rpm3,
-        )
-        require_range("fan", above=0.0, still_w_per_k=self.still_w_per_k)
-        if not 0.0 < self.min_rpm < self.max_rpm < math.inf:
-            raise ConfigError(
-                f"fan: need 0 < min_rpm < max_rpm, got {self.min_rpm} and {self.max_rpm}"
-            )
+    def check(self) -> None:
+        """Refuse speeds in the wrong order."""
+        require_order(min_rpm=self.min_rpm, max_rpm=self.max_rpm)
 
     def conductance_w_per_k(self, rpm: float, working: float = 1.0) -> float:
         """Return W/K from the chassis to the ambient air; `working` is the fraction of fans that turn."""
-        return self.still_w_per_k + working * self.flow_w_per_k_rpm * math.sqrt(
-            max(0.0, rpm * rpm - self.threshold_rpm * self.threshold_rpm)
-        )
+        above_threshold = max(0.0, rpm * rpm - self.threshold_rpm * self.threshold_rpm)
+        flow_w_per_k = self.flow_w_per_k_rpm * math.sqrt(above_threshold)
+        return self.still_w_per_k + working * flow_w_per_k
 
     def power_w(self, rpm: float, working: float = 1.0) -> float:
         """Return the watts of all fans together."""
@@ -61,15 +52,8 @@ class FanCurve:
         return min(max(rpm, self.min_rpm), self.max_rpm)
 
 
+@cache
 def rack_fans() -> FanCurve:
     """Return the fans of the SoC-Cluster, from `constants.toml`."""
-    names = (
-        "still_w_per_k",
-        "threshold_rpm",
-        "flow_w_per_k_rpm",
-        "drag_w_per_rpm",
-        "air_w_per_rpm3",
-        "min_rpm",
-        "max_rpm",
-    )
+    names = [entry.name for entry in fields(FanCurve)]
     return FanCurve(**{name: constant("fan", name) for name in names})

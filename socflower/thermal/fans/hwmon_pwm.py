@@ -13,10 +13,9 @@ from socflower.thermal.fans.outputs import (
     DutyCurve,
     FanFailure,
     FanNotFound,
-    checked_min_duty,
     checked_speed,
+    duty_curve,
     measured_speed,
-    reason,
 )
 from socflower.thermal.sensors.sysfs import (
     DeviceFolder,
@@ -24,41 +23,46 @@ from socflower.thermal.sensors.sysfs import (
     OpenFolder,
     identity_of,
     matching_paths,
+    reason,
 )
 
 _FULL_PWM = 255
 _MANUAL_MODE = 1
 
 
-def find_hwmon(name: str, root: Path = Path("/"), *, last: DeviceIdentity | None = None) -> Path:
+def find_hwmon(
+    name: str,
+    root: Path = Path("/"),
+    *,
+    last: DeviceIdentity | None = None,
+) -> Path:
     """Return the folder of a monitoring chip by its name ("nct6798"), number ("hwmon3") or path.
 
     Numbers may change between boots, names do not. `last` is the chip that was meant before: if it has another number
     now, its present folder is returned, and it is preferred to others of its name. `ConfigError` if no chip or several
     chips match.
     """
-    is_number = re.fullmatch(r"hwmon\d+", name) is not None
-    if last is not None and (is_number or "/" in name):
-        path = Path(name) if "/" in name else root / "sys/class/hwmon" / name
+    hwmon = root / "sys/class/hwmon"
+    is_path = "/" in name
+    if last is not None and (is_path or re.fullmatch(r"hwmon\d+", name)):
+        path = Path(name) if is_path else hwmon / name
         try:
             with DeviceFolder(path, last).open() as folder:
                 return folder.path
         except FileNotFoundError as error:
-            raise ConfigError(
-                f"fan folder = {name!r}: was {last.name}, but {error.strerror} in {path.parent}; load "
-                "its driver, or name the chip that is meant"
-            ) from None
-    if "/" in name:
+            where = f"fan folder = {name!r}"
+            raise ConfigError(f"{where}: was {last.name}; {error.strerror}") from None
+    if is_path:
         return Path(name)
-    folders = matching_paths(root / "sys/class/hwmon", "hwmon*")
-    found = [folder for folder in folders if name in (folder.name, _chip(folder))]
+    names = {folder: _chip(folder) for folder in matching_paths(hwmon, "hwmon*")}
+    found = [folder for folder, chip in names.items() if name in (folder.name, chip)]
     if len(found) > 1 and last is not None:
         found = [folder for folder in found if identity_of(folder) == last] or found
     if len(found) == 1:
         return found[0]
-    there = ", ".join(f"{_chip(folder)} ({folder.name})" for folder in folders) or "no chip"
-    say = "there are several such chips" if found else "there is no such chip"
-    raise ConfigError(f"fan folder = {name!r}: {say}; below {root / 'sys/class/hwmon'} is {there}")
+    listed = ", ".join(f"{chip} ({folder.name})" for folder, chip in names.items())
+    problem = "several chips match" if found else "no chip matches"
+    raise ConfigError(f"fan folder = {name!r}: {problem}; {hwmon} has {listed or 'none'}")
 
 
 @plain_numbers
@@ -72,12 +76,12 @@ class HwmonPwm:
     pwm, fan : int and int, optional
         Numbers of the output and of its fan's tachometer; by default the same.
     min_rpm, max_rpm : float
-        Speeds at `min_duty` and at full power, where there is no `curve`.
+        Speeds at `min_duty` and at full power, without a `curve`.
     curve : DutyCurve, optional
         Speeds by duty, as `calibrate` measures them.
     automatic_mode : int, optional
-        Value to write to `pwmN_enable` at the end; by default its present value. Needed where a killed program may
-        have left the output in manual mode.
+        Value to write to `pwmN_enable` at the end; by default its present value. Needed if a killed program may have
+        left the output in manual mode.
     """
 
     def __init__(
@@ -92,9 +96,15 @@ class HwmonPwm:
         fan: int | None = None,
         automatic_mode: int | None = None,
     ) -> None:
-        self.curve = curve or DutyCurve.linear(min_rpm, max_rpm, min_duty)
-        self._least_pwm = _pwm_of(checked_min_duty(min_duty))
-        self._pwm, self._enable = f"pwm{pwm}", f"pwm{pwm}_enable"
+        self.curve = duty_curve(
+            curve,
+            min_rpm=min_rpm,
+            max_rpm=max_rpm,
+            min_duty=min_duty,
+        )
+        self._least_pwm = _pwm_of(min_duty)
+        self._pwm = f"pwm{pwm}"
+        self._enable = f"pwm{pwm}_enable"
         self._tachometer = f"fan{pwm if fan is None else fan}_input"
         try:
             with OpenFolder(folder) as opened:
@@ -104,22 +114,14 @@ class HwmonPwm:
                 self._found_mode = opened.read_integer(self._enable) if has_mode else None
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"fan {folder / self._pwm}: cannot be read ({reason(error)}); name a chip and an output "
-                "that are there"
+                f"fan {folder / self._pwm}: cannot be read ({reason(error)})"
             ) from None
-        for path in (folder / self._pwm, folder / self._enable)[
-            : 1 if self._found_mode is None else 2
-        ]:
-            if not os.access(path, os.W_OK):
-                raise ConfigError(
-                    f"fan {path}: cannot be written; run as root, or let a udev rule give the file to "
-                    "this user"
-                )
+        # Checked now, so that a daemon without permission ends before it controls anything.
+        for file in (self._pwm, self._enable) if has_mode else (self._pwm,):
+            if not os.access(folder / file, os.W_OK):
+                raise ConfigError(f"fan {folder / file}: cannot be written; run as root")
         if automatic_mode is not None and not self._is_automatic(automatic_mode):
-            raise ConfigError(
-                f"fan automatic_mode = {automatic_mode}: is no automatic mode of {self._name}; 2 or more "
-                "as a rule"
-            )
+            raise ConfigError(f"fan automatic_mode = {automatic_mode} is not automatic")
         self._mode_after = self._found_mode if automatic_mode is None else automatic_mode
 
     @property
@@ -131,14 +133,15 @@ class HwmonPwm:
     def set_rpm(self, rpm: float) -> None:
         """Write the duty for this speed, rounded up. Raises `FanFailure`, after setting the mode back to automatic.
 
-        Before each access the chip is compared with the one found at first; it is looked for if its number has changed,
-        and `FanNotFound` is raised if it has none.
+        Before each access the chip is compared with the one found at first. It is looked for if its number has changed;
+        `FanNotFound` is raised if it is not there.
         """
         self.set_duty(self.curve.duty(checked_speed(rpm)))
 
     @plain_numbers
     def set_duty(self, duty: float) -> None:
         """Write a fraction of full power, at least `min_duty`. Raises `FanFailure`."""
+        # Below the lowest duty the fan might stop.
         wanted = max(_pwm_of(duty), self._least_pwm)
         try:
             with self._chip.open() as chip:
@@ -157,7 +160,7 @@ class HwmonPwm:
             raise self._failure(self._pwm, "cannot be set", error) from None
 
     def measured_rpm(self) -> float | None:
-        """Return the tachometer's speed; None without a tachometer, or if it shows none."""
+        """Return the tachometer's speed; None without a tachometer or a valid speed."""
         try:
             with self._chip.open() as chip:
                 return measured_speed(chip.read_integer(self._tachometer))
@@ -172,9 +175,8 @@ class HwmonPwm:
             with self._chip.open() as chip:
                 chip.write(self._enable, self._mode_after)
         except OSError as error:
-            raise self._failure(
-                self._enable, f"cannot be set to {self._mode_after}", error
-            ) from None
+            problem = f"cannot be set to {self._mode_after}"
+            raise self._failure(self._enable, problem, error) from None
 
     def describe(self) -> str:
         """Return the names of chip and output."""
@@ -184,7 +186,12 @@ class HwmonPwm:
     def _name(self) -> str:
         return self._chip.identity.name or self._chip.path.name
 
-    def _failure(self, file: str, what: str, error: Exception) -> FanFailure:
+    def _failure(
+        self,
+        file: str,
+        what: str,
+        error: Exception,
+    ) -> FanFailure:
         kind = FanNotFound if isinstance(error, FileNotFoundError) else FanFailure
         return kind(f"{self._chip.path / file}: {what} ({reason(error)})")
 

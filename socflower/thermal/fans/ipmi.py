@@ -15,11 +15,11 @@ from socflower.thermal.fans.outputs import (
     MIN_DUTY,
     DutyCurve,
     FanFailure,
-    checked_min_duty,
     checked_speed,
+    duty_curve,
     measured_speed,
-    reason,
 )
+from socflower.thermal.sensors.sysfs import reason
 
 _PLACEHOLDER = re.compile(r"\{(\w*)\}")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
@@ -37,7 +37,7 @@ class IpmiCommand:
     measure : str
         A command; the last number that it prints is the speed.
     sensor : str
-        The sensor's name, if `measure` prints it before the speed: a number in it is no speed.
+        The sensor's name, if `measure` prints it before the speed: a number in the name does not count.
     timeout_s : float
         Timeout of a command; after it the command and all its child processes are killed, which counts as a failure.
     """
@@ -56,20 +56,23 @@ class IpmiCommand:
         min_duty: float = MIN_DUTY,
         timeout_s: float = 10.0,
     ) -> None:
-        self.curve = curve or DutyCurve.linear(min_rpm, max_rpm, min_duty)
-        require_range("fan", above=0.0, timeout_s=timeout_s)
-        self._min_duty, self._timeout_s = checked_min_duty(min_duty), timeout_s
-        self._set = _words(template, "set", ("percent", "rpm"))
-        if not any(_PLACEHOLDER.search(word) for word in self._set):
-            raise ConfigError(
-                f"fan command set = {template!r}: has neither {{percent}} nor {{rpm}}, so it cannot "
-                "set a speed"
-            )
-        self._begin, self._restore, self._measure = (
-            _words(text, key, ()) if text.strip() else []
-            for text, key in ((begin, "begin"), (restore, "restore"), (measure, "measure"))
+        self.curve = duty_curve(
+            curve,
+            min_rpm=min_rpm,
+            max_rpm=max_rpm,
+            min_duty=min_duty,
         )
-        self._sensor, self._begun = sensor, False
+        require_range("fan", above=0.0, timeout_s=timeout_s)
+        self._min_duty = min_duty
+        self._timeout_s = timeout_s
+        self._set = _words(template, "set", ("percent", "rpm"))
+        if not _PLACEHOLDER.search(template):
+            raise ConfigError(f"fan command set = {template!r}: needs {{percent}} or {{rpm}}")
+        self._begin = _words(begin, "begin")
+        self._restore = _words(restore, "restore")
+        self._measure = _words(measure, "measure")
+        self._sensor = sensor
+        self._begun = False
 
     def set_rpm(self, rpm: float) -> None:
         """Run the command for this speed. Raises `FanFailure` with its output."""
@@ -85,16 +88,17 @@ class IpmiCommand:
         if not self._measure:
             return None
         try:
-            numbers = _NUMBER.findall(self._run(self._measure).strip().removeprefix(self._sensor))
+            printed = self._run(self._measure)
         except FanFailure:
             return None
+        numbers = _NUMBER.findall(printed.strip().removeprefix(self._sensor))
         return measured_speed(float(numbers[-1])) if numbers else None
 
     def restore(self) -> None:
-        """Run the restore command. Raises `FanFailure` if it fails or there is none."""
+        """Run the restore command. Raises `FanFailure` if it fails or none was given."""
         self._begun = False
         if not self._restore:
-            raise FanFailure(f"{self.describe()}: no command was given that restores its control")
+            raise FanFailure(f"{self.describe()}: has no restore command")
         self._run(self._restore)
 
     def describe(self) -> str:
@@ -102,13 +106,20 @@ class IpmiCommand:
         return " ".join(self._set)
 
     def _run_for(self, duty: float, rpm: float) -> None:
-        percent = min(max(math.ceil(100.0 * max(duty, self._min_duty) - 1e-9), 1), 100)
+        duty = max(duty, self._min_duty)
+        # Rounded up: never slower than requested. The small subtraction keeps 0.29 * 100 at 29.
+        percent = math.ceil(100.0 * duty - 1e-9)
+        percent = min(max(percent, 1), 100)
         values = {"percent": str(percent), "rpm": str(math.ceil(rpm))}
+
+        def value_of(found: re.Match[str]) -> str:
+            return values[found[1]]
+
         if self._begin and not self._begun:
             self._run(self._begin)
         # A controller that failed may have restarted, and needs the `begin` command again.
         self._begun = False
-        self._run([_PLACEHOLDER.sub(lambda found: values[found[1]], word) for word in self._set])
+        self._run([_PLACEHOLDER.sub(value_of, word) for word in self._set])
         self._begun = True
 
     def _run(self, words: Sequence[str]) -> str:
@@ -122,17 +133,18 @@ class IpmiCommand:
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
+                # A process group of its own, so that its children can be killed with it.
                 start_new_session=True,
             )
         except OSError as error:
             raise FanFailure(f"{name}: cannot be run ({reason(error)})") from None
         try:
-            printed, complained = process.communicate(timeout=self._timeout_s)
+            printed, errors = process.communicate(timeout=self._timeout_s)
         except subprocess.TimeoutExpired:
             raise FanFailure(f"{name}: did not end within {self._timeout_s:g} s") from None
         finally:
             if process.returncode is None:
-                # Its children too: a child that keeps the pipe open would block this process.
+                # With its children: one that keeps the pipe open would block this process.
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -140,33 +152,27 @@ class IpmiCommand:
                 if pipe is not None:
                     pipe.close()
         if process.returncode != 0:
-            said = " ".join((complained or printed).split())[:200]
-            raise FanFailure(
-                f"{name}: ended with status {process.returncode}{f' ({said})' if said else ''}"
-            )
+            text = " ".join((errors or printed).split())[:200]
+            raise FanFailure(f"{name}: ended with status {process.returncode} ({text})")
         return printed
 
 
-def _words(template: str, key: str, allowed: Sequence[str]) -> list[str]:
-    """Return the words of a command; `ConfigError` if it is not valid."""
+def _words(
+    template: str,
+    key: str,
+    placeholders: Sequence[str] = (),
+) -> list[str]:
+    """Return the words of a command; only "set" must have some. `ConfigError` if it is invalid."""
+    where = f"fan command {key} = {template!r}"
     try:
         words = shlex.split(template)
     except ValueError as error:
-        raise ConfigError(
-            f"fan command {key} = {template!r}: cannot be split into words ({error})"
-        ) from None
-    if not words:
-        raise ConfigError(f"fan command {key}: is empty; give a program and its arguments")
-    for word in words:
-        for name in _PLACEHOLDER.findall(word):
-            if name not in allowed:
-                known = " or ".join(f"{{{one}}}" for one in allowed) or "none"
-                raise ConfigError(
-                    f"fan command {key} = {template!r}: {{{name}}} is unknown; use {known}"
-                )
-    if shutil.which(words[0]) is None:
-        raise ConfigError(
-            f"fan command {key} = {template!r}: there is no program {words[0]!r}; install it or give its "
-            "path"
-        )
+        raise ConfigError(f"{where}: cannot be split into words ({error})") from None
+    if not words and key != "set":
+        return words
+    unknown = set(_PLACEHOLDER.findall(template)) - set(placeholders)
+    if unknown:
+        raise ConfigError(f"{where}: unknown placeholder {{{min(unknown)}}}")
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigError(f"{where}: the program is not found; give its path")
     return words

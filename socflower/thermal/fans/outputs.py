@@ -9,15 +9,20 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 
 MIN_DUTY = 0.2
 """Below about this fraction of full power many fans stop, and some do not start again."""
 
 _SETTLE_S = 6.0
+"""A fan has reached its speed this long after a change of duty."""
+
 _NO_READING_RPM = 65_535
+"""All ones: a tachometer's register without a reading."""
+
 _CALIBRATION_DUTIES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
@@ -37,7 +42,7 @@ class FanOutput(Protocol):
         ...
 
     def measured_rpm(self) -> float | None:
-        """Return the measured speed, None where it is not known. Never raises."""
+        """Return the measured speed, None if it is unknown. Never raises."""
         ...
 
     def restore(self) -> None:
@@ -57,34 +62,45 @@ class DutyCurve:
 
     def __post_init__(self) -> None:
         if len(self.points) < 2:
-            raise ConfigError(f"fan curve: {len(self.points)} points are too few; give two or more")
-        for duty, rpm in self.points:
-            if not (0.0 < duty <= 1.0 and 0.0 < rpm < math.inf):
+            raise ConfigError(f"fan curve: needs two points or more, got {len(self.points)}")
+        for (low, slow), (high, fast) in pairwise(((0.0, 0.0), *self.points)):
+            if not (low < high <= 1.0 and slow < fast < math.inf):
                 raise ConfigError(
-                    f"fan curve: {rpm:g} rpm at {100 * duty:g} % cannot be; give speeds above 0 at "
-                    "duties above 0 up to 100 %"
+                    f"fan curve: duty and speed must rise, up to 1, from {low:g} and {slow:g} rpm, "
+                    f"got {high:g} and {fast:g} rpm"
                 )
-        for (low, slow), (high, fast) in zip(self.points, self.points[1:], strict=False):
-            if not (low < high and slow < fast):
-                raise ConfigError(
-                    f"fan curve: {slow:g} rpm at {100 * low:g} % and then {fast:g} rpm at {100 * high:g} "
-                    "% do not rise; sort the points, and leave out those between which nothing changes"
-                )
-
-    @classmethod
-    def linear(cls, min_rpm: float, max_rpm: float, min_duty: float = MIN_DUTY) -> "DutyCurve":
-        """Return the straight line from `min_rpm` at the lowest duty to `max_rpm` at full power."""
-        if not 0.0 < min_rpm < max_rpm < math.inf:
-            raise ConfigError(f"fan: need 0 < min_rpm < max_rpm, got {min_rpm:g} and {max_rpm:g}")
-        return cls(((checked_min_duty(min_duty), min_rpm), (1.0, max_rpm)))
 
     def duty(self, rpm: float) -> float:
         """Return the duty for a speed, clipped to the ends of the curve."""
         speeds = [speed for _, speed in self.points]
-        after = min(max(bisect_left(speeds, rpm), 1), len(speeds) - 1)
-        (low, slow), (high, fast) = self.points[after - 1], self.points[after]
-        part = min(max((rpm - slow) / (fast - slow), 0.0), 1.0)
-        return min(low + (high - low) * part, high)  # rounding must not exceed the end
+        after = max(bisect_left(speeds, rpm), 1)
+        after = min(after, len(speeds) - 1)
+        (low, slow) = self.points[after - 1]
+        (high, fast) = self.points[after]
+        part = (rpm - slow) / (fast - slow)
+        part = min(max(part, 0.0), 1.0)
+        # Rounding must not exceed the end.
+        return min(low + (high - low) * part, high)
+
+
+def duty_curve(
+    curve: DutyCurve | None,
+    *,
+    min_rpm: float,
+    max_rpm: float,
+    min_duty: float,
+) -> DutyCurve:
+    """Return the curve, or without one the line from `min_rpm` at `min_duty` to `max_rpm` at full power.
+
+    Raises `ConfigError` for an invalid `min_duty`, also with a curve: no lower duty is ever set.
+    """
+    require_range(
+        "fan",
+        above=0.0,
+        below=1.0,
+        min_duty=min_duty,
+    )
+    return curve or DutyCurve(((min_duty, min_rpm), (1.0, max_rpm)))
 
 
 class SimulatedFan:
@@ -110,12 +126,15 @@ class SimulatedFan:
         failure: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not (0.0 < max_rpm < math.inf and rpm_per_s > 0.0):
-            raise ConfigError(
-                f"simulated fan: max_rpm = {max_rpm:g} and rpm_per_s = {rpm_per_s:g} must be above 0, "
-                "max_rpm finite"
-            )
-        self._max_rpm, self._rpm_per_s, self._clock = max_rpm, rpm_per_s, clock
+        require_range(
+            "simulated fan",
+            above=0.0,
+            max_rpm=max_rpm,
+            rpm_per_s=rpm_per_s,
+        )
+        self._max_rpm = max_rpm
+        self._rpm_per_s = rpm_per_s
+        self._clock = clock
         self._rpm = self._target_rpm = max_rpm
         self._at_s = clock()
         self._failure = ""
@@ -125,8 +144,9 @@ class SimulatedFan:
         """Start a failure, or with "" end it."""
         if failure not in ("", "stopped", "stuck"):
             raise ConfigError(
-                f"simulated fan: failure = {failure!r} is unknown; use stopped, stuck or nothing"
+                f"simulated fan: failure = {failure!r}; use stopped, stuck or nothing"
             )
+        # The time until now passed under the previous failure.
         self._advance()
         self._failure = failure
 
@@ -176,8 +196,8 @@ def calibrate(
     """Return the measured speeds by duty, from the highest down; the fan is left at full power.
 
     Stops at the first duty at which the fan does not turn, since it would not turn at lower ones either. A point whose
-    lower duty is not slower, as below the range of a fan, is left out. Raises `FanFailure` where no speed is measured,
-    or the speed does not change. Run it only while nothing is hot.
+    lower duty is not slower, as below the range of a fan, is left out. Raises `FanFailure` if no speed is measured, or
+    the speed does not change. Run it only while nothing is hot.
     """
     points: list[tuple[float, float]] = []
     try:
@@ -186,19 +206,17 @@ def calibrate(
             sleep(settle_s)
             rpm = output.measured_rpm()
             if rpm is None or not math.isfinite(rpm):
-                raise FanFailure(
-                    f"{output.describe()}: does not show how fast it turns, so it cannot be calibrated"
-                )
+                raise FanFailure(f"{output.describe()}: its speed cannot be measured")
             if rpm <= 0.0:
                 break
             if not points or rpm < points[-1][1]:
                 points.append((duty, rpm))
+    # Whatever happens: a rack must not be left with slow fans.
     finally:
         output.set_duty(1.0)
     if len(points) < 2:
         raise FanFailure(
-            f"{output.describe()}: turns equally fast at every duty, or hardly at all; is it the fan of "
-            "that output?"
+            f"{output.describe()}: its speed does not follow the duty; is it the fan of that output?"
         )
     return DutyCurve(tuple(reversed(points)))
 
@@ -206,31 +224,10 @@ def calibrate(
 def checked_speed(rpm: float) -> float:
     """Return the speed if it is valid for a fan; raise `FanFailure` otherwise."""
     if not 0.0 < rpm < math.inf:
-        raise FanFailure(f"a fan was to turn at {rpm} rpm, which is not above 0 and finite")
+        raise FanFailure(f"{rpm} rpm is not a speed above 0")
     return rpm
 
 
 def measured_speed(rpm: float) -> float | None:
-    """Return what a tachometer shows if it can be a fan's speed, else None.
-
-    A register without a reading shows all ones: 65,535 or more.
-    """
+    """Return what a tachometer shows if it can be a fan's speed, else None."""
     return float(rpm) if 0 <= rpm < _NO_READING_RPM else None
-
-
-def checked_min_duty(min_duty: float) -> float:
-    """Return the lowest duty if it is valid; raise `ConfigError` otherwise."""
-    if not 0.0 < min_duty < 1.0:
-        raise ConfigError(
-            f"fan: min_duty = {min_duty:g} must lie between 0 and 1; {MIN_DUTY} suits most fans"
-        )
-    return min_duty
-
-
-def reason(error: Exception) -> str:
-    """Return a short reason why a file or a program could not be used."""
-    return (
-        (error.strerror or type(error).__name__).lower()
-        if isinstance(error, OSError)
-        else str(error)
-    )

@@ -1,16 +1,18 @@
 """Fan policies: fixed speed, the paper's passive cooling (F19), and predictive cooling for a planned load."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Protocol, runtime_checkable
 
-from socflower.errors import ConfigError, require_range
-from socflower.field_rules import unknown_key
-from socflower.plain_numbers import plain_numbers
+from pydantic import Field
+
+from socflower.errors import ConfigError, require_order
+from socflower.field_rules import NotNegative, Positive, checked
 from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
 from socflower.thermal.model.constants import constant
+from socflower.toml_file import Table, read_table
 
 _FASTER = 1.005
 """Factor by which fans speed up per step while the planned speed is not enough; a step takes seconds."""
@@ -20,21 +22,22 @@ _FASTER = 1.005
 class FanObservation:
     """The input of a policy's decision."""
 
-    at_s: float  # on any monotonic clock
-    hottest_c: float | None  # the hottest SoC with an accepted temperature; None: unknown
-    rpm: float  # at present
-    num_unknown: int = 0  # SoCs without an accepted temperature
-    num_socs: int = 0  # in all
-    num_throttled: int = 0  # SoCs that report throttling by heat
+    # On any monotonic clock.
+    at_s: float
+    # The hottest SoC with an accepted temperature; None if it is unknown.
+    hottest_c: float | None
+    # The present speed.
+    rpm: float
+    # SoCs without an accepted temperature, all SoCs, and SoCs that report throttling by heat.
+    num_unknown: int = 0
+    num_socs: int = 0
+    num_throttled: int = 0
 
     @property
     def lacks_temperatures(self) -> bool:
         """Whether the temperatures do not suffice: none is accepted, or fewer than half of the SoCs have one."""
-        return (
-            self.hottest_c is None
-            or math.isnan(self.hottest_c)
-            or 2 * self.num_unknown > self.num_socs
-        )
+        is_unknown = self.hottest_c is None or math.isnan(self.hottest_c)
+        return is_unknown or 2 * self.num_unknown > self.num_socs
 
 
 class FanPolicy(Protocol):
@@ -50,51 +53,48 @@ class PredictingPolicy(FanPolicy, Protocol):
     """A policy that predicts temperatures, and so whether constant readings are plausible."""
 
     def expected_c(
-        self, hottest_c: float, *, rpm: float, at_s: float, duration_s: float
+        self,
+        hottest_c: float,
+        *,
+        rpm: float,
+        at_s: float,
+        duration_s: float,
     ) -> float | None:
         """Return the predicted temperature of the hottest SoC at `at_s`, after `duration_s` at this speed, or None."""
         ...
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+_Endless = Annotated[float, Field(allow_inf_nan=True)]
+
+
+@checked
 class FixedSpeed:
     """A constant speed."""
 
-    fixed_rpm: float
-
-    def __post_init__(self) -> None:
-        require_range("fixed", above=0.0, fixed_rpm=self.fixed_rpm)
+    fixed_rpm: Positive
 
     def rpm(self, observation: FanObservation) -> float:
         """Return the speed."""
         return self.fixed_rpm
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class PassiveCooling:
     """Slow until the hottest SoC passes `hot_c`, then fast until it has come down to `cool_c` (F19).
 
-    Fast, too, where the temperature of no SoC, or of fewer than half of them, is known.
+    Fast, too, if the temperature of no SoC, or of fewer than half of them, is known. By default `cool_c` is half a
+    sensor step below the temperature at which clocks recover.
     """
 
-    low_rpm: float = field(default_factory=lambda: constant("fan", "low_rpm"))
-    high_rpm: float = 11000.0
+    low_rpm: Positive = field(default_factory=lambda: constant("fan", "low_rpm"))
+    high_rpm: Positive = 11000.0
     hot_c: float = 35.0
-    cool_c: float = 33.5  # half a sensor step below the temperature at which clocks recover
+    cool_c: float = 33.5
 
-    def __post_init__(self) -> None:
-        require_range("passive", above=0.0, low_rpm=self.low_rpm, high_rpm=self.high_rpm)
-        if not self.low_rpm < self.high_rpm:
-            raise ConfigError(
-                f"passive: low_rpm = {self.low_rpm} must be below high_rpm = {self.high_rpm}"
-            )
-        if not self.cool_c < self.hot_c:
-            raise ConfigError(
-                f"passive: cool_c = {self.cool_c} must be below hot_c = {self.hot_c}, or the fans would "
-                "change at every look"
-            )
+    def check(self) -> None:
+        """Refuse speeds and temperatures in the wrong order."""
+        require_order(low_rpm=self.low_rpm, high_rpm=self.high_rpm)
+        require_order(cool_c=self.cool_c, hot_c=self.hot_c)
 
     def rpm(self, observation: FanObservation) -> float:
         """Return the low or the high speed."""
@@ -106,26 +106,25 @@ class PassiveCooling:
         return self.high_rpm if cooling and hottest_c > self.cool_c else self.low_rpm
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class PlannedLoad:
-    """The heat that a plan predicts, on the clock of the observations."""
+    """The heat that a plan predicts, on the clock of the observations.
 
-    rack_w: float  # mean heat of all SoCs at full clock, while the plan is carried out
-    local_rise_c: float  # temperature of the busy SoCs above the chassis air
+    `rack_w` is the mean heat of all SoCs at full clock, while the plan is carried out; `local_rise_c` the temperature
+    of the busy SoCs above the chassis air. The work ends at `end_s` at full clock.
+    """
+
+    rack_w: NotNegative
+    local_rise_c: NotNegative
     begin_s: float = 0.0
-    end_s: float = math.inf  # end of the work, at full clock
+    end_s: _Endless = math.inf
 
-    def __post_init__(self) -> None:
-        require_range("planned load", least=0.0, rack_w=self.rack_w, local_rise_c=self.local_rise_c)
-        if not self.begin_s <= self.end_s:
-            raise ConfigError(
-                f"planned load: it ends at {self.end_s} s, before it begins at {self.begin_s} s"
-            )
+    def check(self) -> None:
+        """Refuse an end before the beginning."""
+        require_order(equal=True, begin_s=self.begin_s, end_s=self.end_s)
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class PredictiveCooling:
     """The fan speed with the least energy that keeps the SoCs below a limit under the planned load.
 
@@ -140,47 +139,37 @@ class PredictiveCooling:
 
     The rack is modelled as one heat capacity, the chassis's (F21). Effects outside this model (a failed fan, a badly
     ventilated board, work that takes longer than planned) appear in the temperature and are corrected at the next step.
-    Where the temperature of no SoC, or of fewer than half of them, is known, fans turn at `high_rpm`.
+    If the temperature of no SoC, or of fewer than half of them, is known, fans turn at `high_rpm`.
     """
 
     load: PlannedLoad
     fans: FanCurve = field(default_factory=rack_fans)
-    chassis_j_per_k: float = field(default_factory=lambda: constant("rack", "chassis_j_per_k"))
+    chassis_j_per_k: Positive = field(default_factory=lambda: constant("rack", "chassis_j_per_k"))
     ambient_c: float = 25.0
-    limit_c: float = 34.5  # half a sensor step below the first trip point
-    resume_c: float = (
-        33.5  # target for a SoC that has tripped; half a sensor step below its resume point
-    )
-    band_c: float = 0.5  # hysteresis of alternating cooling
-    horizon_s: float = 120.0
-    low_rpm: float = field(default_factory=lambda: constant("fan", "low_rpm"))
-    high_rpm: float = 11000.0
-    max_slowdown: float = 0.0
+    # Half a sensor step below the first trip point.
+    limit_c: float = 34.5
+    # Target for a SoC that has tripped; half a sensor step below its resume point.
+    resume_c: float = 33.5
+    # Hysteresis of alternating cooling.
+    band_c: Positive = 0.5
+    horizon_s: Positive = 120.0
+    low_rpm: Positive = field(default_factory=lambda: constant("fan", "low_rpm"))
+    high_rpm: Positive = 11000.0
+    max_slowdown: Annotated[float, Field(ge=0, lt=1)] = 0.0
     coast_limit_c: float = 39.0
-    coast_slowdown: float = 0.102  # of the clock between the first two trip points
-    coast_power: float = 0.85  # heat at that clock, as a fraction
+    # Of the clock between the first two trip points, and the heat at that clock, as fractions.
+    coast_slowdown: Annotated[float, Field(gt=0, lt=1)] = 0.102
+    coast_power: float = 0.85
 
-    def __post_init__(self) -> None:
-        require_range(
-            "predictive",
-            above=0.0,
-            horizon_s=self.horizon_s,
-            low_rpm=self.low_rpm,
-            high_rpm=self.high_rpm,
-            band_c=self.band_c,
-            chassis_j_per_k=self.chassis_j_per_k,
+    def check(self) -> None:
+        """Refuse speeds and temperatures in the wrong order."""
+        require_order(equal=True, low_rpm=self.low_rpm, high_rpm=self.high_rpm)
+        require_order(
+            equal=True,
+            resume_c=self.resume_c,
+            limit_c=self.limit_c,
+            coast_limit_c=self.coast_limit_c,
         )
-        require_range("predictive", least=0.0, below=1.0, max_slowdown=self.max_slowdown)
-        require_range("predictive", above=0.0, below=1.0, coast_slowdown=self.coast_slowdown)
-        if not self.low_rpm <= self.high_rpm:
-            raise ConfigError(
-                f"predictive: low_rpm = {self.low_rpm} must not be above high_rpm = {self.high_rpm}"
-            )
-        if not self.resume_c <= self.limit_c <= self.coast_limit_c:
-            raise ConfigError(
-                f"predictive: need resume_c <= limit_c <= coast_limit_c, got {self.resume_c}, "
-                f"{self.limit_c}, {self.coast_limit_c}"
-            )
 
     @property
     def efficient_rpm(self) -> float:
@@ -194,37 +183,45 @@ class PredictiveCooling:
         if not self.max_slowdown or math.isinf(load.end_s):
             return math.inf
         # x seconds of work at full clock take x / (1 - coast_slowdown) in that part.
-        whole_s = load.end_s - load.begin_s
-        lost_s = self.max_slowdown * whole_s
-        return max(
-            load.begin_s, load.end_s - lost_s * (1.0 - self.coast_slowdown) / self.coast_slowdown
-        )
+        lost_s = self.max_slowdown * (load.end_s - load.begin_s)
+        coasted_s = lost_s * (1.0 - self.coast_slowdown) / self.coast_slowdown
+        return max(load.begin_s, load.end_s - coasted_s)
 
     def rpm(self, observation: FanObservation) -> float:
         """Return the speed."""
-        hottest_c, at_s, load = observation.hottest_c, observation.at_s, self.load
+        hottest_c = observation.hottest_c
+        at_s = observation.at_s
+        load = self.load
         if observation.lacks_temperatures or hottest_c is None:
             return self.high_rpm
-        coasting = at_s >= self.coast_begin_s
-        end_s = load.end_s + (self.max_slowdown * (load.end_s - load.begin_s) if coasting else 0.0)
-        limit_c = self.coast_limit_c
-        if not coasting:
-            # If held at the limit, a SoC that has tripped would stay slow.
-            limit_c = self.resume_c if observation.num_throttled else self.limit_c
-        part = self.coast_power if coasting else 1.0
-        rise_c, heat_w = part * load.local_rise_c, part * load.rack_w
+        part = 1.0
+        end_s = load.end_s
+        # A SoC that has tripped would stay slow if it were held at the limit.
+        limit_c = self.resume_c if observation.num_throttled else self.limit_c
+        if at_s >= self.coast_begin_s:
+            part = self.coast_power
+            limit_c = self.coast_limit_c
+            end_s += self.max_slowdown * (load.end_s - load.begin_s)
+        rise_c = part * load.local_rise_c
+        heat_w = part * load.rack_w
         # Work that passes its planned end may continue for long.
         time_s = min(self.horizon_s, end_s - at_s) if at_s < end_s else self.horizon_s
+        air_limit_c = limit_c - rise_c
         wanted_rpm = self._steady_rpm(
-            air_c=hottest_c - rise_c, limit_c=limit_c - rise_c, heat_w=heat_w, time_s=time_s
+            air_c=hottest_c - rise_c,
+            limit_c=air_limit_c,
+            heat_w=heat_w,
+            time_s=time_s,
         )
+        # The work ends before the limit is reached.
         if wanted_rpm <= self.low_rpm and time_s < self.horizon_s:
             return self.low_rpm
         efficient_rpm = self.efficient_rpm
         cooling = observation.rpm > 0.5 * (self.low_rpm + efficient_rpm)
         # The hottest SoC may be cooled less than planned: while it stays too hot, fans speed up.
         least_rpm = _FASTER * observation.rpm if cooling and hottest_c >= limit_c else 0.0
-        if self._holding_rpm(limit_c - rise_c, heat_w) <= efficient_rpm:
+        # Little cooling is cheapest by alternating between slow and efficient.
+        if self._holding_rpm(air_limit_c, heat_w) <= efficient_rpm:
             if hottest_c < limit_c and not (cooling and hottest_c > limit_c - self.band_c):
                 return self.low_rpm
             above_band_rpm = wanted_rpm if hottest_c >= limit_c + self.band_c else 0.0
@@ -232,7 +229,12 @@ class PredictiveCooling:
         return min(max(wanted_rpm, least_rpm, self.low_rpm), self.high_rpm)
 
     def expected_c(
-        self, hottest_c: float, *, rpm: float, at_s: float, duration_s: float
+        self,
+        hottest_c: float,
+        *,
+        rpm: float,
+        at_s: float,
+        duration_s: float,
     ) -> float | None:
         """Return the predicted temperature of the hottest SoC at `at_s`, after `duration_s` of the planned load.
 
@@ -242,14 +244,21 @@ class PredictiveCooling:
         if not load.begin_s <= at_s - duration_s <= at_s <= load.end_s:
             return None
         part = self.coast_power if at_s >= self.coast_begin_s else 1.0
-        rise_c, conductance = part * load.local_rise_c, self.fans.conductance_w_per_k(rpm)
-        steady_c = self.ambient_c + part * load.rack_w / conductance
-        air_c = hottest_c - rise_c
-        return (
-            steady_c
-            + (air_c - steady_c) * math.exp(-duration_s * conductance / self.chassis_j_per_k)
-            + rise_c
-        )
+        rise_c = part * load.local_rise_c
+        conductance = self.fans.conductance_w_per_k(rpm)
+        return rise_c + self._air_c(hottest_c - rise_c, conductance, part * load.rack_w, duration_s)
+
+    def _air_c(
+        self,
+        air_c: float,
+        conductance: float,
+        heat_w: float,
+        time_s: float,
+    ) -> float:
+        """Return the air's temperature after `time_s` of constant heat (F21 with one heat capacity)."""
+        steady_c = self.ambient_c + heat_w / conductance
+        left = math.exp(-time_s * conductance / self.chassis_j_per_k)
+        return steady_c + (air_c - steady_c) * left
 
     def _holding_rpm(self, limit_c: float, heat_w: float) -> float:
         """Return the steady speed at which the air temperature settles at the limit."""
@@ -257,76 +266,68 @@ class PredictiveCooling:
             return self.fans.max_rpm
         return self.fans.rpm_for(heat_w / (limit_c - self.ambient_c))
 
-    def _steady_rpm(self, *, air_c: float, limit_c: float, heat_w: float, time_s: float) -> float:
+    def _steady_rpm(
+        self,
+        *,
+        air_c: float,
+        limit_c: float,
+        heat_w: float,
+        time_s: float,
+    ) -> float:
         """Return the slowest speed with which the air is at the limit or below it after `time_s`."""
 
-        def after_c(conductance: float) -> float:
-            steady_c = self.ambient_c + heat_w / conductance
-            return steady_c + (air_c - steady_c) * math.exp(
-                -time_s * conductance / self.chassis_j_per_k
-            )
-
-        low, high = self.fans.still_w_per_k, self.fans.conductance_w_per_k(self.fans.max_rpm)
-        if after_c(low) <= limit_c:
+        low = self.fans.still_w_per_k
+        high = self.fans.conductance_w_per_k(self.fans.max_rpm)
+        if self._air_c(air_c, low, heat_w, time_s) <= limit_c:
             return self.fans.min_rpm
-        if after_c(high) > limit_c:
+        if self._air_c(air_c, high, heat_w, time_s) > limit_c:
             return self.fans.max_rpm
+        # Bisection; 40 halvings reach the precision of floats.
         for _ in range(40):
             middle = 0.5 * (low + high)
-            low, high = (low, middle) if after_c(middle) <= limit_c else (middle, high)
+            if self._air_c(air_c, middle, heat_w, time_s) <= limit_c:
+                high = middle
+            else:
+                low = middle
         return self.fans.rpm_for(high)
 
 
 @cache
-def _most_efficient_rpm(fans: FanCurve, low_rpm: float, high_rpm: float) -> float:
-    still, low_w = fans.conductance_w_per_k(low_rpm), fans.power_w(low_rpm)
+def _most_efficient_rpm(
+    fans: FanCurve,
+    low_rpm: float,
+    high_rpm: float,
+) -> float:
+    still = fans.conductance_w_per_k(low_rpm)
+    low_w = fans.power_w(low_rpm)
+
+    def gain(rpm: float) -> float:
+        added_w = max(fans.power_w(rpm) - low_w, 1e-12)
+        return (fans.conductance_w_per_k(rpm) - still) / added_w
+
     speeds = [low_rpm + (high_rpm - low_rpm) * part / 200 for part in range(1, 201)]
-    return max(
-        speeds,
-        key=lambda rpm: (
-            (fans.conductance_w_per_k(rpm) - still) / max(fans.power_w(rpm) - low_w, 1e-12)
-        ),
-    )
+    return max(speeds, key=gain)
 
 
-POLICIES = ("fixed", "passive", "predictive")
+class _Fixed(Table):
+    """Keys of the policy "fixed"."""
+
+    rpm: Positive
 
 
 def make_policy(name: str, settings: Mapping[str, object]) -> FanPolicy:
     """Return a policy of a configuration file; `ConfigError` for an unknown name or key, or an invalid value.
 
-    Keys are the classes' numeric fields; `rpm` for "fixed", and for "predictive" also those of its load.
+    Keys are the classes' fields; `rpm` for "fixed", and for "predictive" also those of its load.
     """
-    numbers: dict[str, float] = {}
-    for key, value in settings.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"policy: {key} = {value!r} must be a number")
-        numbers[key] = float(value)
+    where = f"policy {name}:"
     if name == "fixed":
-        _require_known(numbers, ["rpm"], "policy fixed")
-        if "rpm" not in numbers:
-            raise ConfigError("policy fixed: rpm is missing")
-        return FixedSpeed(fixed_rpm=numbers["rpm"])
+        return FixedSpeed(fixed_rpm=read_table(_Fixed, settings, where).rpm)
     if name == "passive":
-        _require_known(numbers, [entry.name for entry in fields(PassiveCooling)], "policy passive")
-        return PassiveCooling(**numbers)
+        return read_table(PassiveCooling, settings, where)
     if name != "predictive":
-        raise ConfigError(f"policy: name = {name!r} is unknown; use one of {', '.join(POLICIES)}")
-    of_load = [entry.name for entry in fields(PlannedLoad)]
-    of_policy = [
-        entry.name for entry in fields(PredictiveCooling) if entry.name not in ("load", "fans")
-    ]
-    _require_known(numbers, [*of_load, *of_policy], "policy predictive")
-    if "rack_w" not in numbers or "local_rise_c" not in numbers:
-        raise ConfigError(
-            "policy predictive: rack_w and local_rise_c, the planned heat, are needed"
-        )
-    load = PlannedLoad(**{key: value for key, value in numbers.items() if key in of_load})
-    others: dict[str, Any] = {key: value for key, value in numbers.items() if key in of_policy}
-    return PredictiveCooling(load=load, **others)
-
-
-def _require_known(numbers: Mapping[str, float], known: Sequence[str], policy: str) -> None:
-    for key, value in numbers.items():
-        if key not in known:
-            raise ConfigError(unknown_key(key, value, known, policy))
+        raise ConfigError(f"policy: name = {name!r}: use fixed, passive or predictive")
+    of_load = {entry.name for entry in fields(PlannedLoad)}
+    load = {key: value for key, value in settings.items() if key in of_load}
+    others = {key: value for key, value in settings.items() if key not in of_load}
+    return read_table(PredictiveCooling, {"load": load, **others}, where)

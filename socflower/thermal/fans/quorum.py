@@ -5,15 +5,12 @@ under load.
 """
 
 import math
-import numbers
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
-from socflower.errors import require_range
-from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C, HeatSource
+from socflower.thermal.sensors.reading import HeatSource, is_number, possible_c
 
 _REPEAT_AFTER_S = 3600.0
 """An alert that comes and goes is reported again after this long."""
@@ -22,18 +19,26 @@ _REPEAT_AFTER_S = 3600.0
 class Alerts:
     """Present alerts by key; `say` gets a line when one begins and when it ends, at most once per hour and key."""
 
-    def __init__(self, say: Callable[[str], object]) -> None:
+    def __init__(self, say: Callable[[str], object], clock: Callable[[], float]) -> None:
         self._say = say
+        self._clock = clock
         self._present: dict[Hashable, str] = {}
         self._reported_s: dict[Hashable, float] = {}
-        self._reported: set[Hashable] = set()  # keys of present alerts that were reported
+        # Keys of present alerts that were reported.
+        self._reported: set[Hashable] = set()
 
     @property
     def notes(self) -> tuple[str, ...]:
         """The present alerts, one line each."""
         return tuple(self._present.values())
 
-    def set(self, key: Hashable, text: str | None, at_s: float, *, well: str = "") -> None:
+    def set(
+        self,
+        key: Hashable,
+        text: str | None,
+        *,
+        well: str = "",
+    ) -> None:
         """Set an alert, or with None clear it; `well` is reported when it ends.
 
         Alerts are identified by the key alone, since an error's text may vary.
@@ -45,21 +50,23 @@ class Alerts:
             return
         begins = key not in self._present
         self._present[key] = text
-        if begins and at_s - self._reported_s.get(key, -math.inf) >= _REPEAT_AFTER_S:
-            self._reported_s[key] = at_s
+        now_s = self._clock()
+        if begins and now_s - self._reported_s.get(key, -math.inf) >= _REPEAT_AFTER_S:
+            self._reported_s[key] = now_s
             self._reported.add(key)
             self._emit(text)
 
     def _emit(self, line: str) -> None:
         if line:
-            with suppress(Exception):  # a log that is full or closed must not end fan control
+            # A log that is full or closed must not end fan control.
+            with suppress(Exception):
                 self._say(line)
 
 
 STUCK_AFTER_S = 600.0
 """How long a SoC may be constant while others change: coarse sensors in one air stream may differ for minutes."""
 
-_OTHERS_MOVE_C = 5.0
+_OTHERS_CHANGE_C = 5.0
 """The change of the others that counts: above rounding, below the effect of starting work or a faster fan."""
 
 _FLICKER_PART = 0.1
@@ -74,15 +81,58 @@ _IDLE_LOAD = 0.1
 class _SourceHistory:
     """The recent readings of a source."""
 
-    recent_c: deque[tuple[float, float]] = field(
-        default_factory=deque
-    )  # when it changed, and to what
-    at: float | None = None  # the source's own time
-    changed_s: float = math.nan  # time of its last change of temperature
-    busy_s: float = 0.0  # time under load, or under unknown load, since then
-    load: float | None = None  # its last reported processor load
+    # When its temperature changed, and to what.
+    recent_c: deque[tuple[float, float]] = field(default_factory=deque)
+    # The source's own time.
+    at: float | None = None
+    # Time of its last change of temperature, and time under load, or under unknown load, since then.
+    changed_s: float = math.nan
+    busy_s: float = 0.0
+    # Its last reported processor load, and since when.
+    load: float | None = None
     load_changed_s: float = -math.inf
-    renewed_s: float = math.nan  # when its time stamp or temperature last changed
+    # When its time stamp or temperature last changed.
+    renewed_s: float = math.nan
+
+    def is_idle(
+        self,
+        now_s: float,
+        load: float | None,
+        stuck_after_s: float,
+    ) -> bool:
+        """Record a load; return whether the SoC is idle. A load that stays constant for long does not count."""
+        if load != self.load:
+            self.load = load
+            self.load_changed_s = now_s
+        is_fresh = now_s - self.load_changed_s < stuck_after_s
+        return load is not None and load < _IDLE_LOAD and is_fresh
+
+    def record(
+        self,
+        now_s: float,
+        temperature_c: float,
+        at: float | None,
+        stuck_after_s: float,
+    ) -> None:
+        """Record a temperature and the source's own time."""
+        changed = not self.recent_c or self.recent_c[-1][1] != temperature_c
+        if changed:
+            self.changed_s = now_s
+            self.busy_s = 0.0
+            self.recent_c.append((now_s, temperature_c))
+        # Only equality is tested: the time may be another machine's clock, which may restart. Without a time stamp an
+        # old reading cannot be detected.
+        if changed or at is None or self.at != at:
+            self.renewed_s = now_s
+            self.at = at
+        # The value at the start of the last `stuck_after_s` is kept, however old it is.
+        while len(self.recent_c) > 1 and self.recent_c[1][0] <= now_s - stuck_after_s:
+            self.recent_c.popleft()
+
+    def has_moved(self) -> bool:
+        """Return whether the recent temperatures differ by more than rounding."""
+        temperatures_c = [temperature_c for _, temperature_c in self.recent_c]
+        return max(temperatures_c) - min(temperatures_c) >= _OTHERS_CHANGE_C
 
 
 class FilteredTemperatures:
@@ -106,137 +156,88 @@ class FilteredTemperatures:
         *,
         max_silence_s: float,
         stuck_after_s: float,
-        clock: Callable[[], float],
         alerts: Alerts,
     ) -> None:
-        require_range(
-            "fan control", above=0.0, max_silence_s=max_silence_s, stuck_after_s=stuck_after_s
-        )
         self._sources = dict(sources)
-        self._max_silence_s, self._stuck_after_s, self._clock = max_silence_s, stuck_after_s, clock
+        self._max_silence_s = max_silence_s
+        self._stuck_after_s = stuck_after_s
         self._alerts = alerts
         self._histories = {soc: _SourceHistory() for soc in self._sources}
         self._polled_s: float | None = None
         self.constant_since_s: float | None = None
         """Since when fewer than one in ten have changed, as of the last poll; None without temperatures."""
 
-    def poll(self, *, all_may_be_constant: bool = False) -> dict[int, float | None]:
-        """Return each SoC's temperature in °C, None where it is rejected.
+    def poll(self, now_s: float, *, all_may_be_constant: bool = False) -> dict[int, float | None]:
+        """Return each SoC's temperature in °C, None if it is rejected.
 
         With `all_may_be_constant` no SoC is rejected because all are constant: the caller expects an equilibrium.
         """
-        now_s = self._clock()
-        elapsed_s = 0.0 if self._polled_s is None else now_s - self._polled_s
-        self._polled_s = now_s
-        reasons: dict[int, str] = {}
-        values_c: dict[int, float] = {}
-        for soc, source in self._sources.items():
-            try:
-                reading = source.read()
-                temperature_c, at = (
-                    reading.temperature_c,
-                    reading.at_s if is_number(reading.at_s) else None,
-                )
-                load: Any = getattr(reading, "user_load", None)
-            except Exception as error:  # foreign code may raise anything
-                reasons[soc] = f"cannot be read ({type(error).__name__})"
-                continue
-            if temperature_c is None:
-                reasons[soc] = "shows no temperature"
-            elif not is_number(temperature_c) or not COLDEST_C <= temperature_c <= HOTTEST_C:
-                reasons[soc] = "shows a temperature that cannot be"
-            else:
-                values_c[soc] = float(temperature_c)
-                idle = self._is_idle(self._histories[soc], now_s, load if is_number(load) else None)
-                self._record(
-                    self._histories[soc],
-                    now_s,
-                    values_c[soc],
-                    at,
-                    busy_s=0.0 if idle else elapsed_s,
-                )
-        self.constant_since_s = self._constant_since_s(
-            [self._histories[soc].changed_s for soc in values_c]
-        )
+        values_c, rejections = self._read_all(now_s)
+        histories = {soc: self._histories[soc] for soc in values_c}
+        self.constant_since_s = _constant_since_s([each.changed_s for each in histories.values()])
         all_constant = (
             not all_may_be_constant
             and self.constant_since_s is not None
             and now_s - self.constant_since_s >= self._stuck_after_s
         )
-        moved = {
-            soc for soc in values_c if self._movement_c(self._histories[soc]) >= _OTHERS_MOVE_C
-        }
-        for soc in values_c:
-            history = self._histories[soc]
-            others = values_c.keys() - {soc}
+        moved = {soc for soc, history in histories.items() if history.has_moved()}
+        for soc, history in histories.items():
+            is_constant = now_s - history.changed_s >= self._stuck_after_s
+            num_others = len(histories) - 1
+            num_moved = len(moved - {soc})
             if now_s - history.renewed_s >= self._max_silence_s:
-                reasons[soc] = "gives the same reading again and again"
-            elif now_s - history.changed_s >= self._stuck_after_s and 0 < len(others) <= 2 * len(
-                moved & others
-            ):
-                reasons[soc] = "stands still while others move"
+                rejections[soc] = "repeats the same reading"
+            elif is_constant and 0 < num_others <= 2 * num_moved:
+                rejections[soc] = "is constant while others change"
             elif all_constant and history.busy_s >= self._stuck_after_s:
-                reasons[soc] = "stands still under load, as all do"
+                rejections[soc] = "is constant under load, as all are"
         for soc in self._sources:
-            self._alerts.set(
-                ("soc", soc),
-                f"SoC {soc} {reasons[soc]}; left out until it makes sense"
-                if soc in reasons
-                else None,
-                now_s,
-                well=f"SoC {soc} makes sense again",
-            )
-        return {soc: values_c[soc] if soc not in reasons else None for soc in self._sources}
+            cause = rejections.get(soc)
+            text = f"SoC {soc} {cause}; left out until it is plausible" if cause else None
+            self._alerts.set(("soc", soc), text, well=f"SoC {soc} is plausible again")
+        return {soc: None if soc in rejections else values_c[soc] for soc in self._sources}
 
-    def _is_idle(self, history: _SourceHistory, now_s: float, load: float | None) -> bool:
-        """Return whether a SoC reports that it is idle; a load that stays constant for long does not count."""
-        if load != history.load:
-            history.load, history.load_changed_s = load, now_s
-        return (
-            load is not None
-            and load < _IDLE_LOAD
-            and now_s - history.load_changed_s < self._stuck_after_s
-        )
+    def _read_all(self, now_s: float) -> tuple[dict[int, float], dict[int, str]]:
+        """Return the possible temperatures, and for the other SoCs why there is none; record the readings."""
+        elapsed_s = 0.0 if self._polled_s is None else now_s - self._polled_s
+        self._polled_s = now_s
+        values_c: dict[int, float] = {}
+        rejections: dict[int, str] = {}
+        for soc, source in self._sources.items():
+            try:
+                reading = source.read()
+                temperature_c = reading.temperature_c
+                at = reading.at_s
+                load = getattr(reading, "user_load", None)
+            # Foreign code may raise anything.
+            except Exception as error:
+                rejections[soc] = f"cannot be read ({type(error).__name__})"
+                continue
+            known_c = possible_c(temperature_c)
+            if known_c is None:
+                kind = "no" if temperature_c is None else "an impossible"
+                rejections[soc] = f"shows {kind} temperature"
+                continue
+            values_c[soc] = known_c
+            history = self._histories[soc]
+            known_load = load if is_number(load) else None
+            if not history.is_idle(now_s, known_load, self._stuck_after_s):
+                history.busy_s += elapsed_s
+            known_at = at if is_number(at) else None
+            history.record(now_s, known_c, known_at, self._stuck_after_s)
+        return values_c, rejections
 
-    def _record(
-        self,
-        history: _SourceHistory,
-        now_s: float,
-        temperature_c: float,
-        at: float | None,
-        *,
-        busy_s: float,
-    ) -> None:
-        history.busy_s += busy_s
-        last_c = history.recent_c[-1][1] if history.recent_c else None
-        if last_c != temperature_c:
-            history.changed_s, history.busy_s = now_s, 0.0
-            history.recent_c.append((now_s, temperature_c))
-        # Only equality is tested: the time may be another machine's clock, which may restart. Without a time stamp an
-        # old reading cannot be detected.
-        if at is None or last_c != temperature_c or history.at != at:
-            history.renewed_s, history.at = now_s, at
-        # The value at the start of the last `stuck_after_s` is kept, however old it is.
-        while len(history.recent_c) > 1 and history.recent_c[1][0] <= now_s - self._stuck_after_s:
-            history.recent_c.popleft()
 
-    @staticmethod
-    def _constant_since_s(changes_s: list[float]) -> float | None:
-        """Return since when fewer than one in ten have changed, from the time of each one's last change."""
-        return (
-            sorted(changes_s, reverse=True)[math.ceil(_FLICKER_PART * len(changes_s)) - 1]
-            if changes_s
-            else None
-        )
-
-    @staticmethod
-    def _movement_c(history: _SourceHistory) -> float:
-        temperatures_c = [temperature_c for _, temperature_c in history.recent_c]
-        return max(temperatures_c) - min(temperatures_c)
+def _constant_since_s(changes_s: list[float]) -> float | None:
+    """Return since when fewer than one in ten have changed, from the time of each one's last change."""
+    if not changes_s:
+        return None
+    num_flickering = math.ceil(_FLICKER_PART * len(changes_s))
+    return sorted(changes_s, reverse=True)[num_flickering - 1]
 
 
 class Quorum:
-    """Decides whether enough SoCs have an accepted temperature for their maximum to stand for the rack.
+    """Decides whether enough SoCs have an accepted temperature for their maximum to represent the rack.
 
     Needed are half of all SoCs, and one of each board: SoCs of a board share their air and differ little, boards may
     differ. The quorum is lost after it was missing for `patience_s`, and regained after it was met for as long.
@@ -248,47 +249,33 @@ class Quorum:
     """
 
     def __init__(self, boards: Mapping[int, int], *, patience_s: float) -> None:
-        self._boards, self._patience_s = dict(boards), patience_s
+        self._boards = dict(boards)
+        self._patience_s = patience_s
         self._holds = False
-        self._enough_s = (
-            self._lost_s
-        ) = -math.inf  # last time with enough; last time with too few, while lost
+        # The last time with enough, and the last time with too few while the quorum was lost.
+        self._enough_s = self._lost_s = -math.inf
 
-    def missing(self, filtered: Collection[int]) -> str:
+    def missing(self, accepted: Collection[int]) -> str:
         """Return a description of what is missing, or ""."""
-        known = {self._boards[soc] for soc in filtered}
+        known = {self._boards[soc] for soc in accepted}
         silent = sorted(set(self._boards.values()) - known)
-        if not filtered:
+        if not accepted:
             return "no SoC's temperature is known"
-        if 2 * len(filtered) < len(self._boards):
-            return f"the temperatures of only {len(filtered)} of {len(self._boards)} SoCs are known"
+        if 2 * len(accepted) < len(self._boards):
+            return f"the temperatures of only {len(accepted)} of {len(self._boards)} SoCs are known"
         if silent:
-            return f"no temperature of board{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))} is known"
+            plural = "s" if len(silent) > 1 else ""
+            return f"no temperature of board{plural} {', '.join(map(str, silent))} is known"
         return ""
 
-    def holds(self, now_s: float, filtered: Collection[int]) -> bool:
+    def holds(self, now_s: float, accepted: Collection[int]) -> bool:
         """Update with the SoCs accepted now; return whether the quorum holds, or did within `patience_s`."""
-        if not self.missing(filtered):
+        if not self.missing(accepted):
             self._enough_s = now_s
             self._holds = self._holds or now_s - self._lost_s >= self._patience_s
-        else:
-            self._holds = self._holds and now_s - self._enough_s < self._patience_s
-            if (
-                not self._holds and self._enough_s > -math.inf
-            ):  # before the first quorum nothing is lost
-                self._lost_s = now_s
+            return self._holds
+        self._holds = self._holds and now_s - self._enough_s < self._patience_s
+        # Before the first quorum nothing is lost.
+        if not self._holds and self._enough_s > -math.inf:
+            self._lost_s = now_s
         return self._holds
-
-
-def is_number(value: object) -> bool:
-    """Return whether a value is a finite number; booleans do not count."""
-    if isinstance(
-        value, float
-    ):  # the usual case; looking up an abstract class takes seven times as long
-        return math.isfinite(value)
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer with hundreds of digits
-        return False

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 import numpy as np
+from pydantic import Field
 
-from socflower.errors import ConfigError, require_range
+from socflower.errors import ConfigError, require_order
+from socflower.field_rules import NotNegative, Positive, checked
 
 _Value = TypeVar("_Value")
 
@@ -23,12 +25,12 @@ class Steps(Generic[_Value]):
     values: tuple[_Value, ...]
 
     def __post_init__(self) -> None:
-        if len(self.times_s) != len(self.values) or not self.times_s or self.times_s[0] != 0.0:
+        starts_at_0 = self.times_s[:1] == (0.0,)
+        rises = all(before < after for before, after in pairwise(self.times_s))
+        if len(self.times_s) != len(self.values) or not starts_at_0 or not rises:
             raise ConfigError(
-                f"steps: need as many values as times, the first at 0 s, got times {list(self.times_s)}"
+                f"steps: times {list(self.times_s)} must rise from 0, one for each value"
             )
-        if any(after <= before for before, after in pairwise(self.times_s)):
-            raise ConfigError(f"steps: times must rise, got {list(self.times_s)}")
 
     def at(self, time_s: float) -> _Value:
         """Return the value at a time."""
@@ -48,78 +50,56 @@ def always(value: _Value) -> Steps[_Value]:
 def changes(first: _Value, later: Sequence[tuple[float, _Value]]) -> Steps[_Value]:
     """Return the function that starts at `first`; `later` are times and the values from each time on."""
     ordered = sorted(later, key=lambda entry: entry[0])
-    if ordered and ordered[0][0] <= 0.0:
-        return Steps(
-            tuple(time_s if index else 0.0 for index, (time_s, _) in enumerate(ordered)),
-            tuple(value for _, value in ordered),
-        )
-    return Steps(
-        (0.0, *(time_s for time_s, _ in ordered)), (first, *(value for _, value in ordered))
-    )
+    if not ordered or ordered[0][0] > 0.0:
+        ordered.insert(0, (0.0, first))
+    times_s = [time_s for time_s, _ in ordered]
+    values = [value for _, value in ordered]
+    times_s[0] = 0.0
+    return Steps(tuple(times_s), tuple(values))
 
 
 DAY_S = 86400.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class BackgroundLoad:
-    """The users' load on one SoC at a moment."""
+    """The users' load on one SoC at a moment, such as that of a game."""
 
-    share: float = 0.0  # of its processors, 0 to 1; training gets the rest
-    power_w: float = 0.0  # that it draws for users, in addition to training
-    taken: bool = False  # training has to release the SoC
-
-    def __post_init__(self) -> None:
-        require_range("user load", least=0.0, below=1.0, share=self.share)
-        require_range("user load", least=0.0, power_w=self.power_w)
+    # Of the SoC's processors; training gets the rest.
+    share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    # Drawn for users, in addition to training.
+    power_w: NotNegative = 0.0
+    # Whether training has to release the SoC.
+    taken: bool = False
 
 
 NOBODY = BackgroundLoad()
+_GAME = BackgroundLoad(share=0.5, power_w=2.5)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Game:
-    """The load of a co-located game: it takes a share of a SoC, or all of it."""
-
-    share: float = 0.5
-    power_w: float = 2.5
-    takes_soc: bool = False
-
-    def __post_init__(self) -> None:
-        BackgroundLoad(
-            share=self.share, power_w=self.power_w, taken=self.takes_soc
-        )  # raises for invalid values
-
-    @property
-    def load(self) -> BackgroundLoad:
-        """Return the game as a background load."""
-        return BackgroundLoad(share=self.share, power_w=self.power_w, taken=self.takes_soc)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class Tide:
     """Game sessions over a day of cloud gaming: few before dawn, most in the evening.
 
     The fraction of SoCs with a game follows a cosine between `low` at `low_hour` and `high` twelve hours later;
-    sessions last `mean_session_s` on average, exponentially distributed, and are drawn for each SoC from `seed`.
+    sessions last `mean_session_s` on average, exponentially distributed, and are drawn for each SoC from a seed.
     """
 
-    low: float = 0.05
-    high: float = 0.6
+    low: NotNegative = 0.05
+    high: Annotated[float, Field(lt=1)] = 0.6
     low_hour: float = 5.0
-    mean_session_s: float = 2400.0
-    game: Game = Game()
+    mean_session_s: Positive = 2400.0
+    game: BackgroundLoad = _GAME
 
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.low <= self.high < 1.0:
-            raise ConfigError(f"tide: need 0 <= low <= high < 1, got {self.low} and {self.high}")
-        require_range("tide", above=0.0, mean_session_s=self.mean_session_s)
+    def check(self) -> None:
+        """Refuse fractions in the wrong order."""
+        require_order(equal=True, low=self.low, high=self.high)
 
     def part_busy(self, hour: float) -> float:
         """Return the mean fraction of SoCs with a game at an hour of the day."""
-        return self.low + (self.high - self.low) * 0.5 * (
-            1.0 - math.cos(2.0 * math.pi * (hour - self.low_hour) / 24.0)
-        )
+        phase = 2.0 * math.pi * (hour - self.low_hour) / 24.0
+        span = self.high - self.low
+        return self.low + span * 0.5 * (1.0 - math.cos(phase))
 
     def loads(
         self,
@@ -129,42 +109,41 @@ class Tide:
         seed: int,
     ) -> tuple[Steps[BackgroundLoad], ...]:
         """Return each SoC's background load for `duration_s` from `start_hour` on; equal seeds give equal sessions."""
-        return tuple(
-            self._of_one(np.random.default_rng([seed, soc]), duration_s, start_hour)
-            for soc in range(num_socs)
-        )
+        # One generator per SoC, so that a larger rack has the sessions of a smaller one.
+        generators = [np.random.default_rng([seed, soc]) for soc in range(num_socs)]
+        return tuple(self._of_one(random, duration_s, start_hour) for random in generators)
 
     def _of_one(
-        self, random: np.random.Generator, duration_s: float, start_hour: float
+        self,
+        random: np.random.Generator,
+        duration_s: float,
+        start_hour: float,
     ) -> Steps[BackgroundLoad]:
-        """A two-state chain whose mean follows the daily curve: idle times depend on the fraction at their start."""
+        """Return a two-state chain whose mean follows the day: idle times depend on the fraction at their start."""
         busy = bool(random.random() < self.part_busy(start_hour))
-        first = self.game.load if busy else NOBODY
-        time_s, later = 0.0, list[tuple[float, BackgroundLoad]]()
+        first = self.game if busy else NOBODY
+        time_s = 0.0
+        later: list[tuple[float, BackgroundLoad]] = []
         while True:
             part = self.part_busy(start_hour + time_s / 3600.0)
-            mean_s = (
-                self.mean_session_s
-                if busy
-                else self.mean_session_s * (1.0 - part) / max(part, 1e-6)
-            )
-            # An idle time lasts at most an hour, so that it follows the daily curve.
+            mean_s = self.mean_session_s
+            if not busy:
+                mean_s = self.mean_session_s * (1.0 - part) / max(part, 1e-6)
             drawn_s = float(random.exponential(mean_s))
-            if not busy and drawn_s > 3600.0:
-                time_s += 3600.0
-                if time_s >= duration_s:
-                    break
-                continue
-            time_s += drawn_s
+            # An idle time is drawn again after an hour, so that it follows the day.
+            is_cut = not busy and drawn_s > 3600.0
+            time_s += 3600.0 if is_cut else drawn_s
             if time_s >= duration_s:
-                break
-            busy = not busy
-            later.append((time_s, self.game.load if busy else NOBODY))
-        return changes(first, later)
+                return changes(first, later)
+            if not is_cut:
+                busy = not busy
+                later.append((time_s, self.game if busy else NOBODY))
 
 
 def idle_windows(
-    windows: Sequence[tuple[float, float]], duration_s: float, start_hour: float
+    windows: Sequence[tuple[float, float]],
+    duration_s: float,
+    start_hour: float,
 ) -> Steps[bool]:
     """Return whether training may run: only within the daily windows, as hours (from, to) that may span midnight.
 
@@ -174,20 +153,21 @@ def idle_windows(
         return always(True)
     for begin, end in windows:
         if not (0.0 <= begin <= 24.0 and 0.0 <= end <= 24.0) or begin == end:
-            raise ConfigError(
-                f"idle window: hours must lie between 0 and 24 and differ, got {begin} to {end}"
-            )
-
-    start_hour %= 24.0
+            raise ConfigError(f"idle window {begin} to {end}: needs two hours from 0 to 24")
 
     def is_open(hour: float) -> bool:
-        return any(
-            begin <= hour < end if begin < end else hour >= begin or hour < end
-            for begin, end in windows
-        )
+        for begin, end in windows:
+            is_after = hour >= begin
+            is_before = hour < end
+            # A window that ends before it begins spans midnight.
+            if (is_after and is_before) if begin < end else (is_after or is_before):
+                return True
+        return False
 
+    start_hour %= 24.0
     edges = sorted({hour % 24.0 for window in windows for hour in window})
-    later = []
+    later: list[tuple[float, bool]] = []
+    # From the day before, since a window may have begun before midnight.
     for day in range(-1, math.ceil(duration_s / DAY_S) + 1):
         for hour in edges:
             time_s = (day * 24.0 + hour - start_hour) * 3600.0

@@ -14,15 +14,15 @@ class FanTableRow:
     rpm: float
     fan_w: float
     soc_c: float
-    decline: float  # of performance, 0 to 1
+    # Of performance, 0 to 1.
+    decline: float
 
 
 @cache
 def document() -> dict[str, Any]:
     """Return the whole file, sources included."""
-    return tomllib.loads(
-        resources.files("socflower.thermal.model").joinpath("constants.toml").read_text("utf-8")
-    )
+    file = resources.files("socflower.thermal.model").joinpath("constants.toml")
+    return tomllib.loads(file.read_text("utf-8"))
 
 
 def constant(table: str, key: str) -> float:
@@ -32,13 +32,15 @@ def constant(table: str, key: str) -> float:
 
 def constants(table: str, key: str) -> tuple[float, ...]:
     """Return a list of constants."""
-    return tuple(float(value) for value in document()[table][key]["value"])
+    values = document()[table][key]["value"]
+    return tuple(map(float, values))
 
 
 @cache
 def fan_table() -> tuple[FanTableRow, ...]:
     """Return SoCFlow+ Table 2, slow fans first."""
-    return tuple(
-        FanTableRow(**{key: float(value) for key, value in row.items()})
-        for row in document()["fan_table"]
-    )
+    rows: list[FanTableRow] = []
+    for row in document()["fan_table"]:
+        values = {key: float(value) for key, value in row.items()}
+        rows.append(FanTableRow(**values))
+    return tuple(rows)

@@ -2,17 +2,16 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from socflower.errors import ConfigError, require_range
 from socflower.plain_numbers import plain_numbers
 from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
 from socflower.thermal.fans.policies import FanObservation, FanPolicy
-from socflower.thermal.model.background_load import BackgroundLoad, Steps, always
+from socflower.thermal.model.background_load import NOBODY, BackgroundLoad, Steps, always
 from socflower.thermal.model.governor import ClockGovernor, Levels, snapdragon_governor
 from socflower.thermal.model.rack import Rack, ThermalNetwork, Vector
 
@@ -20,21 +19,27 @@ _RPM_STEP = 25.0
 """Fan speeds are rounded up to a multiple of it, which limits the number of networks to diagonalise."""
 
 _MAX_HORIZON_S = 1800.0
+"""Longest time that `steady_s` looks ahead."""
+
 _LOG_ENTRIES = 4000
+"""A longer log is thinned out."""
+
+_ROOM_C = always(25.0)
+_ALL_FANS = always(1.0)
+_ALWAYS = always(True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
     """External influences on a rack; a change takes effect at the first tick at or after its virtual time."""
 
-    ambient_c: Steps[float] = field(default_factory=lambda: always(25.0))
-    fans_working: Steps[float] = field(
-        default_factory=lambda: always(1.0)
-    )  # fraction of the fans that turn
-    background_load: tuple[Steps[BackgroundLoad], ...] = ()  # by SoC; empty: no users
-    open: Steps[bool] = field(
-        default_factory=lambda: always(True)
-    )  # whether training may run at all
+    ambient_c: Steps[float] = _ROOM_C
+    # Fraction of the fans that turn.
+    fans_working: Steps[float] = _ALL_FANS
+    # By SoC; empty without users.
+    background_load: tuple[Steps[BackgroundLoad], ...] = ()
+    # Whether training may run at all.
+    open: Steps[bool] = _ALWAYS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +48,8 @@ class RackRecord:
 
     at_s: float
     hottest_c: float
-    mean_clock: float  # over all SoCs, relative to the highest clock
+    # Over all SoCs, relative to the highest clock.
+    mean_clock: float
     rpm: float
     fan_w: float
 
@@ -51,7 +57,8 @@ class RackRecord:
 @dataclass(frozen=True, slots=True)
 class _State:
     time_s: float
-    temperatures_c: Vector  # by node
+    # By node.
+    temperatures_c: Vector
     levels: Levels
     rpm: float
 
@@ -78,22 +85,23 @@ class RackDynamics:
         start_rpm: float | None = None,
     ) -> None:
         require_range("rack", above=0.0, tick_s=tick_s)
-        self._rack, self._policy = rack, policy
-        self._governor, self._fans = governor or snapdragon_governor(), fans or rack_fans()
+        self._rack = rack
+        self._policy = policy
+        self._governor = governor or snapdragon_governor()
+        self._fans = fans or rack_fans()
+        self._clock_factors = np.array(self._governor.clock_factors)
+        self._power_factors = np.array(self._governor.power_factors)
         self._surroundings = surroundings or Surroundings()
         users = self._surroundings.background_load
         if users and len(users) != rack.num_socs:
             raise ConfigError(f"rack: users of {len(users)} SoCs, but it has {rack.num_socs}")
-        self._tick_s, self._sensor_step_c = tick_s, sensor_step_c
+        self._tick_s = tick_s
+        self._sensor_step_c = sensor_step_c
         self._networks: dict[float, ThermalNetwork] = {}
-        self._state = self._update_controls(
-            _State(
-                0.0,
-                np.full(rack.num_nodes, start_c),
-                np.zeros(rack.num_socs, np.int64),
-                self._fans.min_rpm if start_rpm is None else start_rpm,
-            )
-        )
+        rpm = self._fans.min_rpm if start_rpm is None else start_rpm
+        temperatures_c = np.full(rack.num_nodes, start_c)
+        levels = np.zeros(rack.num_socs, np.int64)
+        self._state = self._update_controls(_State(0.0, temperatures_c, levels, rpm))
         self._log: list[RackRecord] = []
         self._log_every_s = tick_s
         self.cooling_j = 0.0
@@ -104,25 +112,23 @@ class RackDynamics:
 
     def speed_factors(self) -> list[float]:
         """Return each SoC's clock over its highest, times the share that users leave."""
-        clocks = np.array(self._governor.clock_factors)[self._state.levels]
-        return [
-            float(clock) * (1.0 - load.share)
-            for clock, load in zip(clocks, self._loads(self._state), strict=True)
-        ]
+        return self._shared(self._clock_factors)
 
     def power_factors(self) -> list[float]:
         """Return each SoC's training power above idle, relative to that at full clock without users."""
-        powers = np.array(self._governor.power_factors)[self._state.levels]
-        return [
-            float(power) * (1.0 - load.share)
-            for power, load in zip(powers, self._loads(self._state), strict=True)
-        ]
+        return self._shared(self._power_factors)
+
+    def _shared(self, by_level: Vector) -> list[float]:
+        factors = by_level[self._state.levels].tolist()
+        loads = self._loads(self._state)
+        return [factor * (1.0 - load.share) for factor, load in zip(factors, loads, strict=True)]
 
     def taken_socs(self) -> frozenset[int]:
         """Return the SoCs that training must not use now; all of them outside the training windows."""
         if not self._surroundings.open.at(self._last_tick_s(self._state)):
             return frozenset(range(self._rack.num_socs))
-        return frozenset(soc for soc, load in enumerate(self._loads(self._state)) if load.taken)
+        loads = self._loads(self._state)
+        return frozenset(soc for soc, load in enumerate(loads) if load.taken)
 
     # ---------------------------------------------------------------------------------------------------- time
 
@@ -130,49 +136,59 @@ class RackDynamics:
     def steady_s(self, power_w: Sequence[float]) -> float:
         """Return how long speeds, powers and taken SoCs stay constant under this load; at most half an hour."""
         state = self._state
-        node_w, users_w = self._node_power(power_w), self._loads(state)
-        begin_s, factors = state.time_s, self._control_state(state)
+        begin_s = state.time_s
+        node_w = self._node_power(power_w)
+        before = self._control_state(state)
         while state.time_s < begin_s + _MAX_HORIZON_S:
             state, _ = self._to_next_tick(state, node_w, math.inf)
-            if self._control_state(state) != factors or self._loads(state) != users_w:
-                return state.time_s - begin_s
+            if self._control_state(state) != before:
+                break
         return state.time_s - begin_s
 
     def until_reading_s(self) -> float:
         """Return the time until the next tick, before which neither speeds nor users change."""
         time_s = self._state.time_s
-        return max((self._num_ticks(time_s) + 1) * self._tick_s - time_s, 0.0)
+        next_s = (self._num_ticks(time_s) + 1) * self._tick_s
+        return max(next_s - time_s, 0.0)
 
     @plain_numbers
     def advance(self, duration_s: float, power_w: Sequence[float]) -> float:
         """Advance by `duration_s` under this mean load (watts by SoC, without users); return the fans' joules."""
-        end_s, state, fan_j = self._state.time_s + duration_s, self._state, 0.0
+        state = self._state
+        fan_j = 0.0
+        end_s = state.time_s + duration_s
         node_w = self._node_power(power_w)
         while state.time_s < end_s:
-            before = state
+            before_s = state.time_s
+            fan_w = self._fan_w(state)
             state, ticked = self._to_next_tick(state, node_w, end_s)
-            fan_j += self._fan_w(before) * (state.time_s - before.time_s)
+            fan_j += fan_w * (state.time_s - before_s)
             if ticked:
                 self._append_record(state)
+        # Exactly the caller's time, which sums of ticks may miss by rounding.
         self._state = replace(state, time_s=end_s)
         self.cooling_j += fan_j
         return fan_j
 
-    def _to_next_tick(self, state: _State, node_w: Vector, end_s: float) -> tuple[_State, bool]:
+    def _to_next_tick(
+        self,
+        state: _State,
+        node_w: Vector,
+        end_s: float,
+    ) -> tuple[_State, bool]:
         """Return the state at the next tick, or at `end_s` if that comes first, and whether there was a tick."""
+        # From the number of ticks, not by adding: rounding would add up over hours.
         number = self._num_ticks(state.time_s) + 1
         until_s = min(number * self._tick_s, end_s)
         heat_w = node_w + self._user_w(state) if self._surroundings.background_load else node_w
         ambient_c = self._surroundings.ambient_c.at(self._last_tick_s(state))
-        end_c = self._network(state).end_c(
-            state.temperatures_c, heat_w, ambient_c, until_s - state.time_s
-        )
+        duration_s = until_s - state.time_s
+        network = self._network(state)
+        end_c = network.end_c(state.temperatures_c, heat_w, ambient_c, duration_s)
         state = _State(until_s, end_c, state.levels, state.rpm)
-        return (
-            (self._update_controls(state), True)
-            if self._num_ticks(until_s) >= number
-            else (state, False)
-        )
+        if self._num_ticks(until_s) < number:
+            return state, False
+        return self._update_controls(state), True
 
     def _num_ticks(self, time_s: float) -> int:
         """Return the number of ticks after the first, tolerating rounding in sums of times."""
@@ -189,21 +205,22 @@ class RackDynamics:
         step_c = self._sensor_step_c
         hottest_c = float(socs_c.max())
         sensed_c = round(hottest_c / step_c) * step_c if step_c else hottest_c
-        rpm = self._policy.rpm(
-            FanObservation(
-                at_s=state.time_s,
-                hottest_c=sensed_c,
-                rpm=state.rpm,
-                num_throttled=int((levels > 0).sum()),
-            )
+        observation = FanObservation(
+            at_s=state.time_s,
+            hottest_c=sensed_c,
+            rpm=state.rpm,
+            num_throttled=int((levels > 0).sum()),
         )
-        rpm = min(
-            max(math.ceil(rpm / _RPM_STEP) * _RPM_STEP, self._fans.min_rpm), self._fans.max_rpm
-        )
+        wanted_rpm = self._policy.rpm(observation)
+        rpm = math.ceil(wanted_rpm / _RPM_STEP) * _RPM_STEP
+        rpm = max(rpm, self._fans.min_rpm)
+        rpm = min(rpm, self._fans.max_rpm)
         return _State(state.time_s, state.temperatures_c, levels, rpm)
 
-    def _control_state(self, state: _State) -> tuple[bytes, bool]:
-        return state.levels.tobytes(), self._surroundings.open.at(self._last_tick_s(state))
+    def _control_state(self, state: _State) -> tuple[bytes, bool, list[BackgroundLoad]]:
+        """Return what speeds, powers and taken SoCs depend on."""
+        is_open = self._surroundings.open.at(self._last_tick_s(state))
+        return state.levels.tobytes(), is_open, self._loads(state)
 
     # ------------------------------------------------------------------------------------------------- details
 
@@ -216,28 +233,21 @@ class RackDynamics:
         return network
 
     def _fan_w(self, state: _State) -> float:
-        return self._fans.power_w(
-            state.rpm, self._surroundings.fans_working.at(self._last_tick_s(state))
-        )
+        working = self._surroundings.fans_working.at(self._last_tick_s(state))
+        return self._fans.power_w(state.rpm, working)
 
     def _loads(self, state: _State) -> list[BackgroundLoad]:
-        if not self._surroundings.background_load:
-            return [_NO_LOAD] * self._rack.num_socs
+        users = self._surroundings.background_load
         tick_start_s = self._last_tick_s(state)
-        return [
-            background_load.at(tick_start_s)
-            for background_load in self._surroundings.background_load
-        ]
+        if not users:
+            return [NOBODY] * self._rack.num_socs
+        return [load.at(tick_start_s) for load in users]
 
     def _node_power(self, power_w: Sequence[float]) -> Vector:
         return np.array(self._rack.node_power_w(power_w))
 
     def _user_w(self, state: _State) -> Vector:
-        heat: NDArray[np.float64] = np.zeros(self._rack.num_nodes)
-        tick_start_s = self._last_tick_s(state)
-        for soc, background_load in enumerate(self._surroundings.background_load):
-            heat[soc] = background_load.at(tick_start_s).power_w
-        return heat
+        return self._node_power([load.power_w for load in self._loads(state)])
 
     # --------------------------------------------------------------------------------------------------- records
 
@@ -260,19 +270,21 @@ class RackDynamics:
         return float(state.temperatures_c[: self._rack.num_socs].max())
 
     def _record(self, state: _State) -> RackRecord:
-        clocks = np.array(self._governor.clock_factors)[state.levels]
         return RackRecord(
             at_s=state.time_s,
             hottest_c=self._hottest_c(state),
-            mean_clock=float(clocks.mean()),
+            mean_clock=float(self._clock_factors[state.levels].mean()),
             rpm=state.rpm,
             fan_w=self._fan_w(state),
         )
 
     def _append_record(self, state: _State) -> None:
         self.peak_c = max(self.peak_c, self._hottest_c(state))
-        if self._log and state.time_s < self._log[-1].at_s + self._log_every_s - 1e-9:
-            return
+        if self._log:
+            next_s = self._log[-1].at_s + self._log_every_s
+            # Sums of ticks may be rounded.
+            if state.time_s < next_s - 1e-9:
+                return
         self._log.append(self._record(state))
         if len(self._log) > _LOG_ENTRIES:
             self._log_every_s *= 2.0
@@ -291,29 +303,19 @@ class RackDynamics:
             "cooling_j": self.cooling_j,
             "peak_c": self.peak_c,
             "log_every_s": self._log_every_s,
-            "log": [
-                [entry.at_s, entry.hottest_c, entry.mean_clock, entry.rpm, entry.fan_w]
-                for entry in self._log
-            ],
+            "log": [list(astuple(entry)) for entry in self._log],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of another rack of the same description."""
-        self._state = _State(
-            state["time_s"],
-            np.array(state["temperatures_c"], float),
-            np.array(state["levels"], np.int64),
-            state["rpm"],
-        )
-        self.cooling_j, self.peak_c, self._log_every_s = (
-            state["cooling_j"],
-            state["peak_c"],
-            state["log_every_s"],
-        )
-        self._log = [
-            RackRecord(at_s=at_s, hottest_c=hottest_c, mean_clock=mean_clock, rpm=rpm, fan_w=fan_w)
-            for at_s, hottest_c, mean_clock, rpm, fan_w in state["log"]
-        ]
-
-
-_NO_LOAD = BackgroundLoad()
+        temperatures_c = np.array(state["temperatures_c"], float)
+        levels = np.array(state["levels"], np.int64)
+        self._state = _State(state["time_s"], temperatures_c, levels, state["rpm"])
+        self.cooling_j = state["cooling_j"]
+        self.peak_c = state["peak_c"]
+        self._log_every_s = state["log_every_s"]
+        self._log = []
+        names = [entry.name for entry in fields(RackRecord)]
+        for row in state["log"]:
+            values = dict(zip(names, row, strict=True))
+            self._log.append(RackRecord(**values))

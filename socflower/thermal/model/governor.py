@@ -2,21 +2,23 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_order
+from socflower.field_rules import NotNegative, Positive, checked
 from socflower.thermal.model.constants import constant, constants
 
 Levels = NDArray[np.int64]
 """Index of each SoC's clock in the governor's list: 0 is the highest."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class ClockGovernor:
     """Steps a SoC's clock down when it passes a trip point, and up again when it has cooled to the resume point.
 
@@ -24,45 +26,23 @@ class ClockGovernor:
     Speed is proportional to the clock, watts above idle to `clock ** power_exponent`.
     """
 
-    clock_hz: tuple[float, ...]
+    clock_hz: Annotated[tuple[Positive, ...], Field(min_length=1)]
     trip_c: tuple[float, ...]
     resume_c: tuple[float, ...]
-    power_exponent: float
+    power_exponent: NotNegative
 
-    def __post_init__(self) -> None:
-        if (
-            not self.clock_hz
-            or len(self.trip_c) != len(self.clock_hz) - 1
-            or len(self.resume_c) != len(self.trip_c)
-        ):
-            raise ConfigError(
-                f"governor: {len(self.clock_hz)} clocks need one trip and one resume point fewer, got "
-                f"{len(self.trip_c)} and {len(self.resume_c)}"
-            )
-        if (
-            any(low >= high for high, low in pairwise(self.clock_hz))
-            or not 0.0 < self.clock_hz[-1] < math.inf
-        ):
-            raise ConfigError(
-                f"governor: clocks must fall and be above 0, got {list(self.clock_hz)}"
-            )
+    def check(self) -> None:
+        """Refuse another number of points than of changes, and points in the wrong order."""
+        if not len(self.clock_hz) - 1 == len(self.trip_c) == len(self.resume_c):
+            raise ConfigError("trip_c and resume_c must have one number less than clock_hz")
+        for key, values in (("trip_c", self.trip_c), ("resume_c", self.resume_c)):
+            if any(after <= before for before, after in pairwise(values)):
+                raise ConfigError(f"{key} = {list(values)} must rise")
+        if any(after >= before for before, after in pairwise(self.clock_hz)):
+            raise ConfigError(f"clock_hz = {list(self.clock_hz)} must fall")
+        # Otherwise the clock would swing at every reading.
         for trip_c, resume_c in zip(self.trip_c, self.resume_c, strict=True):
-            if not resume_c < trip_c:
-                raise ConfigError(
-                    f"governor: resume_c = {resume_c} must be below trip_c = {trip_c}, or the clock "
-                    "would swing at every look"
-                )
-        if any(
-            after <= before for before, after in (*pairwise(self.trip_c), *pairwise(self.resume_c))
-        ):
-            raise ConfigError(
-                f"governor: trip and resume points must rise, got {list(self.trip_c)} and "
-                f"{list(self.resume_c)}"
-            )
-        if not self.power_exponent >= 0.0:
-            raise ConfigError(
-                f"governor: power_exponent = {self.power_exponent} must not be negative"
-            )
+            require_order(resume_c=resume_c, trip_c=trip_c)
 
     @property
     def clock_factors(self) -> tuple[float, ...]:
@@ -82,7 +62,8 @@ class ClockGovernor:
         trips, resumes = _thresholds(self.trip_c, self.resume_c)
         down = temperatures >= trips[levels]
         up = temperatures <= resumes[levels]
-        changed: Levels = levels + down.astype(np.int64) - up.astype(np.int64)
+        changed: Levels = levels + down
+        changed -= up
         return changed
 
 
@@ -92,7 +73,9 @@ def _thresholds(
     resume_c: tuple[float, ...],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the trip and resume points by level. No temperature, not even infinity, leads past either end."""
-    return np.array([*trip_c, math.nan]), np.array([math.nan, *resume_c])
+    trips = np.array([*trip_c, math.nan])
+    resumes = np.array([math.nan, *resume_c])
+    return trips, resumes
 
 
 def snapdragon_governor() -> ClockGovernor:

@@ -1,18 +1,24 @@
 """A guard around unreliable sources: every read returns a reading within a time limit.
 
-A vendor's library may raise, hang or return invalid values. The device's state is then unknown; training goes on.
+A vendor's library may raise, hang or return invalid values. The device's state is then unknown; training continues.
 """
 
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from logging import WARNING
+from typing import Any
 
+from socflower.plain_numbers import plain
 from socflower.thermal.sensors.reading import HeatSource, Reading
 from socflower.wire.logs import log
 
-_LONGEST_NOTE, _MOST_NOTES = 200, 16
-_QUIET_S = 60.0  # between two warnings of one kind about an intermittent source
+_LONGEST_NOTE = 200
+_MOST_NOTES = 16
+
+_QUIET_S = 60.0
+"""Least time between two warnings of one kind about an intermittent source."""
 
 
 class GuardedSource:
@@ -33,7 +39,9 @@ class GuardedSource:
         timeout_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._make, self._timeout_s, self._clock = make, timeout_s, clock
+        self._make = make
+        self._timeout_s = timeout_s
+        self._clock = clock
         self._source: HeatSource | None = None
         self._asking: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -45,13 +53,18 @@ class GuardedSource:
         with self._lock:
             if self._asking is not None and self._asking.is_alive():
                 return self._unknown("hangs", "still hangs")
+            # A list of its own: a thread that hung may answer much later, and must not answer this read.
             answers: list[Reading | str] = []
             self._asking = threading.Thread(
-                target=self._read_in_thread, args=(answers,), name="heat-source", daemon=True
+                target=self._read_in_thread,
+                args=(answers,),
+                name="heat-source",
+                daemon=True,
             )
             try:
                 self._asking.start()
-            except RuntimeError as error:  # no more threads, or the interpreter is shutting down
+            # There are no more threads, or the interpreter is shutting down.
+            except RuntimeError as error:
                 self._asking = None
                 return self._unknown("thread", f"cannot be asked ({error})")
             self._asking.join(self._timeout_s)
@@ -67,18 +80,17 @@ class GuardedSource:
             if self._source is None:
                 self._source = self._make()
             answers.append(_validated(self._source.read()))
-        except BaseException as error:  # training goes on, whatever a vendor's library raises
+        # Training continues, whatever a vendor's library raises.
+        except BaseException as error:
             answers.append(f"{type(error).__name__}: {error}")
 
-    def _unknown(self, kind: str, what: str) -> Reading:
-        name = (
-            "heat source" if self._source is None else f"heat source {type(self._source).__name__}"
-        )
-        text = _one_line(f"{name}: {what}; what it does not say is unknown")
+    def _unknown(self, kind: str, cause: str) -> Reading:
+        """Return a reading without values; warn unless this kind of error was reported a short time ago."""
         now_s = self._clock()
-        if (
-            self._is_working
-        ):  # an error from before the recovery may be reported again, but not at every read
+        name = "" if self._source is None else f" {type(self._source).__name__}"
+        text = _one_line(f"heat source{name}: {cause}; its values are unknown")
+        if self._is_working:
+            # After a recovery an error is reported again, but not at every read of an intermittent source.
             self._warned_at_s = {
                 one: at_s for one, at_s in self._warned_at_s.items() if now_s < at_s + _QUIET_S
             }
@@ -89,34 +101,20 @@ class GuardedSource:
         return Reading(at_s=now_s, notes=(text,))
 
 
-def _validated(reading: Reading) -> Reading:
-    """Return a reading, validated again, with types that fit into a message; a source may use any types."""
+def _validated(reading: object) -> Reading:
+    """Return a reading that is checked again, in Python's types; a source may return anything."""
     if not isinstance(reading, Reading):
         raise TypeError(f"read() returned {type(reading).__name__}, not a Reading")
-    temperature_c, factor, charge, load = (
-        None if value is None else float(value)
-        for value in (
-            reading.temperature_c,
-            reading.clock_factor,
-            reading.battery_fraction,
-            reading.user_load,
-        )
-    )
-    throttled, on_battery = (
-        None if value is None else bool(value) for value in (reading.throttled, reading.on_battery)
-    )
-    return Reading(
-        at_s=float(reading.at_s),
-        temperature_c=temperature_c,
-        clock_factor=factor,
-        throttled=throttled,
-        battery_fraction=charge,
-        on_battery=on_battery,
-        user_load=load,
-        notes=tuple(_one_line(str(note)) for note in reading.notes[:_MOST_NOTES]),
-    )
+    values: dict[str, Any] = {}
+    for entry in fields(Reading):
+        value = getattr(reading, entry.name)
+        values[entry.name] = plain(value)
+    notes = reading.notes[:_MOST_NOTES]
+    values["notes"] = tuple(_one_line(str(note)) for note in notes)
+    return Reading(**values)
 
 
 def _one_line(text: str) -> str:
     # File names under /sys may contain bytes that are not valid text, which a message cannot carry.
-    return " ".join(text.encode("utf-8", "replace").decode("utf-8").split())[:_LONGEST_NOTE]
+    valid = text.encode("utf-8", "replace").decode("utf-8")
+    return " ".join(valid.split())[:_LONGEST_NOTE]

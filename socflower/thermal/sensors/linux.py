@@ -10,14 +10,14 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 
 import psutil
 
 from socflower.plain_numbers import plain_numbers
-from socflower.thermal.sensors.clocks import Clocks, ClockState
+from socflower.thermal.sensors.clocks import Clocks
 from socflower.thermal.sensors.other_load import OtherLoad
 from socflower.thermal.sensors.plausibility import STUCK_AFTER_S, SensorFilter, TemperatureUnit
 from socflower.thermal.sensors.reading import Reading
@@ -33,9 +33,12 @@ from socflower.thermal.sensors.sysfs import (
 class SensorKind(IntEnum):
     """How closely a sensor measures the training processor; lower is better."""
 
-    SOC = 0  # on the die: CPU, GPU, NPU, junction
-    UNNAMED = 1  # an uninformative name, such as acpitz
-    OTHER = 2  # battery, skin, board, power chip, radio, disk: delayed, or with other heat sources
+    # On the die: CPU, GPU, NPU, junction.
+    SOC = 0
+    # An uninformative name, such as acpitz.
+    UNNAMED = 1
+    # Battery, skin, board, power chip, radio, disk: delayed, or with other heat sources.
+    OTHER = 2
 
 
 # Qualcomm lists charge, voltage and current of the battery among its thermal zones; "soc" is the state of charge.
@@ -53,7 +56,7 @@ _SOC = re.compile(
 
 
 def kind_of(name: str) -> SensorKind | None:
-    """Return the kind of a sensor by its name; None where it is not a temperature."""
+    """Return the kind of a sensor by its name; None if it does not measure a temperature."""
     plain = name.strip().lower()
     if _NO_TEMPERATURE.search(plain):
         return None
@@ -66,27 +69,33 @@ def kind_of(name: str) -> SensorKind | None:
 class BatteryState:
     """All batteries of a device as one; None for what they do not report."""
 
-    fraction: float | None = None  # charge, 0 to 1
+    # Charge, 0 to 1.
+    fraction: float | None = None
     on_battery: bool | None = None
     names: tuple[str, ...] = ()
-    temperature_files: tuple[Path, ...] = ()  # in tenths of a degree by the kernel's rule
+    # In tenths of a degree by the kernel's rule.
+    temperature_files: tuple[Path, ...] = ()
 
 
-def read_battery(root: Path, notes: NoteLog, at_s: float) -> BatteryState:
+def read_battery(
+    root: Path,
+    notes: NoteLog,
+    at_s: float,
+) -> BatteryState:
     """Return the state of the batteries below `root`; never raises.
 
     The charge is the mean of all batteries; if one discharges, the device runs on battery. Batteries of a mouse or a
-    pen (`scope` is Device) do not count. Where the running system has no /sys, psutil is used.
+    pen (`scope` is Device) do not count. If the running system has no /sys, psutil is used.
     """
     fractions: list[float] = []
     discharging: list[bool] = []
     names: list[str] = []
-    warmth: list[Path] = []
+    temperature_files: list[Path] = []
     for folder in matching_paths(root / "sys/class/power_supply", "*"):
         if _word(folder / "type") != "battery" or _word(folder / "scope") == "device":
             continue
         names.append(folder.name)
-        warmth.extend(matching_paths(folder, "temp"))
+        temperature_files.extend(matching_paths(folder, "temp"))
         try:
             percent = read_integer(folder / "capacity")
             if not 0 <= percent <= 100:
@@ -103,7 +112,7 @@ def read_battery(root: Path, notes: NoteLog, at_s: float) -> BatteryState:
         fraction=sum(fractions) / len(fractions) if fractions else None,
         on_battery=any(discharging) if discharging else None,
         names=tuple(names),
-        temperature_files=tuple(warmth),
+        temperature_files=tuple(temperature_files),
     )
 
 
@@ -122,14 +131,12 @@ def _by_psutil() -> BatteryState:
         battery = None
     if battery is None:
         return BatteryState()
-    fraction = (
-        battery.percent / 100
-        if battery.percent is not None and 0 <= battery.percent <= 100
-        else None
-    )
+    percent = battery.percent
     plugged = battery.power_plugged
     return BatteryState(
-        fraction=fraction, on_battery=None if plugged is None else not plugged, names=("psutil",)
+        fraction=percent / 100 if percent is not None and 0 <= percent <= 100 else None,
+        on_battery=None if plugged is None else not plugged,
+        names=("psutil",),
     )
 
 
@@ -142,8 +149,10 @@ class TemperatureSensor:
 
     name: str
     kind: SensorKind
-    temperature_c: float | None  # None where it is rejected
-    rejection: str  # the reason of its rejection; "" if accepted
+    # None if it is rejected.
+    temperature_c: float | None
+    # The reason of its rejection; "" if accepted.
+    rejection: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +163,8 @@ class SensorsFound:
     num_clock_policies: int
     throttle_sources: tuple[str, ...]
     batteries: tuple[str, ...]
-    load_known: bool  # whether the system reports processor load
+    # Whether the system reports processor load.
+    load_known: bool
 
 
 @plain_numbers
@@ -182,114 +192,116 @@ class LinuxSensors:
         pid: int | None = None,
         also_ours: Iterable[str] = (),
     ) -> None:
-        self._root, self._clock = root, clock
+        self._root = root
+        self._clock = clock
         self._notes = NoteLog()
         self._filter = SensorFilter(self._notes, stuck_after_s=stuck_after_s)
         self._units: dict[str, TemperatureUnit] = {}
         self._clocks = Clocks(root, self._notes)
-        self._load = OtherLoad(root, self._notes, clock=clock, pid=pid, also_ours=also_ours)
+        self._load = OtherLoad(
+            root,
+            self._notes,
+            clock=clock,
+            pid=pid,
+            also_ours=also_ours,
+        )
         self._found: SensorsFound | None = None
 
     @property
     def found(self) -> SensorsFound:
         """The sensors found by the last reading; reads if there was none yet."""
-        if self._found is None:
-            self._poll()
-        assert self._found is not None
-        return self._found
+        return self._found or self._poll()[1]
 
     def read(self) -> Reading:
         """Return the present reading, with the temperature of the hottest accepted sensor of the best kind."""
-        at_s, temperature_c, clocks, battery, user_load = self._poll()
-        return Reading(
-            at_s=at_s,
-            temperature_c=temperature_c,
-            clock_factor=clocks.factor,
-            throttled=clocks.throttled,
-            battery_fraction=battery.fraction,
-            on_battery=battery.on_battery,
-            user_load=user_load,
-            notes=self._notes.drain(),
-        )
+        reading, _ = self._poll()
+        return replace(reading, notes=self._notes.drain())
 
-    def _poll(self) -> tuple[float, float | None, ClockState, BatteryState, float | None]:
+    def _poll(self) -> tuple[Reading, SensorsFound]:
+        """Return a reading without notes, which stay for `read`, and the sensors that were found."""
         at_s = self._clock()
         load = self._load.read()
         clocks = self._clocks.read(at_s)
         battery = read_battery(self._root, self._notes, at_s)
-        kinds: dict[str, SensorKind] = {}
-        values: dict[str, float | str] = {}
-        for name, kind, path in self._temperature_files(battery):
-            kinds[name] = kind
-            values[name] = self._temperature(name, path)
-        filtered = self._filter.apply(at_s, values, busy=load.busy)
+        files = self._temperature_files(battery)
+        values = {name: self._temperature(name, path) for name, (_, path) in files.items()}
+        accepted = self._filter.apply(at_s, values, busy=load.busy)
         if not values:
             self._notes.add_once(NO_TEMPERATURE)
-        self._found = SensorsFound(
-            temperatures=tuple(
+        sensors: list[TemperatureSensor] = []
+        for name, (kind, _) in files.items():
+            rejection = self._filter.rejections.get(name, "")
+            sensors.append(
                 TemperatureSensor(
                     name=name,
-                    kind=kinds[name],
-                    temperature_c=filtered.get(name),
-                    rejection=self._filter.rejections.get(name, ""),
+                    kind=kind,
+                    temperature_c=accepted.get(name),
+                    rejection=rejection,
                 )
-                for name in sorted(values, key=lambda name: kinds[name])
-            ),
+            )
+        self._found = SensorsFound(
+            temperatures=tuple(sorted(sensors, key=lambda sensor: sensor.kind)),
             num_clock_policies=clocks.num_policies,
             throttle_sources=clocks.throttle_sources,
             batteries=battery.names,
             load_known=load.total is not None,
         )
-        best = min((kinds[name] for name in filtered), default=None)
-        hottest_c = max(
-            (value for name, value in filtered.items() if kinds[name] == best), default=None
+        # A hotter sensor of a worse kind, such as a power chip's, says less about the processor.
+        best = min((files[name][0] for name in accepted), default=None)
+        best_c = [value for name, value in accepted.items() if files[name][0] == best]
+        reading = Reading(
+            at_s=at_s,
+            temperature_c=max(best_c, default=None),
+            clock_factor=clocks.factor,
+            throttled=clocks.throttled,
+            battery_fraction=battery.fraction,
+            on_battery=battery.on_battery,
+            user_load=load.user,
         )
-        return at_s, hottest_c, clocks, battery, load.user
+        return reading, self._found
 
     def _temperature(self, name: str, path: Path) -> float | str:
         """Return °C, or a text why there is none."""
         try:
             raw = float(read_text(path))
-            if not math.isfinite(raw):
-                return "shows no number"
-            return self._units.setdefault(name, TemperatureUnit()).degrees(raw)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             return error_text(error)
+        if not math.isfinite(raw):
+            return "is not a number"
+        try:
+            return self._units.setdefault(name, TemperatureUnit()).degrees(raw)
         except ValueError as error:
-            text = str(error)
-            return text if text.startswith("shows ") else "shows no number"
+            return str(error)
 
-    def _temperature_files(self, battery: BatteryState) -> list[tuple[str, SensorKind, Path]]:
-        """Return name, kind and file of every temperature sensor; names are unique and constant."""
-        found: list[tuple[str, SensorKind, Path]] = []
-        for folder in matching_paths(self._root / "sys/class/thermal", "thermal_zone*"):
-            label = _label(folder / "type")
-            kind = kind_of(label)
+    def _temperature_files(self, battery: BatteryState) -> dict[str, tuple[SensorKind, Path]]:
+        """Return kind and file of every temperature sensor by name; names are unique and constant."""
+        found: dict[str, tuple[SensorKind, Path]] = {}
+
+        def add(
+            names: str,
+            place: str,
+            path: Path,
+        ) -> None:
+            kind = kind_of(names)
             if kind is not None:
-                found.append((f"{label or 'unnamed'} ({folder.name})", kind, folder / "temp"))
+                found[f"{names or 'unnamed'} ({place})"] = kind, path
+
+        for folder in matching_paths(self._root / "sys/class/thermal", "thermal_zone*"):
+            add(_label(folder / "type"), folder.name, folder / "temp")
+        hwmon = self._root / "sys/class/hwmon"
         for pattern in ("hwmon*/temp*_input", "hwmon*/device/temp*_input"):
-            for path in matching_paths(self._root / "sys/class/hwmon", pattern):
+            for path in matching_paths(hwmon, pattern):
                 chip = _label(path.parent / "name")
                 label = _label(path.with_name(path.name.replace("_input", "_label")))
-                kind = kind_of(f"{chip} {label}".strip())
-                if kind is not None:
-                    place = (
-                        path.relative_to(self._root / "sys/class/hwmon")
-                        .as_posix()
-                        .removesuffix("_input")
-                    )
-                    found.append(
-                        (f"{chip or 'unnamed'}{' ' if label else ''}{label} ({place})", kind, path)
-                    )
-        found.extend(
-            (f"battery ({path.parent.name})", SensorKind.OTHER, path)
-            for path in battery.temperature_files
-        )
+                place = path.relative_to(hwmon).as_posix().removesuffix("_input")
+                add(f"{chip} {label}".strip(), place, path)
+        for path in battery.temperature_files:
+            found[f"battery ({path.parent.name})"] = SensorKind.OTHER, path
         return found
 
 
 def _label(path: Path) -> str:
-    """Return the device's name of a sensor as one line of text; "" where there is none."""
+    """Return the device's name of a sensor as one line of text; "" if there is none."""
     try:
         return "".join(letter for letter in read_text(path) if letter.isprintable())[:60]
     except (OSError, ValueError):

@@ -20,10 +20,11 @@ _SHORTEST_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The processor load between two reads; None before the second one, and where the system does not report it."""
+    """The processor load between two reads; None before the second one, and if the system does not report it."""
 
-    user: float | None = None  # share of all processors that others use, 0 to 1
-    total: float | None = None  # share that is in use in total
+    # Share of all processors that others use, 0 to 1, and the share that is in use in total.
+    user: float | None = None
+    total: float | None = None
     num_processors: int = 1
 
     @property
@@ -35,8 +36,9 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class _Process:
     parent: int
-    own: float  # processor time of the process without children
-    children: float  # of ended children that were waited for
+    # Processor time of the process itself, and of ended children that it waited for.
+    own: float
+    children: float
     started: float
 
     @property
@@ -80,7 +82,9 @@ class OtherLoad:
         pid: int | None = None,
         also_ours: Iterable[str] = (),
     ) -> None:
-        self._root, self._notes, self._clock = root, notes, clock
+        self._root = root
+        self._notes = notes
+        self._clock = clock
         self._pid = os.getpid() if pid is None else pid
         self._also_ours = frozenset(also_ours)
         self._before: _Counts | None = None
@@ -90,34 +94,36 @@ class OtherLoad:
     def read(self) -> Load:
         """Return the load since the latest read at least half a second ago; never raises."""
         now_s = self._clock()
-        if self._before is not None and now_s - self._before_s < _SHORTEST_S:
+        before = self._before
+        if before is not None and now_s - self._before_s < _SHORTEST_S:
             return self._load
-        counts = self._counts(now_s)
+        counts = self._before = self._counts(now_s)
+        self._before_s = now_s
         if counts is None:
-            self._before, self._load = None, Load()
+            self._load = Load()
             return self._load
-        before, self._before, self._before_s = self._before, counts, now_s
         if before is None:
             self._load = Load(num_processors=counts.num_processors)
             return self._load
         total = counts.total - before.total
+        busy = counts.busy - before.busy
         if total > 0:
-            busy = _part(counts.busy - before.busy, total)
+            others = _part(busy, total) * total - _ours_since(before.ours, counts.ours)
             self._load = Load(
-                user=_part(busy * total - _ours_since(before.ours, counts.ours), total),
-                total=busy,
+                user=_part(others, total),
+                total=_part(busy, total),
                 num_processors=counts.num_processors,
             )
         return self._load
 
     def _counts(self, now_s: float) -> _Counts | None:
         try:
-            busy, total, num_processors = _processor_times(
-                (self._root / "proc/stat").read_text("ascii")
-            )
+            text = (self._root / "proc/stat").read_text("ascii")
+            busy, total, num_processors = _processor_times(text)
         except FileNotFoundError:
             return self._by_psutil() if self._root == Path("/") else None
-        except (OSError, ValueError) as error:  # Android denies apps access
+        # Android denies apps access.
+        except (OSError, ValueError) as error:
             self._notes.add(f"load of others, /proc/stat: {error_text(error)}; not known", now_s)
             return None
         processes = dict(_processes(self._root / "proc"))
@@ -129,58 +135,56 @@ class OtherLoad:
         try:
             times = psutil.cpu_times()
             for process in psutil.process_iter(["ppid", "cpu_times", "create_time", "cmdline"]):
-                spent = process.info["cpu_times"]
-                if spent is not None:
-                    processes[process.pid] = _Process(
-                        process.info["ppid"] or 0,
-                        spent.user + spent.system,
-                        getattr(spent, "children_user", 0.0)
-                        + getattr(spent, "children_system", 0.0),
-                        process.info["create_time"] or 0.0,
-                    )
-                commands[process.pid] = process.info["cmdline"] or []
+                values = process.info
+                commands[process.pid] = values["cmdline"] or []
+                spent = values["cpu_times"]
+                if spent is None:
+                    continue
+                children_s = getattr(spent, "children_user", 0.0)
+                children_s += getattr(spent, "children_system", 0.0)
+                own_s = spent.user + spent.system
+                parent = values["ppid"] or 0
+                started = values["create_time"] or 0.0
+                processes[process.pid] = _Process(parent, own_s, children_s, started)
         except (psutil.Error, OSError, RuntimeError):
             return None
         total = float(sum(times))
-        return _Counts(
-            total - times.idle,
-            total,
-            psutil.cpu_count() or 1,
-            self._ours(processes, lambda pid: commands.get(pid, [])),
-        )
+        ours = self._ours(processes, lambda pid: commands.get(pid, []))
+        return _Counts(total - times.idle, total, psutil.cpu_count() or 1, ours)
 
     def _command(self, pid: int) -> list[str]:
         try:
-            text = (self._root / f"proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace")
+            content = (self._root / f"proc/{pid}/cmdline").read_bytes()
         except (OSError, ValueError):
             return []
-        return [word for word in text.split("\0") if word]
+        words = content.decode("utf-8", "replace").split("\0")
+        return [word for word in words if word]
 
     def _ours(
         self, processes: Mapping[int, _Process], command: Callable[[int], list[str]]
     ) -> dict[int, _Process]:
         """Return our own processes: all descendants of our topmost processes."""
         tops = {self._pid}
-        pid, seen = self._pid, {0}
-        while pid in processes and pid not in seen:  # an inconsistent snapshot may contain a cycle
+        pid = self._pid
+        seen = {0}
+        # An inconsistent snapshot may contain a cycle.
+        while pid in processes and pid not in seen:
             seen.add(pid)
-            if any(_is_flower(name) for name in _names(command(pid))):
+            if any(map(_is_flower, _names(command(pid)))):
                 tops.add(pid)
             pid = processes[pid].parent
         if self._also_ours:
-            tops.update(
-                pid for pid in processes if self._also_ours.intersection(_names(command(pid)))
-            )
+            tops |= {pid for pid in processes if self._also_ours & _names(command(pid))}
         children: dict[int, list[int]] = {}
         for pid, process in processes.items():
             children.setdefault(process.parent, []).append(pid)
         ours: dict[int, _Process] = {}
-        untold = list(tops)
-        while untold:
-            pid = untold.pop()
+        pending = list(tops)
+        while pending:
+            pid = pending.pop()
             if pid in processes and pid not in ours:
                 ours[pid] = processes[pid]
-                untold.extend(children.get(pid, ()))
+                pending.extend(children.get(pid, ()))
         return ours
 
 
@@ -202,30 +206,28 @@ def _ours_since(before: Mapping[int, _Process], now: Mapping[int, _Process]) -> 
     A child that ends and is waited for adds its time to its parent, so the sum over the tree only grows. The time of a
     child adopted by init leaves the sum; then at least the other processes' own time counts.
     """
-    whole = sum(process.time for process in now.values()) - sum(
-        process.time for process in before.values()
-    )
-    themselves = sum(
-        process.own - before[pid].own
-        for pid, process in now.items()
-        if pid in before and before[pid].started == process.started
-    )
+    whole = sum(process.time for process in now.values())
+    whole -= sum(process.time for process in before.values())
+    themselves = 0.0
+    for pid, process in now.items():
+        earlier = before.get(pid)
+        if earlier is not None and earlier.started == process.started:
+            themselves += process.own - earlier.own
     return max(whole, themselves, 0.0)
 
 
 def _processor_times(text: str) -> tuple[float, float, int]:
-    """Return busy and total time of /proc/stat and the number of processors; ValueError for anything else."""
-    num_processors = sum(
-        line.startswith("cpu") and not line.startswith("cpu ") for line in text.splitlines()
-    )
-    for line in text.splitlines():
-        if line.startswith("cpu "):
-            # user nice system idle iowait irq softirq steal; guests are in user already.
-            times = [int(word) for word in line.split()[1:9]]
-            if len(times) < 4 or min(times) < 0 or max(times) >= 1 << 64:
-                break
-            return float(sum(times) - sum(times[3:5])), float(sum(times)), max(1, num_processors)
-    raise ValueError("no line of all processors")
+    """Return busy and total time of /proc/stat and the number of processors; `ValueError` for anything else."""
+    lines = [line for line in text.splitlines() if line.startswith("cpu")]
+    summary = next((line for line in lines if line.startswith("cpu ")), "")
+    # user nice system idle iowait irq softirq steal; guests are in user already.
+    times = [int(word) for word in summary.split()[1:9]]
+    if len(times) < 4 or min(times) < 0 or max(times) >= 1 << 64:
+        raise ValueError("no line of all processors")
+    idle = sum(times[3:5])
+    total = sum(times)
+    num_processors = max(1, len(lines) - 1)
+    return float(total - idle), float(total), num_processors
 
 
 def _processes(proc: Path) -> Iterable[tuple[int, _Process]]:
@@ -235,12 +237,15 @@ def _processes(proc: Path) -> Iterable[tuple[int, _Process]]:
         return
     for name in folders:
         try:
-            # The name in parentheses may hold anything, parentheses too.
-            fields = (proc / name / "stat").read_bytes().rsplit(b")", 1)[1].split()
-            own, children = int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
-            yield (
-                int(name),
-                _Process(int(fields[1]), float(own), float(children), float(int(fields[19]))),
-            )
+            # The name in parentheses may contain parentheses.
+            text = (proc / name / "stat").read_bytes().rsplit(b")", 1)[1]
+            # Of the fields after the name: 1 parent, 11 to 14 user and system time, own and of children, 19 start.
+            fields = [float(int(word)) for word in text.split()[1:20]]
+            parent = int(fields[0])
+            started = fields[18]
+            own = fields[10] + fields[11]
+            children = fields[12] + fields[13]
+        # It ended meanwhile, or is not readable.
         except (OSError, ValueError, IndexError, OverflowError):
-            continue  # ended meanwhile, or not readable
+            continue
+        yield int(name), _Process(parent, own, children, started)

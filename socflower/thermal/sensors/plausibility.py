@@ -2,7 +2,7 @@
 
 A sensor with impossible values, or one that is constant while all others change, is left out. The kernel's unit is
 millidegrees; some phones give degrees or tenths. One Snapdragon 625 uses all three: 25000, 309 and 31. A single number
-decides the unit where only one unit makes it the temperature of a running SoC:
+decides the unit if only one unit makes it the temperature of a running SoC:
 
     -40 to 99             degrees
     151 to 999            tenths of a degree
@@ -12,19 +12,19 @@ Numbers between these ranges (100 may be 100 or 10.0 °C, 1200 may be 120 or 1.2
 decided, a unit is kept: 1010 from a sensor in tenths is 101 °C.
 """
 
-import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from socflower.errors import require_range
-from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C
+from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C, possible_c
 from socflower.thermal.sensors.sysfs import NoteLog
 
 STUCK_AFTER_S = 600.0
-"""How long a sensor may be constant under load: coarse sensors of an SoC in equilibrium do not change for minutes."""
+"""How long a sensor may be constant under load: coarse sensors of a SoC in equilibrium do not change for minutes."""
 
-_OTHERS_MOVE_C = 3.0
+_OTHERS_CHANGE_C = 3.0
 """The change of another sensor that counts: above noise and rounding, below the effect of starting work."""
+
 _STUCK_READS = 5
 """Fewest equal readings: two an hour apart prove nothing."""
 
@@ -34,10 +34,11 @@ class _ConstantReading:
     """A sensor's constant value, and the time since its last change."""
 
     shown_c: float
-    others_c: Mapping[str, float]  # every sensor's value when this one last changed
+    # Every sensor's value when this one last changed.
+    others_c: Mapping[str, float]
     busy_s: float = 0.0
     num_reads: int = 0
-    others_moved: bool = False
+    others_changed: bool = False
 
 
 class SensorFilter:
@@ -58,42 +59,46 @@ class SensorFilter:
         self._last_s: float | None = None
 
     def apply(
-        self, at_s: float, values: Mapping[str, float | str], *, busy: bool
+        self,
+        at_s: float,
+        values: Mapping[str, float | str],
+        *,
+        busy: bool,
     ) -> dict[str, float]:
         """Return the accepted temperatures, in °C by sensor.
 
-        `values` holds each sensor's temperature, or a text why there is none; `busy` is whether the processors had
-        work since the previous reading.
+        `values` has each sensor's temperature, or a text why there is none; `busy` is whether the processors had work
+        since the previous reading.
         """
+        # A clock that goes back must not take busy time away.
         elapsed_s = 0.0 if self._last_s is None else max(0.0, at_s - self._last_s)
         self._last_s = at_s
-        possible = {
-            name: value
-            for name, value in values.items()
-            if not isinstance(value, str) and COLDEST_C <= value <= HOTTEST_C
-        }
-        rejections: dict[str, str] = {
-            name: "is gone" for name in self._constant.keys() - values.keys()
-        }
+        busy_s = elapsed_s if busy else 0.0
+        possible: dict[str, float] = {}
+        rejections = {name: "is gone" for name in self._constant.keys() - values.keys()}
         for name, value in values.items():
-            if name in possible:
-                if self._is_stuck(name, possible, elapsed_s if busy else 0.0):
-                    rejections[name] = (
-                        f"stands still at {value:.4g} °C under load while others move"
-                    )
+            known_c = possible_c(value)
+            if known_c is not None:
+                possible[name] = known_c
             elif isinstance(value, str):
                 rejections[name] = value
             else:
+                rejections[name] = f"shows an impossible temperature ({value:.4g} °C)"
+        for name, value_c in possible.items():
+            if self._is_stuck(name, possible, busy_s):
                 rejections[name] = (
-                    "shows no number"
-                    if math.isnan(value)
-                    else f"shows {value:.4g} °C, which cannot be"
+                    f"is stuck ({value_c:.4g} °C): constant under load while others change"
                 )
         self._report(rejections, values.keys(), at_s)
         self.rejections = rejections
         return {name: value for name, value in possible.items() if name not in rejections}
 
-    def _is_stuck(self, name: str, possible: Mapping[str, float], busy_s: float) -> bool:
+    def _is_stuck(
+        self,
+        name: str,
+        possible: Mapping[str, float],
+        busy_s: float,
+    ) -> bool:
         constant = self._constant.get(name)
         if constant is None or constant.shown_c != possible[name]:
             self._constant[name] = _ConstantReading(possible[name], possible)
@@ -101,28 +106,25 @@ class SensorFilter:
         if busy_s > 0.0:
             constant.busy_s += busy_s
             constant.num_reads += 1
-        if not constant.others_moved:
-            constant.others_moved = any(
-                abs(value - constant.others_c[other]) >= _OTHERS_MOVE_C
-                for other, value in possible.items()
-                if other in constant.others_c
-            )
-        return (
-            constant.others_moved
-            and constant.busy_s >= self._stuck_after_s
-            and constant.num_reads >= _STUCK_READS
-        )
+        # Remembered: the others may return to where they were before the time is up.
+        for other, before_c in constant.others_c.items():
+            if abs(possible.get(other, before_c) - before_c) >= _OTHERS_CHANGE_C:
+                constant.others_changed = True
+        is_long = constant.busy_s >= self._stuck_after_s and constant.num_reads >= _STUCK_READS
+        return constant.others_changed and is_long
 
-    def _report(self, rejections: Mapping[str, str], values: Set[str], at_s: float) -> None:
-        for name in sorted(rejections):
-            if name not in self.rejections:
-                # Without the number, which may vary: each would be a separate note.
-                kind = (
-                    "shows what cannot be" if "cannot be" in rejections[name] else rejections[name]
-                )
-                self._notes.add(f"sensor {name}: {kind}; left out until it makes sense", at_s)
+    def _report(
+        self,
+        rejections: Mapping[str, str],
+        values: Set[str],
+        at_s: float,
+    ) -> None:
+        for name in sorted(rejections.keys() - self.rejections.keys()):
+            # Without the number in parentheses, which may vary: each would be a separate note.
+            cause = rejections[name].partition(" (")[0]
+            self._notes.add(f"sensor {name}: {cause}; left out until it is plausible", at_s)
         for name in sorted(values & self.rejections.keys() - rejections.keys()):
-            self._notes.add(f"sensor {name}: makes sense again", at_s)
+            self._notes.add(f"sensor {name}: is plausible again", at_s)
 
 
 _MISFITS_TO_REDECIDE = 5
@@ -137,24 +139,26 @@ class TemperatureUnit:
         self._num_misfits = 0
 
     def degrees(self, raw: float) -> float:
-        """Return a number of the sensor in °C; ValueError where it is impossible, or its unit is not decided yet."""
+        """Return a number of the sensor in °C; `ValueError` if it is impossible, or its unit is not decided yet."""
         if raw == 0:
             return 0.0
         if self._per_degree is None:
             self._per_degree = _likely_unit(raw)
             if self._per_degree is None:
-                raise ValueError("shows what cannot be, or in a unit that is not clear yet")
+                raise ValueError("shows an impossible temperature, or one in an unknown unit")
             return raw / self._per_degree
         value_c = raw / self._per_degree
         # 45 from a sensor in millidegrees would be 0.045 °C: more likely its first number was invalid.
-        if COLDEST_C <= value_c <= HOTTEST_C and not (self._per_degree == 1000 and abs(raw) < 1000):
+        is_too_small = self._per_degree == 1000 and abs(raw) < 1000
+        if COLDEST_C <= value_c <= HOTTEST_C and not is_too_small:
             self._num_misfits = 0
             return value_c
         other = _likely_unit(raw)
         self._num_misfits = self._num_misfits + 1 if other not in (None, self._per_degree) else 0
         if self._num_misfits < _MISFITS_TO_REDECIDE or other is None:
-            raise ValueError("shows what cannot be")
-        self._per_degree, self._num_misfits = other, 0
+            raise ValueError("shows an impossible temperature")
+        self._per_degree = other
+        self._num_misfits = 0
         return raw / other
 
 

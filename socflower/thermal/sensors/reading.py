@@ -1,50 +1,64 @@
 """A device's temperature, clocks, battery and load as one value, independent of its source."""
 
-from dataclasses import dataclass
-from typing import Protocol
+import math
+from numbers import Real
+from typing import Annotated, Protocol, TypeGuard
 
-from socflower.errors import ConfigError, require_range
-from socflower.plain_numbers import plain_numbers
+from pydantic import Field
 
-COLDEST_C, HOTTEST_C = -40.0, 150.0
+from socflower.field_rules import checked
+
+COLDEST_C = -40.0
+HOTTEST_C = 150.0
 """A sensor outside this range is broken: no working SoC is colder or hotter."""
 
+Temperature = Annotated[float, Field(ge=COLDEST_C, le=HOTTEST_C)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@checked
 class Reading:
     """One reading of a device; None for what it does not report, or reports with an impossible value."""
 
-    at_s: float  # on a monotonic clock
-    temperature_c: float | None = None  # of the hottest accepted sensor
-    clock_factor: float | None = (
-        None  # present clock over the highest the device can run at, 0 to 1
-    )
-    throttled: bool | None = None  # whether the device itself reports throttling by heat or power
-    battery_fraction: float | None = None  # charge, 0 to 1
-    on_battery: bool | None = None  # whether it runs on that charge
-    user_load: float | None = None  # share of the processors that others use, 0 to 1
-    notes: tuple[str, ...] = ()  # sensor errors, one line each
-
-    def __post_init__(self) -> None:
-        shares = {
-            key: getattr(self, key) for key in ("clock_factor", "battery_fraction", "user_load")
-        }
-        require_range(
-            "reading",
-            least=0.0,
-            most=1.0,
-            **{key: part for key, part in shares.items() if part is not None},
-        )
-        if self.temperature_c is not None and not COLDEST_C <= self.temperature_c <= HOTTEST_C:
-            raise ConfigError(
-                f"reading: temperature_c = {self.temperature_c} cannot be; give None where a sensor lies"
-            )
+    # On a monotonic clock.
+    at_s: float
+    # Of the hottest accepted sensor.
+    temperature_c: Temperature | None = None
+    # Present clock over the highest that the device can run at.
+    clock_factor: Fraction | None = None
+    # Whether the device itself reports throttling by heat or power.
+    throttled: bool | None = None
+    # Charge.
+    battery_fraction: Fraction | None = None
+    # Whether it runs on that charge.
+    on_battery: bool | None = None
+    # Share of the processors that others use.
+    user_load: Fraction | None = None
+    # Sensor errors, one line each.
+    notes: tuple[str, ...] = ()
 
 
 class HeatSource(Protocol):
     """A source of readings: a Linux machine, a recording, a simulated SoC."""
 
     def read(self) -> Reading:
-        """Return the present reading. Never raises for a missing or faulty sensor: its value is None, with a note."""
+        """Return the present reading. A missing or faulty sensor raises nothing: its value is None, with a note."""
         ...
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a finite number; booleans do not count."""
+    # The usual case comes first: looking up an abstract class takes seven times as long.
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer with hundreds of digits
+        return False
+
+
+def possible_c(value: object) -> float | None:
+    """Return a value in °C if a working SoC can be that warm; None otherwise, also for what is not a number."""
+    return float(value) if is_number(value) and COLDEST_C <= value <= HOTTEST_C else None

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from socflower.plain_numbers import plain_numbers
-from socflower.thermal.fans.quorum import is_number
-from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C, HeatSource, Reading
+from socflower.thermal.sensors.reading import HeatSource, Reading, is_number, possible_c
 
 _LARGEST_BYTES = 1 << 16
 
@@ -33,32 +32,32 @@ class FileSource:
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._path, self._max_age_s, self._now, self._clock = path, max_age_s, now, clock
+        self._path = path
+        self._max_age_s = max_age_s
+        self._now = now
+        self._clock = clock
 
     def read(self) -> Reading:
         """Return the file's reading."""
+        now_s = self._clock()
         try:
             with self._path.open("rb") as stream:
                 document = stream.read(_LARGEST_BYTES)
                 age_s = self._now() - self._path.stat().st_mtime
         except OSError as error:
-            return _unknown_reading(
-                self._clock(), f"{self._path}: cannot be read ({error.strerror})"
-            )
+            return _unknown_reading(now_s, f"{self._path}: cannot be read ({error.strerror})")
         if abs(age_s) > self._max_age_s:
-            return _unknown_reading(
-                self._clock(), f"{self._path}: was not written for {self._max_age_s:g} s"
-            )
-        return _reading(document, self._clock(), str(self._path))
+            return _unknown_reading(now_s, f"{self._path}: not written for {self._max_age_s:g} s")
+        return _reading(document, now_s, str(self._path))
 
 
 class HttpSource:
     """A reading as JSON from another machine, by GET. Proxies are not used."""
 
-    def __init__(
-        self, url: str, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._url, self._timeout_s, self._clock = url, timeout_s, clock
+    def __init__(self, url: str, *, timeout_s: float) -> None:
+        self._url = url
+        self._timeout_s = timeout_s
+        # Without this an environment's proxy would be asked for machines of the rack's own network.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def read(self) -> Reading:
@@ -66,13 +65,11 @@ class HttpSource:
         try:
             with closing(self._opener.open(self._url, timeout=self._timeout_s)) as answer:
                 document = answer.read(_LARGEST_BYTES)
-        except (
-            Exception
-        ) as error:  # urllib passes on whatever its parsers raise for a foreign server's answer
-            return _unknown_reading(
-                self._clock(), f"{self._url}: no answer ({type(error).__name__})"
-            )
-        return _reading(document, self._clock(), self._url)
+        # urllib passes on whatever its parsers raise for a foreign server's answer.
+        except Exception as error:
+            note = f"{self._url}: no answer ({type(error).__name__})"
+            return _unknown_reading(time.monotonic(), note)
+        return _reading(document, time.monotonic(), self._url)
 
 
 @plain_numbers
@@ -90,19 +87,23 @@ class BackgroundSource:
         max_age_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._source, self._period_s, self._max_age_s, self._clock = (
-            source,
-            period_s,
-            max_age_s,
-            clock,
-        )
+        self._source = source
+        self._clock = clock
+        self._period_s = period_s
+        self._max_age_s = max_age_s
         self._latest: tuple[float, Reading] | None = None
         self._answered, self._closed = threading.Event(), threading.Event()
-        threading.Thread(target=self._poll, name="reading-source", daemon=True).start()
+        # A daemon thread, since a hanging source must not keep the process alive.
+        threading.Thread(
+            target=self._poll,
+            name="reading-source",
+            daemon=True,
+        ).start()
 
     def read(self) -> Reading:
         """Return the source's last reading without waiting."""
-        latest, now_s = self._latest, self._clock()
+        latest = self._latest
+        now_s = self._clock()
         if latest is None or now_s - latest[0] > self._max_age_s:
             return _unknown_reading(now_s, "does not answer")
         return latest[1]
@@ -120,34 +121,39 @@ class BackgroundSource:
             try:
                 reading = self._source.read()
             except Exception as error:
-                reading = _unknown_reading(
-                    self._clock(), f"cannot be read ({type(error).__name__})"
-                )
+                note = f"cannot be read ({type(error).__name__})"
+                reading = _unknown_reading(self._clock(), note)
+            # One assignment: a reader in another thread must not see a reading with another one's time.
             self._latest = (self._clock(), reading)
             self._answered.set()
             self._closed.wait(self._period_s)
 
 
-def _reading(content: bytes, now_s: float, where: str) -> Reading:
-    """Return a document's temperature and, if present, its load; None and a note for a missing or invalid one."""
+def _reading(
+    content: bytes,
+    now_s: float,
+    where: str,
+) -> Reading:
+    """Return a document's temperature and load; None and a note for a missing or invalid temperature."""
     try:
         document: Any = json.loads(content)
         if isinstance(document, dict):
             document = document.get("reading", document)
-        temperature_c, at_s = document.get("temperature_c"), document.get("at_s")
+        temperature_c = document.get("temperature_c")
+        at_s = document.get("at_s")
         load = document.get("user_load")
     except (ValueError, AttributeError, RecursionError):
-        return _unknown_reading(now_s, f"{where}: is no JSON object")
+        return _unknown_reading(now_s, f"{where}: is not a JSON object")
     # The other machine's time stamp is kept: it shows whether that machine takes new readings.
     at_s = float(at_s) if is_number(at_s) else now_s
-    if temperature_c is None:
-        return _unknown_reading(at_s, f"{where}: has no temperature_c")
-    if not is_number(temperature_c) or not COLDEST_C <= temperature_c <= HOTTEST_C:
-        return _unknown_reading(at_s, f"{where}: its temperature_c cannot be")
+    known_c = possible_c(temperature_c)
+    if known_c is None:
+        return _unknown_reading(at_s, f"{where}: temperature_c is missing or impossible")
+    user_load = float(load) if is_number(load) and 0.0 <= load <= 1.0 else None
     return Reading(
         at_s=at_s,
-        temperature_c=float(temperature_c),
-        user_load=float(load) if is_number(load) and 0.0 <= load <= 1.0 else None,
+        temperature_c=known_c,
+        user_load=user_load,
     )
 
 

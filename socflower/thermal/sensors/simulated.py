@@ -4,9 +4,12 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Annotated
 
-from socflower.errors import ConfigError, require_range
+from pydantic import Field
+
+from socflower.errors import ConfigError, require_order, require_range
+from socflower.field_rules import OneOf, checked
 from socflower.plain_numbers import plain_numbers
 from socflower.thermal.sensors.plausibility import STUCK_AFTER_S, SensorFilter
 from socflower.thermal.sensors.reading import Reading
@@ -15,24 +18,21 @@ from socflower.thermal.sensors.sysfs import NoteLog
 FAULTS = ("stuck", "nan", "cold", "missing", "denied")
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class SensorFault:
-    """A fault of one sensor, and its time on the source's clock."""
+    """A fault of one sensor, and its time on the source's clock.
 
-    kind: str  # "stuck" at its last value, "nan", "cold" (-128 °C), "missing", "denied"
+    `kind`: "stuck" at its last value, "nan", "cold" (-128 °C), "missing", or "denied".
+    """
+
+    kind: Annotated[str, OneOf(FAULTS)]
     from_s: float = 0.0
-    until_s: float = math.inf
-    sensor: int = 0
+    until_s: Annotated[float, Field(allow_inf_nan=True)] = math.inf
+    sensor: Annotated[int, Field(ge=0)] = 0
 
-    def __post_init__(self) -> None:
-        if self.kind not in FAULTS:
-            raise ConfigError(f"sensor fault {self.kind!r}: there are {', '.join(FAULTS)}")
-        if not self.from_s < self.until_s:
-            raise ConfigError(
-                f"sensor fault {self.kind}: need from_s < until_s, got {self.from_s} and {self.until_s}"
-            )
-        require_range(f"sensor fault {self.kind}", least=0, sensor=self.sensor)
+    def check(self) -> None:
+        """Refuse times in the wrong order."""
+        require_order(from_s=self.from_s, until_s=self.until_s)
 
 
 @plain_numbers
@@ -76,38 +76,46 @@ class SimulatedSource:
         faults: Sequence[SensorFault] = (),
         stuck_after_s: float = STUCK_AFTER_S,
     ) -> None:
-        require_range("simulated sensor", least=0.0, step_c=step_c, noise_c=noise_c)
+        require_range(
+            "simulated sensor",
+            least=0.0,
+            step_c=step_c,
+            noise_c=noise_c,
+        )
         require_range("simulated sensor", least=1, num_sensors=num_sensors)
         for fault in faults:
             if fault.sensor >= num_sensors:
                 raise ConfigError(
-                    f"sensor fault {fault.kind}: there is no sensor {fault.sensor} among {num_sensors}"
+                    f"sensor fault {fault.kind}: no sensor {fault.sensor} among {num_sensors}"
                 )
-        self._temperature_of, self._speed_of, self._busy_of, self._clock = (
-            temperature_of,
-            speed_of,
-            busy_of,
-            clock,
-        )
-        self._step_c, self._noise_c = step_c, noise_c
+        self._temperature_of = temperature_of
+        self._speed_of = speed_of
+        self._busy_of = busy_of
+        self._clock = clock
+        self._step_c = step_c
+        self._noise_c = noise_c
         self._random = random.Random(seed)
         self._faults = tuple(faults)
         self._notes = NoteLog()
         self._filter = SensorFilter(self._notes, stuck_after_s=stuck_after_s)
-        self._shown_c: list[float | None] = [None] * num_sensors  # last values without a fault
+        # Last values without a fault.
+        self._shown_c: list[float | None] = [None] * num_sensors
 
     def read(self) -> Reading:
         """Return the reading that the simulated sensors give."""
-        at_s, true_c = self._clock(), self._temperature_of()
+        at_s = self._clock()
+        true_c = self._temperature_of()
         values: dict[str, float | str] = {}
         for sensor in range(len(self._shown_c)):
             # Also drawn for a faulty sensor, so that the others' noise is the same with and without faults.
-            true_reading_c = self._round(true_c + self._random.gauss(0.0, self._noise_c))
-            shown = self._shown(sensor, true_reading_c, at_s)
+            noise_c = self._random.gauss(0.0, self._noise_c)
+            shown = self._shown(sensor, self._round(true_c + noise_c), at_s)
             if shown is not None:
                 values[f"simulated {sensor}"] = shown
         filtered = self._filter.apply(at_s, values, busy=self._busy_of())
-        factor = None if self._speed_of is None else min(1.0, max(0.0, self._speed_of()))
+        factor = None
+        if self._speed_of is not None:
+            factor = min(1.0, max(0.0, self._speed_of()))
         return Reading(
             at_s=at_s,
             temperature_c=max(filtered.values(), default=None),
@@ -116,21 +124,24 @@ class SimulatedSource:
             notes=self._notes.drain(),
         )
 
-    def _shown(self, sensor: int, true_reading_c: float, at_s: float) -> float | str | None:
+    def _shown(
+        self,
+        sensor: int,
+        true_reading_c: float,
+        at_s: float,
+    ) -> float | str | None:
         """Return a sensor's value, a text why there is none, or None for a missing sensor."""
         for fault in self._faults:
             if fault.sensor != sensor or not fault.from_s <= at_s < fault.until_s:
                 continue
             if fault.kind == "stuck":
+                # A sensor that is stuck from the start keeps its first reading.
                 last_c = self._shown_c[sensor]
                 self._shown_c[sensor] = true_reading_c if last_c is None else last_c
                 return self._shown_c[sensor]
-            return {
-                "nan": math.nan,
-                "cold": -128.0,
-                "missing": None,
-                "denied": "permission denied",
-            }[fault.kind]
+            if fault.kind == "denied":
+                return "permission denied"
+            return {"nan": math.nan, "cold": -128.0}.get(fault.kind)
         self._shown_c[sensor] = true_reading_c
         return true_reading_c
 

@@ -1,6 +1,7 @@
 """Small files below /sys and /proc, devices whose numbers change, and notes that are not repeated."""
 
 import errno
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ def read_integer(path: Path) -> int:
 def _integer(path: Path, text: str) -> int:
     value = int(text)
     if abs(value) >= 1 << 64:
-        raise ValueError(f"{path}: {value} is no number of a device")
+        raise ValueError(f"{path}: {value} has more than 64 bits")
     return value
 
 
@@ -36,8 +37,10 @@ _HID_COUNTER = re.compile(r"(?<=^[0-9A-F]{4}:[0-9A-F]{4}:[0-9A-F]{4})\.[0-9A-F]{
 class DeviceIdentity(NamedTuple):
     """What a device keeps when its number changes."""
 
-    name: str | None  # "nct6798"; power supplies have none
-    device: str | None  # name of the parent device, such as "nct6775.656" or "0000:03:00.0"
+    # "nct6798"; power supplies have none.
+    name: str | None
+    # Name of the parent device, such as "nct6775.656" or "0000:03:00.0".
+    device: str | None
 
 
 def identity_of(path: Path) -> DeviceIdentity:
@@ -76,12 +79,11 @@ class OpenFolder:
         except (OSError, ValueError):
             name = None
         try:
-            device = (
-                os.path.basename(os.readlink("device", dir_fd=self._descriptor).rstrip("/")) or None
-            )
+            target = os.readlink("device", dir_fd=self._descriptor)
         except OSError:
-            device = None
-        return DeviceIdentity(name, None if device is None else _HID_COUNTER.sub("", device))
+            target = ""
+        device = _HID_COUNTER.sub("", os.path.basename(target.rstrip("/")))
+        return DeviceIdentity(name, device or None)
 
     def read_text(self, name: str) -> str:
         """Return a file's text as the function `read_text` does."""
@@ -94,6 +96,7 @@ class OpenFolder:
 
     def write(self, name: str, value: int) -> None:
         """Write an integer; a file that is missing is not created. Raises OSError."""
+        # Without O_CREAT, which would make a file that the kernel removed.
         descriptor = self._open(name, os.O_WRONLY | os.O_TRUNC)
         try:
             os.write(descriptor, f"{value}\n".encode())
@@ -119,10 +122,8 @@ class DeviceFolder:
     @contextmanager
     def open(self) -> Iterator[OpenFolder]:
         """Yield the open folder. Raises `FileNotFoundError` if the device is not there, or several may be it."""
-        folder = self._opened(self.path)
-        if folder is None:
-            folder = self._find()
-        with folder:
+        # Compared after it is opened: from then on another device that gets the number is not accessed.
+        with self._opened(self.path) or self._find() as folder:
             yield folder
 
     def _opened(self, path: Path) -> OpenFolder | None:
@@ -132,44 +133,47 @@ class DeviceFolder:
             return None
         if folder.identity() == self.identity:
             return folder
+        # Another device has the number now.
         folder.close()
         return None
 
     def _find(self) -> OpenFolder:
+        """Return the device's open folder among its neighbours. Raises `FileNotFoundError` unless one is it."""
         found: list[OpenFolder] = []
-        if self.identity != (None, None):
-            pattern = re.sub(r"\d+$", "*", self.path.name)
-            found = [
-                folder
-                for path in matching_paths(self.path.parent, pattern)
-                if (folder := self._opened(path))
-            ]
-        if len(found) != 1:
-            for folder in found:
-                folder.close()
-            what = self.identity.name or self.identity.device or self.path.name
-            raise FileNotFoundError(
-                errno.ENOENT, f"there are several {what}" if found else f"there is no {what} now"
-            )
-        self.path = found[0].path
-        return found[0]
+        pattern = re.sub(r"\d+$", "*", self.path.name)
+        for path in matching_paths(self.path.parent, pattern):
+            folder = self._opened(path) if any(self.identity) else None
+            if folder is not None:
+                found.append(folder)
+        if len(found) == 1:
+            self.path = found[0].path
+            return found[0]
+        for folder in found:
+            folder.close()
+        what = self.identity.name or self.identity.device or self.path.name
+        cause = f"there are several {what}" if found else f"there is no {what} now"
+        raise FileNotFoundError(errno.ENOENT, cause)
 
 
 def matching_paths(folder: Path, pattern: str) -> list[Path]:
-    """Return the matching paths, hwmon2 before hwmon10; none where the folder is missing or not readable."""
+    """Return the matching paths, hwmon2 before hwmon10; none if the folder is missing or not readable."""
     try:
-        return sorted(
-            folder.glob(pattern), key=lambda path: (len(path.as_posix()), path.as_posix())
-        )
+        paths = list(folder.glob(pattern))
     except OSError:
         return []
+    return sorted(paths, key=lambda path: (len(path.as_posix()), path.as_posix()))
 
 
 def error_text(error: Exception) -> str:
     """Return why a file could not be read, as a text that does not vary between readings."""
+    return reason(error) if isinstance(error, OSError) else "is not a number"
+
+
+def reason(error: Exception) -> str:
+    """Return a short reason why a file or a program could not be used."""
     if isinstance(error, OSError):
         return (error.strerror or type(error).__name__).lower()
-    return "holds no number"
+    return str(error)
 
 
 class NoteLog:
@@ -189,10 +193,11 @@ class NoteLog:
     def add_once(self, text: str) -> None:
         """Add a note the first time only."""
         if text not in self._added_at_s:
-            self._added_at_s[text] = float("inf")
+            self._added_at_s[text] = math.inf
             self._pending.append(text)
 
     def drain(self) -> tuple[str, ...]:
         """Return the notes added since the last call."""
-        pending, self._pending = tuple(self._pending), []
+        pending = tuple(self._pending)
+        self._pending = []
         return pending

@@ -1,20 +1,20 @@
 """Error feedback: corrects a gradient for the error of the feature codec, to first order (F25).
 
-The back half differentiates at h′ = h + E, where E is the codec's error; the front half wants the gradient at h:
+The back half differentiates at h′ = h + E, where E is the codec's error; the front half needs the gradient at h:
 
-    δ ≈ δ̂ − H·E,    H being the Hessian of the loss by h′, estimated from the gradient δ̂ alone.
+    δ ≈ δ̂ − H·E,    where H is the Hessian of the loss by h′, estimated from the gradient δ̂ alone.
 
-Two forms of the paper: with H = δ̂δ̂ᵀ (Eq. 7–8) δ̂ − (E·δ̂)δ̂, per sample, since a sample's loss knows no other sample's
-features; and with only its diagonal (Alg. 1) δ̂ − E ⊙ δ̂ ⊙ δ̂.
+The paper has two forms. With H = δ̂δ̂ᵀ (Eq. 7–8): δ̂ − (E·δ̂)δ̂, per sample, since a sample's loss does not depend on
+other samples' features. With only its diagonal (Alg. 1): δ̂ − E ⊙ δ̂ ⊙ δ̂.
 
 **Scale.** The outer product of gradients estimates the Hessian of one sample's log-likelihood. Training losses are
-means over a batch of B, so what comes back is δ̂ = g/B for a sample's own gradient g, and the Hessian of the mean by
-that sample's features is ggᵀ/B = B·δ̂δ̂ᵀ. The paper leaves out B. `scale="paper"` is its literal form;
-`scale="mean-loss"` has the factor, so that the rank-one form is exact to first order where the Hessian is ggᵀ.
+means over a batch of B. So the returned gradient is δ̂ = g/B for a sample's own gradient g, and the Hessian of the mean
+by that sample's features is ggᵀ/B = B·δ̂δ̂ᵀ. The paper omits B. `scale="paper"` is its literal form;
+`scale="mean-loss"` has the factor B, so that the rank-one form is exact to first order if the Hessian is ggᵀ.
 
-**What to expect.** Little. The rank-one form multiplies a sample's gradient by 1 − E·δ̂ (or 1 − B·E·δ̂), and since E
-is about as often positive as negative, and no larger than half a step, E·δ̂ is far below 1 at 8 bits; the direction
-does not change at all. The diagonal form changes single elements by a share |E·δ̂| of an element, less still.
+**Effect.** It is small. The rank-one form multiplies a sample's gradient by 1 − E·δ̂ (or 1 − B·E·δ̂). E is as often
+positive as negative, and at most half a step, so E·δ̂ is far below 1 at 8 bits; the direction does not change. The
+diagonal form changes each element by the fraction |E·δ̂| of that element, which is smaller still.
 """
 
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ def rank_one(gradient: Floats, error: Floats, *, factor: float = 1.0) -> Floats:
     """
     _check_shapes(gradient, error)
     if not gradient.ndim:
-        raise ConfigError("error feedback: a gradient without a first dimension has no samples")
+        raise ConfigError("error feedback: a gradient without dimensions has no samples")
     if not gradient.size:
         return gradient.copy()
     rows = gradient.reshape(len(gradient), -1)
@@ -64,15 +64,17 @@ def rank_one(gradient: Floats, error: Floats, *, factor: float = 1.0) -> Floats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptError:
-    """An error E in one byte per element: what K + 1 batches in flight can afford on a thin device.
+    """An error E in one byte per element, so that a small device can keep K + 1 batches in flight.
 
-    E is kept as round(127·E/max|E|), so that it is off by max|E|/254 at most, a 508th of the codec's step, and zeros,
-    which a ReLU makes many, stay zeros. Nothing at all is kept where nothing was lost.
+    E is kept as round(127·E/max|E|). Its error is at most max|E|/254, a 508th of the codec's step, and the many zeros
+    behind a ReLU stay zeros. If E is 0, nothing is kept.
     """
 
     shape: tuple[int, ...]
-    unit: float  # max|E|/127
-    levels: NDArray[np.int8] | None  # (elements,); None if E is 0 everywhere
+    # max|E|/127
+    unit: float
+    # (elements,); None if E is 0 everywhere.
+    levels: NDArray[np.int8] | None
 
     @classmethod
     def of(cls, features: Floats, decoded: Floats) -> "KeptError":
@@ -86,24 +88,20 @@ class KeptError:
         if unit == 0:
             return cls(shape=features.shape, unit=0.0, levels=None)
         error /= unit
-        return cls(
-            shape=features.shape, unit=float(unit), levels=np.rint(error, out=error).astype(np.int8)
-        )
+        levels = np.rint(error, out=error).astype(np.int8)
+        return cls(shape=features.shape, unit=float(unit), levels=levels)
 
     @property
     def num_bytes(self) -> int:
-        """What is kept."""
+        """Bytes of the kept error."""
         return 0 if self.levels is None else self.levels.nbytes
 
     def error(self) -> Floats:
         """Return E."""
         if self.levels is None:
             return np.zeros(self.shape, np.float32)
-        return (
-            np.multiply(self.levels, self.unit, dtype=np.float64)
-            .astype(np.float32)
-            .reshape(self.shape)
-        )
+        error = np.multiply(self.levels, self.unit, dtype=np.float64)
+        return error.astype(np.float32).reshape(self.shape)
 
 
 class ErrorFeedback:
@@ -113,25 +111,24 @@ class ErrorFeedback:
     """
 
     def __init__(self, form: Form, *, scale: Scale = "paper") -> None:
-        if form not in FORMS:
-            raise ConfigError(f"error feedback: form {form!r} is unknown; use {', '.join(FORMS)}")
-        if scale not in SCALES:
-            raise ConfigError(
-                f"error feedback: scale {scale!r} is unknown; use {' or '.join(SCALES)}"
-            )
+        for key, value, known in (("form", form, FORMS), ("scale", scale, SCALES)):
+            if value not in known:
+                raise ConfigError(
+                    f"error feedback: {key} {value!r} is unknown; use {', '.join(known)}"
+                )
         self.form: Form = form
         self.scale: Scale = scale
         self._kept: dict[int, KeptError] = {}
 
     @property
     def num_bytes(self) -> int:
-        """What is kept now."""
+        """Bytes of all kept errors."""
         return sum(kept.num_bytes for kept in self._kept.values())
 
     def keep(self, batch: int, features: Floats, decoded: Floats) -> None:
-        """Keep what the codec lost of a batch: `decoded` is what the back half gets for `features`.
+        """Keep the codec's error of a batch: the back half gets `decoded` for `features`.
 
-        A batch that is sent again replaces the former; raises `ConfigError` if shapes differ.
+        A batch that is sent again replaces its former error. Raises `ConfigError` if shapes differ.
         """
         if self.form != "none":
             self._kept[batch] = KeptError.of(features, decoded)
@@ -145,55 +142,42 @@ class ErrorFeedback:
             return gradient
         kept = self._kept.get(batch)
         if kept is None:
-            raise ConfigError(
-                f"error feedback: nothing is kept of batch {batch}; keep it when its features are sent"
-            )
-        if kept.shape != gradient.shape:
-            raise ConfigError(
-                f"error feedback: the gradient of batch {batch} has shape {gradient.shape}, its features "
-                f"{kept.shape}"
-            )
-        if kept.levels is None:
+            raise ConfigError(f"error feedback: nothing is kept of batch {batch}")
+        if kept.levels is None and kept.shape == gradient.shape:
             return gradient
         factor = float(len(gradient)) if self.scale == "mean-loss" and gradient.ndim else 1.0
-        return (diagonal if self.form == "diagonal" else rank_one)(
-            gradient, kept.error(), factor=factor
-        )
+        correct = diagonal if self.form == "diagonal" else rank_one
+        return correct(gradient, kept.error(), factor=factor)
 
     def forget(self, batch: int) -> None:
-        """Discard a batch, whether it was kept or not."""
+        """Discard the error of a batch, if one is kept."""
         self._kept.pop(batch, None)
 
     def save(self) -> bytes:
-        """Return what `restore` needs."""
-        batches = [
-            {"batch": batch, "shape": kept.shape, "unit": kept.unit}
-            for batch, kept in self._kept.items()
-        ]
-        levels = {
-            str(batch): kept.levels for batch, kept in self._kept.items() if kept.levels is not None
-        }
+        """Return the state for `restore`."""
+        batches, levels = [], {}
+        for batch, kept in self._kept.items():
+            batches.append({"batch": batch, "shape": kept.shape, "unit": kept.unit})
+            if kept.levels is not None:
+                levels[str(batch)] = kept.levels
         return to_bytes(_KIND, {"form": self.form, "batches": batches}, levels)
 
     def restore(self, saved: bytes) -> None:
-        """Restore what `save` returned; `ConfigError` if it is damaged or of another form."""
+        """Restore a state from `save`; `ConfigError` if it is damaged or of another form."""
         header, levels = from_bytes(_KIND, saved)
         if header["form"] != self.form:
             raise ConfigError(
-                f"error feedback: the saved state is of form {header['form']!r}, not {self.form!r}; go "
-                "on with the same form, or start anew"
+                f"error feedback: the saved state is of form {header['form']!r}, not {self.form!r}"
             )
-        self._kept = {
-            kept["batch"]: KeptError(
-                shape=tuple(kept["shape"]), unit=kept["unit"], levels=levels.get(str(kept["batch"]))
-            )
-            for kept in header["batches"]
-        }
+        self._kept = {}
+        for kept in header["batches"]:
+            batch, shape = kept["batch"], tuple(kept["shape"])
+            own = KeptError(shape=shape, unit=kept["unit"], levels=levels.get(str(batch)))
+            self._kept[batch] = own
 
 
 def _check_shapes(gradient: Floats, error: Floats) -> None:
     if gradient.shape != error.shape:
         raise ConfigError(
-            f"error feedback: a gradient of shape {gradient.shape} and an error of {error.shape} do not "
-            "belong together"
+            f"error feedback: a gradient of shape {gradient.shape}, but an error of {error.shape}"
         )

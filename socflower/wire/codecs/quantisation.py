@@ -1,17 +1,17 @@
 """Tensors as integers of few bits: each in its own range (F24), or in a unit that several senders share.
 
-**Own range.** A tensor, or each of its samples, is spread uniformly between its least and largest value:
+**Own range.** A tensor, or each of its samples, is divided uniformly between its least and largest value:
 
     q = round((h − min)·(2ⁿ − 1)/(max − min)),    h′ = min + q·(max − min)/(2ⁿ − 1)
 
-Widths 2, 4, 8 and 16 follow this one rule; 32 are the float32 values as they are. Why not IEEE halves at 16 bits: for
-values spread like a feature's they are several times less accurate, they end at 65,504, and gradients of a mean over a
-large batch sink into their subnormal range.
+This applies to the widths 2, 4, 8 and 16; 32 bits are the float32 values unchanged. IEEE halves would be worse at 16
+bits: for values distributed like features they are several times less accurate, they end at 65,504, and gradients of a
+mean over a large batch become subnormal.
 
-Both ways are computed in float32 up to 8 bits, and in float64 at 16 bits and where max − min is so large or small that
-float32 would overflow. So |h′ − h| is at most half a step, plus 2⁻¹³ of a step, plus the rounding of h′ to float32. h′
-is a multiplication and an addition, each rounded, which gives the same bits on every machine; min comes back exactly,
-so that the zeros behind a ReLU stay zeros. Tensors are processed in blocks that fit into a thin device's cache.
+Both ways are computed in float32 up to 8 bits. At 16 bits, and if max − min is so large or small that float32 would
+overflow, they are computed in float64. So |h′ − h| is at most half a step, plus 2⁻¹³ of a step, plus the rounding of h′
+to float32. h′ is a multiplication and an addition, each rounded, which gives the same bits on every machine; min comes
+back exactly, so that the zeros behind a ReLU stay zeros. Tensors are processed in blocks that fit into a small cache.
 
 **Shared unit.** Sums of several senders need multiples of one step, or halves of one power of two: `pack_lanes` puts
 four signed integers into a word such that words can be added, `half_exponent` chooses the power.
@@ -37,23 +37,25 @@ Grouping: TypeAlias = Literal["tensor", "sample"]
 GROUPINGS: tuple[Grouping, ...] = ("tensor", "sample")
 
 _PACKED_BITS = (2, 4)
-_BLOCK = 1 << 14  # elements worked on at a time
-_FLOAT32_RANGES = (1e-30, 1e38)  # max − min for which float32 neither overflows nor loses bits
+# Elements that are processed at a time.
+_BLOCK = 1 << 14
+# Least and largest max − min for which float32 neither overflows nor loses bits.
+_FLOAT32_RANGES = (1e-30, 1e38)
 _LARGEST = float(np.finfo(np.float32).max)
 _ZERO_LANES = np.uint32(0x80808080)
 
 
 # ------------------------------------------------------------------------------------------------- bits of integers
 def packed_bytes(num_values: int, bits: int) -> int:
-    """Return how many bytes hold `num_values` numbers of `bits`, the last byte filled up."""
+    """Return how many bytes hold `num_values` numbers of `bits`."""
     return -(-num_values * bits // 8)
 
 
 def pack(values: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     """Return values (..., n), each below 2^bits, as bytes (..., ceil(n·bits/8)): the first value in the lowest bits.
 
-    What fills the last byte up is 0. Raises `ConfigError` for other than 2 and 4 bits. A value that has more bits would
-    spill into its neighbours.
+    Unused bits of the last byte are 0. A value with more bits would change its neighbours. Raises `ConfigError` for
+    other than 2 and 4 bits.
     """
     per_byte = _values_per_byte(bits)
     packed = np.zeros((*values.shape[:-1], packed_bytes(values.shape[-1], bits)), np.uint8)
@@ -64,15 +66,15 @@ def pack(values: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 
 
 def unpack(packed: NDArray[np.uint8], bits: int, num_values: int) -> NDArray[np.uint8]:
-    """Return the first `num_values` (..., num_values) of what `pack` made (..., bytes).
+    """Return the first `num_values` values (..., num_values) of bytes (..., bytes) from `pack`.
 
     Raises `ConfigError` for other than 2 and 4 bits, and for fewer bytes than that many values take.
     """
     per_byte, num_bytes = _values_per_byte(bits), packed.shape[-1]
     if num_values > num_bytes * per_byte:
         raise ConfigError(
-            f"packed values: {num_bytes} bytes cannot hold {num_values} values of {bits} bits; "
-            f"{packed_bytes(num_values, bits)} are needed"
+            f"packed values: {num_bytes} bytes for {num_values} values of {bits} bits, which need "
+            f"{packed_bytes(num_values, bits)}"
         )
     values = np.empty((*packed.shape[:-1], num_bytes * per_byte), np.uint8)
     for place in range(per_byte):
@@ -92,7 +94,7 @@ def pack_lanes(levels: Floats) -> NDArray[np.int32]:
     Words add lane by lane as long as lanes stay in ±127, without overflow: 127 · (1 + 256 + 256² + 256³) < 2³¹.
     """
     lanes = (levels + 128).astype(np.uint8)
-    # Subtracting the zero point of all lanes at once makes the borrows from lane to lane.
+    # One subtraction of all zero points carries the borrows from lane to lane.
     return (lanes.view("<u4") - _ZERO_LANES).astype(np.uint32).view(np.int32)
 
 
@@ -107,11 +109,9 @@ def half_exponent(largest: float) -> int:
 
     2^15 leaves a factor of almost 2 for rounding; beyond ±126 the factor itself would not be a normal float32.
     """
-    return (
-        max(-126, min(126, 15 - math.frexp(largest)[1]))
-        if math.isfinite(largest) and largest
-        else 0
-    )
+    if not math.isfinite(largest) or not largest:
+        return 0
+    return max(-126, min(126, 15 - math.frexp(largest)[1]))
 
 
 # ------------------------------------------------------------------------------------------------- tensors in a range
@@ -124,63 +124,51 @@ class EncodedTensor:
 
     bits: int
     shape: tuple[int, ...]
-    low: tuple[
-        float, ...
-    ] = ()  # least value of each group: one, or one per sample; none at 32 bits, none if empty
-    high: tuple[float, ...] = ()  # largest value of each group
-    payload: (
-        bytes | memoryview
-    )  # 2 and 4 bits: see `pack`; 16: little-endian; 32: little-endian float32
+    # Least value of each group; none at 32 bits and for an empty tensor.
+    low: tuple[float, ...] = ()
+    # Largest value of each group.
+    high: tuple[float, ...] = ()
+    # 2 and 4 bits: see `pack`; 16: little-endian; 32: little-endian float32.
+    payload: bytes | memoryview
 
     def __post_init__(self) -> None:
+        problem = self._problem()
+        if problem is not None:
+            raise ConfigError(f"encoded tensor: {problem}")
+
+    def _problem(self) -> str | None:
         if self.bits not in BITS:
-            raise ConfigError(
-                f"encoded tensor: bits = {self.bits} is unknown; use one of {', '.join(map(str, BITS))}"
-            )
-        if not all(size >= 0 for size in self.shape):
-            raise ConfigError(f"encoded tensor: shape {self.shape} has a negative size")
+            return f"bits = {self.bits} is unknown; use one of {', '.join(map(str, BITS))}"
+        if min(self.shape, default=0) < 0:
+            return f"shape {self.shape} has a negative size"
         groups = len(self.low)
-        quantised = self.bits < 32 and self.num_elements > 0
-        if len(self.high) != groups or groups not in (
-            {1, self.shape[0] if self.shape else 1} if quantised else {0}
-        ):
-            wanted = (
-                f"one of each, or {self.shape[0]}"
-                if quantised and self.shape
-                else "one of each"
-                if quantised
-                else "none"
-            )
-            raise ConfigError(
-                f"encoded tensor: {groups} least and {len(self.high)} largest values for shape "
-                f"{self.shape} at {self.bits} bits; it has {wanted}"
-            )
+        is_quantised = self.bits < 32 and self.num_elements > 0
+        allowed = (1, self.shape[0] if self.shape else 1) if is_quantised else (0,)
+        if len(self.high) != groups or groups not in allowed:
+            wanted = f"{allowed[0]} or {allowed[-1]} of each" if is_quantised else "none"
+            return f"{groups} least and {len(self.high)} largest values; it needs {wanted}"
         for low, high in zip(self.low, self.high, strict=True):
             if not -_LARGEST <= low <= high <= _LARGEST:
-                raise ConfigError(
-                    f"encoded tensor: least value {low} and largest {high} are no range of finite "
-                    "float32 numbers"
+                return (
+                    f"least value {low} and largest {high} are no range of finite float32 numbers"
                 )
-        given = memoryview(self.payload).nbytes
-        whole = (
-            groups * packed_bytes(self.num_elements // groups, self.bits)
-            if groups
-            else 4 * self.num_elements
-        )
-        if given != whole:
-            raise ConfigError(
-                f"encoded tensor: {given} bytes of payload for shape {self.shape} at {self.bits} bits; "
-                f"it has {whole}"
+        given, needed = memoryview(self.payload).nbytes, 4 * self.num_elements
+        if groups:
+            needed = groups * packed_bytes(self.num_elements // groups, self.bits)
+        if given != needed:
+            return (
+                f"{given} bytes of payload for shape {self.shape} at {self.bits} bits, not {needed}"
             )
+        return None
 
     @property
     def num_elements(self) -> int:
-        """The number of elements of the tensor."""
+        """Elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """What travels: payload and, as float32, least and largest values."""
+        """Bytes on the wire: the payload and, as float32, least and largest values."""
         return memoryview(self.payload).nbytes + 8 * len(self.low)
 
 
@@ -194,13 +182,14 @@ def encode(
 ) -> EncodedTensor:
     """Return `features` (any shape) in `bits` per element (F24).
 
-    At 32 bits the payload is a view of `features`, which must then not change until it has been sent; other payloads
-    are the tensor's own. A tensor that is not contiguous is copied first. Least and largest value per sample cost 8
-    bytes a sample, and a sample's error then goes by its own range: behind LeNet's first pooling that makes the squared
-    error 1.2 to 1.5 times smaller on digits, and many times where samples differ in scale.
+    At 32 bits the payload is a view of `features`, which must not change until it has been sent; other payloads are
+    the tensor's own. With `grouping` "sample" the ranges cost 8 bytes a sample, and a sample's error depends on its own
+    range: on digits behind LeNet's first pooling the squared error is 1.2 to 1.5 times smaller, and many times smaller
+    if samples differ in scale.
 
-    Of features that are whole multiples of a `quantum`, a power of two, at 8 or 16 bits nothing is lost if they are no
-    more than 2^bits − 1 multiples apart: the range is widened until a step is the quantum.
+    `quantum` is a power of two of which all features are multiples. Then 8 or 16 bits lose nothing if the features are
+    at most 2^bits − 1 multiples apart: the range is widened until a step is the quantum.
+
     Raises `ConfigError`, with `what` as the tensor's name, for NaN and infinity (the training has diverged), for other
     types than float32, unknown bits and an unknown grouping.
     """
@@ -217,79 +206,80 @@ def encode(
         return EncodedTensor(bits=bits, shape=shape, payload=b"")
     num_groups = shape[0] if grouping == "sample" and shape and bits < 32 else 1
     groups = features.reshape(num_groups, -1)
-    low, high = groups.min(axis=1), groups.max(axis=1)
-    if not (np.isfinite(low).all() and np.isfinite(high).all()):
-        # Least and largest value are NaN if any is.
-        found = "NaN" if np.isnan(low).any() else "infinite values"
-        raise ConfigError(
-            f"{what}: hold {found}, so the training has diverged; lower the learning rate, or go back to "
-            "an earlier checkpoint"
-        )
+    low, high = _finite_range(groups, what)
     if bits == 32:
-        return EncodedTensor(
-            bits=bits, shape=shape, payload=_bytes_of(groups.astype("<f4", copy=False))
-        )
+        little_endian = groups.astype("<f4", copy=False)
+        return EncodedTensor(bits=bits, shape=shape, payload=_bytes_of(little_endian))
     if quantum is not None and bits >= 8:
         widest = np.float32((2**bits - 1) * quantum)
         high = np.where(high - low <= widest, low + widest, high)
-    payload = np.empty((num_groups, packed_bytes(groups.shape[1], bits)), np.uint8)
-    _quantise(groups, low, high, bits, payload)
     return EncodedTensor(
         bits=bits,
         shape=shape,
         low=tuple(low.tolist()),
         high=tuple(high.tolist()),
-        payload=_bytes_of(payload),
+        payload=_bytes_of(_quantised(groups, low, high, bits)),
     )
+
+
+def _finite_range(groups: Floats, what: str) -> tuple[Floats, Floats]:
+    """Return least and largest value of each group; `ConfigError` if any value is not finite."""
+    low, high = groups.min(axis=1), groups.max(axis=1)
+    if not (np.isfinite(low).all() and np.isfinite(high).all()):
+        # If any value is NaN, so are least and largest value.
+        found = "NaN" if np.isnan(low).any() else "infinite values"
+        raise ConfigError(
+            f"{what}: hold {found}, so the training has diverged; lower the learning rate"
+        )
+    return low, high
 
 
 def decode(encoded: EncodedTensor) -> Floats:
     """Return the tensor h′ that was encoded, as an array of its own: the same bits on both ends of a link (F24)."""
     if not encoded.low:
-        # A copy: the caller may write into it, and the received buffer can be freed.
+        # A copy, since the caller may write into it, and so that the received buffer can be freed.
         return np.frombuffer(encoded.payload, "<f4").reshape(encoded.shape).astype(np.float32)
     bits, num_groups = encoded.bits, len(encoded.low)
     extent = np.array(encoded.high) - encoded.low
     real = _real_type(extent, bits)
-    step, low = (extent / (2**bits - 1)).astype(real)[:, None], np.array(encoded.low, real)[:, None]
+    step = (extent / (2**bits - 1)).astype(real)[:, None]
+    low = np.array(encoded.low, real)[:, None]
     features = np.empty((num_groups, encoded.num_elements // num_groups), np.float32)
     payload = np.frombuffer(encoded.payload, np.uint8).reshape(num_groups, -1)
     for columns in _blocks(*features.shape):
         if bits >= 8:
-            level = payload.view(f"<u{bits // 8}")[:, columns].astype(real)
+            integers: NDArray[Any] = payload.view(f"<u{bits // 8}")[:, columns]
         else:
-            level = unpack(
-                payload[:, _byte_columns(columns, bits)], bits, columns.stop - columns.start
-            ).astype(real)
+            packed = payload[:, _byte_columns(columns, bits)]
+            integers = unpack(packed, bits, columns.stop - columns.start)
+        level = integers.astype(real)
         level *= step
         level += low
         features[:, columns] = level
     return features.reshape(encoded.shape)
 
 
-def _quantise(
-    groups: Floats, low: Floats, high: Floats, bits: int, payload: NDArray[np.uint8]
-) -> None:
-    """Write q of `groups` (groups, elements) into `payload` (groups, bytes)."""
+def _quantised(groups: Floats, low: Floats, high: Floats, bits: int) -> NDArray[np.uint8]:
+    """Return q of `groups` (groups, elements) as bytes (groups, bytes)."""
+    payload = np.empty((len(groups), packed_bytes(groups.shape[1], bits)), np.uint8)
     extent = high.astype(np.float64) - low
     real = _real_type(extent, bits)
     # A group that is constant gets q = 0.
-    scale = np.divide(2**bits - 1, extent, out=np.zeros_like(extent), where=extent > 0).astype(
-        real
-    )[:, None]
-    least_values = low.astype(real)[:, None]
+    scale = np.divide(2**bits - 1, extent, out=np.zeros_like(extent), where=extent > 0)
+    scales, least_values = scale.astype(real)[:, None], low.astype(real)[:, None]
     for columns in _blocks(*groups.shape):
         level = np.subtract(groups[:, columns], least_values, dtype=real)
-        level *= scale
+        level *= scales
         np.rint(level, out=level)
         if bits >= 8:
             payload.view(f"<u{bits // 8}")[:, columns] = level
         else:
             payload[:, _byte_columns(columns, bits)] = pack(level.astype(np.uint8), bits)
+    return payload
 
 
 def _real_type(extent: NDArray[np.float64], bits: int) -> type[np.floating[Any]]:
-    """Return what to compute in, given max − min of each group: the same at both ends."""
+    """Return the type to compute in, given max − min of each group: the same at both ends."""
     least, largest = _FLOAT32_RANGES
     fits = (extent == 0) | ((least <= extent) & (extent <= largest))
     return np.float32 if bits <= 8 and bool(fits.all()) else np.float64

@@ -5,16 +5,22 @@ configuration A) and two small variants for 32x32 images; ResNet-18 and ResNet-8
 small images, with a 3x3 stem and no max-pool; MobileNetV1 (Howard et al. 2017), whose first convolution has stride 1.
 """
 
-import difflib
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from socflower.errors import ConfigError, require_range
+from socflower.errors import require_known, require_range
 from socflower.plain_numbers import plain_numbers
 from socflower.workloads.models.deep_classifiers import efficientnet_b1, mobilenet_v2, resnet50
-from socflower.workloads.models.layers import convolution_norm, draw_weights_, padding_to_32
+from socflower.workloads.models.layers import (
+    convolution_norm,
+    drawn,
+    padding_to_32,
+    require_size,
+)
 
 
 def lenet5(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
@@ -42,13 +48,13 @@ _VGG_STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 """Output channels of the convolutions of each stage of VGG-11; a max-pool ends the stage."""
 
 _VGG_SMALL_STAGES = ((32, 32), (64, 64), (128, 128))
-"""The same of VGG-small, whose last stage leaves 4x4 pixels."""
+"""As above for VGG-small, whose last stage leaves 4x4 pixels."""
 
 _VGG_MINI_STAGES = ((32, 32), (64,))
-"""The same of VGG-mini, whose last stage leaves 8x8 pixels."""
+"""As above for VGG-mini, whose last stage leaves 8x8 pixels."""
 
 _VGG_TINY_STAGES = ((16,), (32,), (64,), (64,))
-"""The same of VGG-tiny, whose last stage leaves 2x2 pixels."""
+"""As above for VGG-tiny, whose last stage leaves 2x2 pixels."""
 
 
 def vgg11(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
@@ -83,8 +89,8 @@ def vgg_tiny(*, in_channels: int, image_size: int, num_classes: int) -> nn.Seque
 def vgg_mini(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
     """Return VGG-mini, three convolutions and one Linear: 8 tensors, 69 thousand parameters, 29 MFLOP for an image.
 
-    Much work for few and small tensors, all of it at high resolution: what training in groups gains most from, within
-    the work that two cores do in minutes. Raises ConfigError unless the image size is 28 or 32.
+    It computes much for few and small tensors, which is where training in groups gains most, and trains within minutes
+    on two cores. Raises ConfigError unless the image size is 28 or 32.
     """
     return _vgg("vgg-mini", _VGG_MINI_STAGES, 8, in_channels, image_size, num_classes)
 
@@ -103,12 +109,11 @@ def _vgg(
     layers: list[nn.Module] = []
     for stage in stages:
         for channels in stage:
-            # BatchNorm has a bias of its own, and would cancel that of the convolution.
-            layers.append(
-                nn.Conv2d(
-                    in_channels, channels, kernel_size=3, padding=padding, bias=not batch_norm
-                )
+            # BatchNorm has its own bias, and would cancel the bias of the convolution.
+            convolution = nn.Conv2d(
+                in_channels, channels, kernel_size=3, padding=padding, bias=not batch_norm
             )
+            layers.append(convolution)
             if batch_norm:
                 layers.append(nn.BatchNorm2d(channels))
             layers.append(nn.ReLU())
@@ -125,7 +130,7 @@ _RESNET_SMALL_STAGES = ((16, 1), (32, 2), (64, 2))
 
 
 class BasicBlock(nn.Module):
-    """Return relu(residual(x) + shortcut(x)), two 3x3 convolutions against an identity or a projection."""
+    """Return relu(residual(x) + shortcut(x)): two 3x3 convolutions, and an identity or a projection."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
@@ -136,8 +141,9 @@ class BasicBlock(nn.Module):
         )
         same_shape = stride == 1 and in_channels == out_channels
         projection = [] if same_shape else convolution_norm(in_channels, out_channels, 1, stride)
-        self.shortcut = nn.Sequential(*projection)  # an empty one is the identity
-        # Not in place: if the model is cut here, the block's input belongs to the other half.
+        # An empty Sequential is the identity.
+        self.shortcut = nn.Sequential(*projection)
+        # The activation is not in place: if the model is cut here, the block's input belongs to the other half.
         self.relu = nn.ReLU()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -170,10 +176,7 @@ def _resnet(
     image_size: int,
     num_classes: int,
 ) -> nn.Sequential:
-    if image_size < 8:
-        raise ConfigError(
-            f"model {name}: takes images of 8x8 pixels or more, got {image_size}x{image_size}"
-        )
+    require_size(name, image_size, 8)
     channels = stages[0][0]
     layers: list[nn.Module] = [*convolution_norm(in_channels, channels, 3, 1), nn.ReLU()]
     for out_channels, stride in stages:
@@ -193,16 +196,9 @@ _MOBILENET_BLOCKS = (
 
 
 def _separable(in_channels: int, out_channels: int, stride: int) -> list[nn.Module]:
-    return [
-        nn.Conv2d(
-            in_channels, in_channels, 3, stride=stride, padding=1, groups=in_channels, bias=False
-        ),
-        nn.BatchNorm2d(in_channels),
-        nn.ReLU(),
-        nn.Conv2d(in_channels, out_channels, 1, bias=False),
-        nn.BatchNorm2d(out_channels),
-        nn.ReLU(),
-    ]
+    depthwise = convolution_norm(in_channels, in_channels, 3, stride, groups=in_channels)
+    pointwise = convolution_norm(in_channels, out_channels, 1)
+    return [*depthwise, nn.ReLU(), *pointwise, nn.ReLU()]
 
 
 def mobilenet_v1(
@@ -214,13 +210,9 @@ def mobilenet_v1(
     and for images smaller than 16 pixels, too small for four strides of two.
     """
     require_range("model mobilenet-v1", above=0.0, width=width)
-    if image_size < 16:
-        size = f"{image_size}x{image_size}"
-        raise ConfigError(f"model mobilenet-v1: takes images of 16x16 pixels or more, got {size}")
+    require_size("mobilenet-v1", image_size, 16)
     channels = max(8, round(32 * width))
-    layers: list[nn.Module] = [
-        nn.Conv2d(in_channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()
-    ]  # fmt: skip
+    layers = [*convolution_norm(in_channels, channels, 3), nn.ReLU()]
     for width_one_channels, stride in _MOBILENET_BLOCKS:
         out_channels = max(8, round(width_one_channels * width))
         layers += _separable(channels, out_channels, stride)
@@ -259,23 +251,11 @@ def build_model(
     Equal seeds give equal weights; torch's global random state is neither read nor changed. Raises ConfigError for
     an unknown name and for sizes that the model does not support.
     """
-    builder = _BUILDERS.get(name)
-    if builder is None:
-        close = difflib.get_close_matches(name, _BUILDERS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(
-            f"model.name: unknown model {name!r}, known are {', '.join(_BUILDERS)}{hint}"
-        )
-    require_range(
-        f"model {name}",
-        least=1,
-        in_channels=in_channels,
-        image_size=image_size,
-        num_classes=num_classes,
-    )
-    # Constructors draw weights from the global generator, except on the meta device, whose tensors have no values.
-    with torch.device("meta"):
-        model = builder(in_channels=in_channels, image_size=image_size, num_classes=num_classes)
-    model.to_empty(device="cpu")
-    draw_weights_(model, torch.Generator().manual_seed(seed))
-    return model
+    require_known("model.name", name, _BUILDERS)
+    sizes: dict[str, Any] = {
+        "in_channels": in_channels,
+        "image_size": image_size,
+        "num_classes": num_classes,
+    }
+    require_range(f"model {name}", least=1, **sizes)
+    return drawn(partial(_BUILDERS[name], **sizes), seed)

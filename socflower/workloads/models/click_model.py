@@ -1,7 +1,7 @@
 """A deep interest network (Zhou et al. 2018) for click-through rates, split between the parties that hold its inputs.
 
-Attention weights every movie of the history by its relation to the candidate. Each party does this with its own
-attributes of movies, in its own bottom model; a top model, which receives only their outputs, predicts the click.
+Attention weights every movie of the history by its relation to the candidate. Each party does this in its own bottom
+model with its own attributes of movies. A top model receives only the outputs of bottom models and predicts the click.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from socflower.workloads.click_through import (
     NUM_OCCUPATIONS,
     USER_COLUMNS,
 )
-from socflower.workloads.models.layers import draw_weights_
+from socflower.workloads.models.layers import drawn
 
 FEATURE_SIZE = 32
 """Features that each party sends per sample."""
@@ -113,7 +113,7 @@ class ClickModel(nn.Module):
 
     def forward(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Map the inputs of each party to logits (n, 2), of no click and click."""
-        # Indexed rather than iterated over: torch.fx does not know the number of parts.
+        # An index for each part, since torch.fx does not know how many parts it would iterate over.
         features = [bottom(parts[party]) for party, bottom in enumerate(self.bottoms)]
         logits: torch.Tensor = self.top(torch.cat(features, dim=1))
         return logits
@@ -121,15 +121,11 @@ class ClickModel(nn.Module):
 
 @plain_numbers
 def build_click_model(num_parties: int = 2, *, seed: int) -> ClickModel:
-    """Return the model for `click_data`: both parties and the top, or with one party the viewing service and the top.
+    """Return the model for `click_data`: the bottom models of both parties, or of the viewing service, and the top.
 
     Equal seeds give equal weights; torch's global random state is neither read nor changed. Raises ConfigError for
     another number of parties.
     """
     if num_parties not in (1, 2):
         raise ConfigError(f"click model: num_parties must be 1 or 2, got {num_parties}")
-    with torch.device("meta"):
-        model = ClickModel([ViewingBottom(), AccountBottom()][:num_parties])
-    model.to_empty(device="cpu")
-    draw_weights_(model, torch.Generator().manual_seed(seed))
-    return model
+    return drawn(lambda: ClickModel([ViewingBottom(), AccountBottom()][:num_parties]), seed)

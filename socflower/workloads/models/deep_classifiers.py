@@ -1,8 +1,8 @@
 """Image classifiers deep enough to be cut into a pipeline: ResNet-50, MobileNetV2, EfficientNet-B1.
 
-Layers and parameter counts are those of the papers and of torchvision. Images below 64 pixels get the strides that are
-usual for CIFAR: an input of 32x32 would leave a single pixel to the last third of a network made for 224x224. The
-strides do not change the parameters, but for the stem of ResNet-50, whose kernel is 3x3 there, as that of `resnet18`.
+Layers and parameter counts are those of the papers and of torchvision. For images below 64 pixels the strides are those
+usual for CIFAR: with the strides for 224x224, the last third of a network would see a single pixel of a 32x32 input.
+This changes no parameters except the stem of ResNet-50, whose kernel is then 3x3, as in `resnet18`.
 """
 
 import math
@@ -10,8 +10,7 @@ import math
 import torch
 from torch import nn
 
-from socflower.errors import ConfigError
-from socflower.workloads.models.layers import convolution_norm
+from socflower.workloads.models.layers import convolution_norm, require_size
 
 _SMALL_IMAGE = 64
 """Pixels per side below which a network has the strides for small images."""
@@ -104,7 +103,7 @@ def resnet50(*, in_channels: int, image_size: int, num_classes: int) -> nn.Seque
     The stride of a stage is that of its 3x3 convolution, as in torchvision. Raises ConfigError for images smaller than
     8 pixels.
     """
-    _require_size("resnet50", image_size, 8)
+    require_size("resnet50", image_size, 8)
     if image_size < _SMALL_IMAGE:
         layers = [*convolution_norm(in_channels, 64, 3), nn.ReLU()]
     else:
@@ -124,9 +123,10 @@ def resnet50(*, in_channels: int, image_size: int, num_classes: int) -> nn.Seque
 
 
 _MOBILENET_V2_STAGES = (
-    (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1),
+    (1, 3, 16, 1, 1), (6, 3, 24, 2, 2), (6, 3, 32, 3, 2), (6, 3, 64, 4, 2), (6, 3, 96, 3, 1), (6, 3, 160, 3, 2),
+    (6, 3, 320, 1, 1),
 )  # fmt: skip
-"""Expansion, output channels, number of blocks and first stride of each stage."""
+"""Expansion, kernel size, output channels, number of blocks and first stride of each stage."""
 
 
 def mobilenet_v2(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
@@ -135,41 +135,20 @@ def mobilenet_v2(*, in_channels: int, image_size: int, num_classes: int) -> nn.S
     For small images the stem and the first stage with stride 2 have stride 1. Raises ConfigError for images smaller
     than 16 pixels.
     """
-    _require_size("mobilenet-v2", image_size, 16)
+    require_size("mobilenet-v2", image_size, 16)
     is_small = image_size < _SMALL_IMAGE
     layers = [*convolution_norm(in_channels, 32, 3, 1 if is_small else 2), nn.ReLU6()]
-    channels = 32
-    for stage, (expansion, out_channels, num_blocks, stride) in enumerate(_MOBILENET_V2_STAGES):
-        for block in range(num_blocks):
-            first = 1 if is_small and stage == 1 else stride
-            layers.append(
-                InvertedResidual(
-                    channels,
-                    out_channels,
-                    expansion=expansion,
-                    kernel_size=3,
-                    stride=first if block == 0 else 1,
-                    activation=nn.ReLU6,
-                    excited=False,
-                )
-            )
-            channels = out_channels
-    return nn.Sequential(
-        *layers,
-        *convolution_norm(channels, 1280, 1),
-        nn.ReLU6(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Dropout(0.2),
-        nn.Linear(1280, num_classes),
-    )
+    for number, stage in enumerate(_MOBILENET_V2_STAGES):
+        stride = 1 if is_small and number == 1 else stage[-1]
+        layers += _inverted_residuals(layers, stage, stride, nn.ReLU6, excited=False)
+    return _classifier(layers, nn.ReLU6(), num_classes)
 
 
 _EFFICIENTNET_STAGES = (
     (1, 3, 16, 1, 1), (6, 3, 24, 2, 2), (6, 5, 40, 2, 2), (6, 3, 80, 3, 2), (6, 5, 112, 3, 1), (6, 5, 192, 4, 2),
     (6, 3, 320, 1, 1),
 )  # fmt: skip
-"""Expansion, kernel size, output channels, number of blocks at depth 1 and first stride of each stage of B0."""
+"""As above for EfficientNet-B0, whose depth is 1."""
 
 _B1_DEPTH = 1.1
 
@@ -180,40 +159,59 @@ def efficientnet_b1(*, in_channels: int, image_size: int, num_classes: int) -> n
     Width 1.0, depth 1.1, without stochastic depth, which would drop blocks at random. For small images the stem has
     stride 1. Raises ConfigError for images smaller than 16 pixels.
     """
-    _require_size("efficientnet-b1", image_size, 16)
-    layers = [
-        *convolution_norm(in_channels, 32, 3, 1 if image_size < _SMALL_IMAGE else 2),
-        nn.SiLU(),
+    require_size("efficientnet-b1", image_size, 16)
+    stem_stride = 1 if image_size < _SMALL_IMAGE else 2
+    layers = [*convolution_norm(in_channels, 32, 3, stem_stride), nn.SiLU()]
+    for stage in _EFFICIENTNET_STAGES:
+        layers += _inverted_residuals(
+            layers, stage, stage[-1], nn.SiLU, depth=_B1_DEPTH, excited=True
+        )
+    return _classifier(layers, nn.SiLU(), num_classes)
+
+
+def _inverted_residuals(
+    before: list[nn.Module],
+    stage: tuple[int, int, int, int, int],
+    stride: int,
+    activation: type[nn.Module],
+    *,
+    depth: float = 1.0,
+    excited: bool,
+) -> list[nn.Module]:
+    """Return the blocks of a stage behind the layers `before`; the first block has the stride."""
+    expansion, kernel_size, out_channels, num_blocks, _ = stage
+    blocks: list[nn.Module] = []
+    channels = _last_channels(before)
+    for _ in range(math.ceil(depth * num_blocks)):
+        block = InvertedResidual(
+            channels,
+            out_channels,
+            expansion=expansion,
+            kernel_size=kernel_size,
+            stride=1 if blocks else stride,
+            activation=activation,
+            excited=excited,
+        )
+        blocks.append(block)
+        channels = out_channels
+    return blocks
+
+
+def _last_channels(layers: list[nn.Module]) -> int:
+    norms = [
+        each for layer in layers for each in layer.modules() if isinstance(each, nn.BatchNorm2d)
     ]
-    channels = 32
-    for expansion, kernel_size, out_channels, num_blocks, stride in _EFFICIENTNET_STAGES:
-        for block in range(math.ceil(_B1_DEPTH * num_blocks)):
-            layers.append(
-                InvertedResidual(
-                    channels,
-                    out_channels,
-                    expansion=expansion,
-                    kernel_size=kernel_size,
-                    stride=stride if block == 0 else 1,
-                    activation=nn.SiLU,
-                    excited=True,
-                )
-            )
-            channels = out_channels
+    return norms[-1].num_features
+
+
+def _classifier(layers: list[nn.Module], activation: nn.Module, num_classes: int) -> nn.Sequential:
+    """Return `layers`, a last convolution, and the mean over pixels of its 1280 channels, with a Linear for classes."""
     return nn.Sequential(
         *layers,
-        *convolution_norm(channels, 1280, 1),
-        nn.SiLU(),
+        *convolution_norm(_last_channels(layers), 1280, 1),
+        activation,
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Dropout(0.2),
         nn.Linear(1280, num_classes),
     )
-
-
-def _require_size(name: str, image_size: int, least: int) -> None:
-    if image_size < least:
-        raise ConfigError(
-            f"model {name}: takes images of {least}x{least} pixels or more, got "
-            f"{image_size}x{image_size}"
-        )

@@ -1,11 +1,10 @@
 """An image generator (after Dosovitskiy et al. 2016) for reverse splits, in which images stay with the back half."""
 
-import torch
 from torch import nn
 
 from socflower.errors import require_range
 from socflower.plain_numbers import plain_numbers
-from socflower.workloads.models.layers import draw_weights_
+from socflower.workloads.models.layers import drawn
 from socflower.workloads.sample_tensors import STYLE_SIZE
 
 _CHANNELS, _SIZE = 32, 7
@@ -15,27 +14,27 @@ _CHANNELS, _SIZE = 32, 7
 def build_generator(seed: int, *, num_classes: int = 10) -> nn.Sequential:
     """Return the digit generator: codes (n, num_classes + STYLE_SIZE) to grey images (n, 1, 28, 28) in 0..1.
 
-    Fully connected layers, then up-sampling and convolution twice: features grow with the depth, so a cut near
+    It has fully connected layers, then twice up-sampling and convolution. Features grow with the depth, so a cut near
     the front sends the fewest bytes. Train it by the mean squared error against `GeneratorSamples.targets`. Equal seeds
     give equal weights; torch's global random state is neither read nor changed. Raises ConfigError for no classes.
     """
     require_range("model digit-generator", least=1, num_classes=num_classes)
-    with torch.device("meta"):
-        model = nn.Sequential(
-            nn.Linear(num_classes + STYLE_SIZE, 128),
-            nn.ReLU(),
-            nn.Linear(128, _CHANNELS * _SIZE**2),
-            nn.ReLU(),
-            nn.Unflatten(1, (_CHANNELS, _SIZE, _SIZE)),
-            nn.Upsample(scale_factor=2),
-            nn.Conv2d(_CHANNELS, 32, 3, padding=1),
-            nn.ReLU(),
-            nn.Upsample(scale_factor=2),
-            nn.Conv2d(32, 16, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(16, 1, 3, padding=1),
-            nn.Sigmoid(),
-        )
-    model.to_empty(device="cpu")
-    draw_weights_(model, torch.Generator().manual_seed(seed))
-    return model
+    return drawn(lambda: _generator(num_classes), seed)
+
+
+def _generator(num_classes: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(num_classes + STYLE_SIZE, 128),
+        nn.ReLU(),
+        nn.Linear(128, _CHANNELS * _SIZE**2),
+        nn.ReLU(),
+        nn.Unflatten(1, (_CHANNELS, _SIZE, _SIZE)),
+        nn.Upsample(scale_factor=2),
+        nn.Conv2d(_CHANNELS, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Upsample(scale_factor=2),
+        nn.Conv2d(32, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 1, 3, padding=1),
+        nn.Sigmoid(),
+    )

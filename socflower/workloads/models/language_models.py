@@ -1,16 +1,17 @@
 """Transformers for token ids, in plain torch: BERT-small and GPT. torch.fx can follow them, unlike those of a library.
 
-Lengths are fixed when a model is built, so that no size is read from the input and would have to cross a cut.
+A model is built for one length: a size that `forward` reads from the input would have to cross a cut.
 """
 
-from typing import TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from socflower.errors import ConfigError, require_range
-from socflower.workloads.models.layers import draw_weights_
+from socflower.workloads.models.layers import drawn
 
 
 class SelfAttention(nn.Module):
@@ -28,9 +29,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Map (n, length, width) to the same shape."""
+        parts = (self.query(inputs), self.key(inputs), self.value(inputs))
         query, key, value = (
-            part.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-            for part in (self.query(inputs), self.key(inputs), self.value(inputs))
+            part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in parts
         )
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         output: torch.Tensor = self.project(attended.transpose(1, 2).flatten(2))
@@ -82,23 +83,16 @@ class Bert(nn.Module):
         dropout: float,
     ) -> None:
         super().__init__()
-        self.words, self.positions = (
-            nn.Embedding(vocabulary, width),
-            nn.Embedding(_BERT_LENGTH, width),
-        )
-        self.segments = nn.Embedding(2, width)
+        self.words = nn.Embedding(vocabulary, width)
+        self.positions, self.segments = nn.Embedding(_BERT_LENGTH, width), nn.Embedding(2, width)
         self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
-        self.blocks = nn.Sequential(
-            *(
-                TransformerBlock(width, num_heads, causal=False, norm_first=False, dropout=dropout)
-                for _ in range(num_blocks)
-            )
-        )
-        self.pooler, self.tanh, self.classifier = (
-            nn.Linear(width, width),
-            nn.Tanh(),
-            nn.Linear(width, num_classes),
-        )
+        blocks = [
+            TransformerBlock(width, num_heads, causal=False, norm_first=False, dropout=dropout)
+            for _ in range(num_blocks)
+        ]
+        self.blocks = nn.Sequential(*blocks)
+        self.pooler, self.tanh = nn.Linear(width, width), nn.Tanh()
+        self.classifier = nn.Linear(width, num_classes)
         self.length = length
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -110,7 +104,7 @@ class Bert(nn.Module):
 
 
 class Gpt(nn.Module):
-    """GPT-2 (Radford et al. 2019), but with a head of its own: one that shares the embedding could not be cut."""
+    """GPT-2 (Radford et al. 2019), but with an untied head: a model with a shared embedding cannot be cut."""
 
     def __init__(
         self,
@@ -125,12 +119,11 @@ class Gpt(nn.Module):
         super().__init__()
         self.words, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(
-            *(
-                TransformerBlock(width, num_heads, causal=True, norm_first=True, dropout=dropout)
-                for _ in range(num_blocks)
-            )
-        )
+        blocks = [
+            TransformerBlock(width, num_heads, causal=True, norm_first=True, dropout=dropout)
+            for _ in range(num_blocks)
+        ]
+        self.blocks = nn.Sequential(*blocks)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -142,8 +135,6 @@ class Gpt(nn.Module):
 
 _BERT_LENGTH = 512
 
-_Model = TypeVar("_Model", bound=nn.Module)
-
 
 def bert_small(
     *, length: int, num_classes: int, vocabulary: int = 30_522, dropout: float = 0.1, seed: int
@@ -153,25 +144,13 @@ def bert_small(
     Equal seeds give equal weights; torch's global random state is neither read nor changed. Raises ConfigError for
     sequences longer than 512 tokens.
     """
-    require_range(
-        "model bert-small", least=1, length=length, num_classes=num_classes, vocabulary=vocabulary
-    )
-    require_range("model bert-small", least=0, dropout=dropout)
-    if length > _BERT_LENGTH:
-        raise ConfigError(
-            f"model bert-small: takes sequences of up to {_BERT_LENGTH} tokens, got length = {length}"
-        )
-    with torch.device("meta"):
-        model = Bert(
-            num_blocks=4,
-            width=512,
-            num_heads=8,
-            vocabulary=vocabulary,
-            length=length,
-            num_classes=num_classes,
-            dropout=dropout,
-        )
-    return _drawn(model, seed)
+    name = "model bert-small"
+    require_range(name, least=1, most=_BERT_LENGTH, length=length)
+    require_range(name, least=1, num_classes=num_classes, vocabulary=vocabulary)
+    require_range(name, least=0, dropout=dropout)
+    sizes: dict[str, Any] = {"num_blocks": 4, "width": 512, "num_heads": 8, "length": length}
+    build = partial(Bert, **sizes, vocabulary=vocabulary, num_classes=num_classes, dropout=dropout)
+    return drawn(build, seed)
 
 
 def gpt_small(
@@ -189,28 +168,12 @@ def gpt_small(
     give equal weights; torch's global random state is neither read nor changed. Raises ConfigError for a width that is
     no multiple of its heads.
     """
-    require_range(
-        "model gpt-small",
-        least=1,
-        length=length,
-        vocabulary=vocabulary,
-        width=width,
-        num_blocks=num_blocks,
-    )
+    sizes: dict[str, Any] = {
+        "length": length,
+        "vocabulary": vocabulary,
+        "width": width,
+        "num_blocks": num_blocks,
+    }
+    require_range("model gpt-small", least=1, **sizes)
     require_range("model gpt-small", least=0, dropout=dropout)
-    with torch.device("meta"):
-        model = Gpt(
-            num_blocks=num_blocks,
-            width=width,
-            num_heads=max(1, width // 64),
-            vocabulary=vocabulary,
-            length=length,
-            dropout=dropout,
-        )
-    return _drawn(model, seed)
-
-
-def _drawn(model: _Model, seed: int) -> _Model:
-    model.to_empty(device="cpu")
-    draw_weights_(model, torch.Generator().manual_seed(seed))
-    return model
+    return drawn(partial(Gpt, **sizes, num_heads=max(1, width // 64), dropout=dropout), seed)

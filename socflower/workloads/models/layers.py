@@ -1,18 +1,40 @@
-"""Parts shared by models: initial weights from a separate generator, and padding of 28 pixels to 32."""
+"""Parts shared by models: initial weights from a separate generator, and the sizes of images that a model takes."""
 
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from socflower.errors import ConfigError
 
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def drawn(build: Callable[[], _Model], seed: int) -> _Model:
+    """Return the model that `build` makes, with weights from `seed`: torch's global generator is not used."""
+    # Constructors draw weights from the global generator, except on the meta device, whose tensors have no values.
+    with torch.device("meta"):
+        model = build()
+    model.to_empty(device="cpu")
+    draw_weights_(model, torch.Generator().manual_seed(seed))
+    return model
+
+
+def require_size(model: str, image_size: int, least: int) -> None:
+    """Raise `ConfigError` for images that are too small for the strides of a model."""
+    if image_size < least:
+        raise ConfigError(
+            f"model {model}: takes images of {least}x{least} pixels or more, got {image_size}x{image_size}"
+        )
+
 
 def padding_to_32(model: str, image_size: int) -> int:
-    """Return the zeros to add at each edge so that an image has 32 pixels per side.
+    """Return how many zeros pad each edge of an image to 32 pixels per side; `ConfigError` unless it has 28 or 32.
 
-    The first convolution adds them to its own padding. The result is the same as with a padding layer in front, with
-    one activation less to write, and integer engines need no padding layer.
+    The first convolution adds them to its own padding. The result is that of a padding layer in front, without the
+    layer's activation, and integer engines need no such layer.
     """
     if image_size not in (28, 32):
         raise ConfigError(
@@ -29,7 +51,7 @@ def convolution_norm(
     *,
     groups: int = 1,
 ) -> list[nn.Module]:
-    """Return a convolution that keeps h and w at stride 1, and the BatchNorm behind it, in place of a bias."""
+    """Return a convolution without bias, which keeps h and w at stride 1, and the BatchNorm behind it."""
     convolution = nn.Conv2d(
         in_channels,
         out_channels,
@@ -51,12 +73,11 @@ def draw_weights_(model: nn.Module, generator: torch.Generator) -> None:
     """Fill the weights of `model` in place: normal with variance gain / fan_in, biases zero.
 
     A layer that feeds a ReLU gets gain 2, which keeps the activations' scale from layer to layer (He et al. 2015,
-    equation 10); VGG-11, which has no BatchNorm to restore it, does not start to learn otherwise. A convolution without
-    bias is followed by a BatchNorm: the forward pass is the same for any gain, but a step changes the direction of
-    large weights less, so the gain is 1/3, torch's default: at a rate of 0.01 MobileNet then takes 45 steps to a loss
-    for which it needs 90 with gain 2. The last layer gets the same gain: logits are small, so the first loss is close
-    to log(num_classes).
-    Embeddings are small, so that their products start near zero; a padding row is zero.
+    equation 10); without it VGG-11, which has no BatchNorm, does not start to learn. A convolution without bias is
+    followed by a BatchNorm, which makes the forward pass independent of the gain, but a step changes the direction of
+    large weights less. So its gain is 1/3, torch's default: at a rate of 0.01, MobileNet reaches a loss in 45 steps for
+    which it needs 90 with gain 2. The last layer has the same gain: logits are small, and the first loss is close to
+    log(num_classes). Embeddings are small, so that their products start near zero; a padding row is zero.
     """
     last = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)][-1]
     for module in model.modules():
@@ -71,8 +92,8 @@ def draw_weights_(model: nn.Module, generator: torch.Generator) -> None:
             if module.padding_idx is not None:
                 nn.init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, nn.BatchNorm2d | nn.LayerNorm):
-            module.reset_parameters()  # ones and zeros, and initial running statistics
+            # Weights of one, biases of zero, and the initial running statistics.
+            module.reset_parameters()
         else:
-            assert not list(module.parameters(recurse=False)), (
-                f"no rule for the weights of {module}"
-            )
+            has_weights = list(module.parameters(recurse=False))
+            assert not has_weights, f"no rule for the weights of {module}"

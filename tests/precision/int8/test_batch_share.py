@@ -22,7 +22,9 @@ from tests.one_line import refused
 from tests.precision.networks import assert_same
 from tests.seeded import built
 
-STEPS, BATCH, SHAPE = 6, 7, (2, 6, 6)
+STEPS = 6
+BATCH = 7
+SHAPE = (2, 6, 6)
 LOUD = 4  # in this step inputs are so large that known exponents saturate
 
 
@@ -88,7 +90,7 @@ def alone(model: Int8Model) -> list[float]:
 
 def require_same(ours: Int8Model, reference: Int8Model) -> None:
     assert_same(ours.arrays(), reference.arrays())
-    known, expected = (sorted(map(str, each.trackers_to_json())) for each in (ours, reference))
+    known, expected = (sorted(map(str, each.trackers.to_json())) for each in (ours, reference))
     assert known == expected
 
 
@@ -106,7 +108,8 @@ def test_any_shares_give_the_step_of_the_whole_batch(
     name: str, splits: list[tuple[int, int, int]]
 ) -> None:
     """Members without samples included, and a step whose values saturate at exponents that are known."""
-    reference, models = made(name), [made(name) for _ in range(3)]
+    reference = made(name)
+    models = [made(name) for _ in range(3)]
     losses = alone(reference)
     parts = on_ring(3, lambda peers: joint(models[peers.rank], peers, splits))
     for model in models:
@@ -127,7 +130,8 @@ def test_members_search_again_together_where_one_of_them_saturates(
 
 
 def test_a_step_that_is_not_applied_changes_nothing() -> None:
-    model, reference = made("niti"), made("niti")
+    model = made("niti")
+    reference = made("niti")
     (images, labels), *_ = batches()
 
     def abandoned(peers: BatchPeers) -> None:
@@ -169,7 +173,8 @@ def test_sums_beyond_int32_end_the_step_at_every_member() -> None:
 def test_a_mistake_or_failure_of_one_member_ends_the_step_at_all() -> None:
     def bad(peers: BatchPeers) -> None:
         images = np.full((1, *SHAPE), np.nan if peers.rank else 1.0, np.float32)
-        model, labels = made("niti"), np.zeros(1, int)
+        model = made("niti")
+        labels = np.zeros(1, int)
         refused(lambda: model.begin_joint_step(images, labels, peers, progress=0.0), "NaN")
         model.parameters.vectors["stem.0.bias"].data[0] = 1e30
         begin = partial(model.begin_joint_step, *batches()[0], peers, progress=0.0)

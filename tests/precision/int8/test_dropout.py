@@ -48,7 +48,8 @@ def drawn(p, seed, images, *, channelwise=False):
 def test_the_mean_over_masks_is_the_value_but_for_the_rounding_of_its_multiple(p, channelwise):
     """Of 3 channels of 100 pixels of 64 images in 12 steps; kept values differ from x / (1 - p) by half a quantum."""
     images = np.random.default_rng(5).standard_normal((64, *IMAGE)).astype(np.float32)
-    kept, total = [], 0.0
+    kept = []
+    total = 0.0
     for seed in range(12):
         x, y = drawn(p, seed, images, channelwise=channelwise)
         mask = y != 0
@@ -84,10 +85,13 @@ class Given(nn.Module):
 
     def __init__(self, dropout, place, seed):
         super().__init__()
-        self.dropout, self.place, self.seed = dropout, place, seed
+        self.dropout = dropout
+        self.place = place
+        self.seed = seed
 
     def forward(self, x):
-        p, channelwise = self.dropout.p, isinstance(self.dropout, nn.Dropout2d)
+        p = self.dropout.p
+        channelwise = isinstance(self.dropout, nn.Dropout2d)
         shape = x.shape[:2] if channelwise else (*x.shape[2:], *x.shape[:2])
         seeds = np.random.SeedSequence([self.seed, self.place])
         draws = np.random.Generator(np.random.Philox(seeds)).integers(0, 2**32, shape, np.uint32)
@@ -99,7 +103,8 @@ class Given(nn.Module):
 
 def test_gradients_are_those_of_autograd_with_the_same_masks():
     """Summed over batches, since rounding errors are unbiased."""
-    module, sums = build("dropped", seed=1), {}
+    module = build("dropped", seed=1)
+    sums = {}
     places = {node.name: place for place, node in enumerate(int8(module).graph.nodes)}
     for seed in range(16):
         parts = [
@@ -116,7 +121,8 @@ def test_gradients_are_those_of_autograd_with_the_same_masks():
 
 
 def test_evaluation_is_that_of_the_network_without_dropout():
-    module, images = build("dropped"), batches(1)[0][0]
+    module = build("dropped")
+    images = batches(1)[0][0]
     parts = [nn.Identity() if isinstance(part, DROPOUTS) else part for part in module]
     np.testing.assert_array_equal(
         int8(module).predict(images), int8(nn.Sequential(*parts)).predict(images)
@@ -127,13 +133,15 @@ def test_evaluation_is_that_of_the_network_without_dropout():
 @settings(max_examples=15)
 def test_masks_follow_from_the_seed_alone(one, other):
     images = np.ones((2, *IMAGE), np.float32)
-    first_time, again = drawn(0.5, one, images)[1], drawn(0.5, one, images)[1]
+    first_time = drawn(0.5, one, images)[1]
+    again = drawn(0.5, one, images)[1]
     np.testing.assert_array_equal(first_time, again)
     assert one == other or (first_time != drawn(0.5, other, images)[1]).any()
 
 
 def test_steps_without_a_seed_drop_differently_and_a_loaded_model_goes_on(tmp_path):
-    whole, data = int8("dropped"), batches(1) * 4
+    whole = int8("dropped")
+    data = batches(1) * 4
     first_loss, second_loss = train(whole, data[:2], rate=0.0)
     assert first_loss != second_loss
     whole.save(tmp_path / "model.npz")

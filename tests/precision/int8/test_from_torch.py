@@ -73,7 +73,8 @@ def test_capturing_leaves_the_module_and_torchs_generator_as_they_were(training)
     """Also a BatchNorm that is frozen by eval()."""
     module = build("normalised").train(training)
     module[1].eval()
-    state, random_state = state_of("normalised"), torch.get_rng_state()
+    state = state_of("normalised")
+    random_state = torch.get_rng_state()
     capture_network(module, IMAGE)
     assert [child.training for child in module] == [
         training and index != 1 for index in range(len(module))
@@ -86,17 +87,17 @@ def test_capturing_leaves_the_module_and_torchs_generator_as_they_were(training)
     ("operator", "how"),
     [
         (nn.Conv2d(8, 8, 3, dilation=2, padding=2), "dilation"),
-        (nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"), "other padding than zeros"),
+        (nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"), "padding_mode = 'reflect'"),
         (nn.Conv2d(8, 8, 3, padding="same"), "padding by name"),
         (nn.GELU(), ""),
         (nn.BatchNorm2d(8, affine=False), "affine"),
-        (nn.BatchNorm2d(8, track_running_stats=False), "running statistics"),
+        (nn.BatchNorm2d(8, track_running_stats=False), "track_running_stats = False"),
         (nn.BatchNorm2d(8, momentum=None), "momentum"),
         (nn.AlphaDropout(0.5), ""),
         (nn.MaxPool2d(2, ceil_mode=True), "ceil_mode"),
         (nn.MaxPool2d(2, dilation=2), "dilation"),
         (nn.AvgPool2d(2, ceil_mode=True), "ceil_mode"),
-        (nn.AvgPool2d(2, divisor_override=3), "divisor"),
+        (nn.AvgPool2d(2, divisor_override=3), "divisor_override = 3"),
         (nn.AvgPool2d(3, padding=1, count_include_pad=False), "padding that does not count"),
         (nn.AdaptiveAvgPool2d(3), "from 10x10 to 3x3"),
         (nn.Linear(10, 10), "over the last dimension"),
@@ -104,7 +105,8 @@ def test_capturing_leaves_the_module_and_torchs_generator_as_they_were(training)
     ],
 )
 def test_an_operator_that_int8_has_not_is_named(operator, how):
-    front, back = [nn.Conv2d(3, 8, 3, padding=1), operator], [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    front = [nn.Conv2d(3, 8, 3, padding=1), operator]
+    back = [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     module = nn.Sequential(*front, *back, nn.Linear(8, CLASSES))
     refused(lambda: int8(module), "1: ", type(operator).__name__, how, "fp32_operators")
 
@@ -315,7 +317,8 @@ def test_a_window_of_256_pixels_and_the_deepest_exact_sum_train(size):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_predictions_agree_with_torch_on_the_exported_weights(name):
-    module, model = build(name), int8(name)
+    module = build(name)
+    model = int8(name)
     train(model, batches(12, size=16))
     module.load_state_dict(model.state_dict())
     images, _ = batches(1, size=64, seed=9)[0]

@@ -9,6 +9,7 @@ from torch import nn
 from socflower.precision import EngineSettings, Int8Model, NativeInt8Backend
 from socflower.precision.int8.network import INPUT
 from socflower.precision.int8.operators import ConvolutionOperator
+from socflower.precision.int8.parameters import export_velocities
 from tests.one_line import refused
 from tests.precision.networks import (
     ALGORITHMS,
@@ -51,8 +52,10 @@ def test_any_frozen_parameters_keep_every_bit_and_the_others_go_the_way_they_wou
     names = parameters_of(name)
     chosen = draw.draw(st.sets(st.sampled_from(names), max_size=len(names) - 1))
     module, before = frozen(name, chosen)
-    model, free, data = int8(module, algorithm), int8(name, algorithm), batches(3)
-    exponents = {key: value for key, value in model.weight_exponents().items() if key in chosen}
+    model = int8(module, algorithm)
+    free = int8(name, algorithm)
+    data = batches(3)
+    exponents = {key: value for key, value in model.parameters.exponents.items() if key in chosen}
     for each in (model, free):
         train(each, data[:1])
     others = free.arrays()
@@ -63,8 +66,8 @@ def test_any_frozen_parameters_keep_every_bit_and_the_others_go_the_way_they_wou
     after = model.arrays()
     for key in chosen:
         np.testing.assert_array_equal(after[key].view(np.int32), before[key].view(np.int32), key)
-    assert exponents.items() <= model.weight_exponents().items()
-    assert not set(model.velocities()) & set(chosen)
+    assert exponents.items() <= model.parameters.exponents.items()
+    assert not set(export_velocities(model.graph, model.parameters)) & set(chosen)
 
 
 @pytest.mark.parametrize("kept", ["weight", "bias"])
@@ -80,7 +83,9 @@ class Noted:
     """A convolution of the engine that notes which gradients are computed."""
 
     def __init__(self, plan, name, calls):
-        self._plan, self._name, self._calls = plan, name, calls
+        self._plan = plan
+        self._name = name
+        self._calls = calls
 
     def __getattr__(self, function):
         if function.endswith("_gradient"):
@@ -157,7 +162,9 @@ def test_a_saved_model_keeps_what_is_frozen(tmp_path, algorithm):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_native_backend_hands_out_gradients_of_trained_parameters_alone(name):
-    chosen, weights, seen = parameters_of(name)[1::2], state_of(name), []
+    chosen = parameters_of(name)[1::2]
+    weights = state_of(name)
+    seen = []
     for module in (frozen(name, chosen)[0], build(name)):
         backend = NativeInt8Backend()
         backend.build(module, IMAGE)

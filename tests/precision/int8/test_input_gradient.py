@@ -39,7 +39,8 @@ def rounded(module, model):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_gradient_of_the_images_points_where_autograd_does(name):
     """And with it, no bit of the rest is another one."""
-    images, module = batches(1, size=48, seed=3)[0][0], build(name, seed=1)
+    images = batches(1, size=48, seed=3)[0][0]
+    module = build(name, seed=1)
     model, gradients = engine(module, input_gradient=True)
     out, got, own = passes(model, gradients, images, at_random)
     without, of_nothing, same = passes(*engine(module), images, at_random)

@@ -38,8 +38,6 @@ def test_json_round_trip_is_the_identity(name):
         ([convolution("a"), convolution("a")], ["a: runs twice"]),
         ([convolution("input")], ["input: runs twice"]),
         ([convolution("a"), convolution("b"), convolution("c")], ["nothing reads", "a, b"]),
-        ([convolution("a", stride=(0, 1))], ["a has", "(0, 1)"]),
-        ([convolution("a", padding=(-1, 0))], ["a has", "(-1, 0)"]),
         ([convolution("a", padding=(1, 0))], ["a does not make", "(4, 2, 2)"]),
         ([ir.Relu(name="a", inputs=("input",), shape=(4, 1, 1))], ["a does not make", "(4, 1, 1)"]),
         ([ir.Dropout(name="a", inputs=("input",), shape=S, p=1.5)], ["a has p = 1.5"]),

@@ -33,7 +33,8 @@ def model_of(name, **settings_):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_no_weight_is_a_quantum_away_and_vectors_are_taken_over_exactly(name):
-    state, model = state_of(name, seed=5), model_of(name)
+    state = state_of(name, seed=5)
+    model = model_of(name)
     for seed in (0, -1, 2**40):
         got, quanta = take(model, state, seed)
         for key, array in trained_of(state).items():
@@ -45,8 +46,10 @@ def test_no_weight_is_a_quantum_away_and_vectors_are_taken_over_exactly(name):
 @pytest.mark.parametrize("name", ["plain", "separable"])
 def test_the_mean_over_seeds_is_the_weight(name):
     """Within Bernstein's bound, which a value leaves by chance once in e^15; nearest rounding misses it (F12)."""
-    num_seeds, nearest_misses = 400, 0
-    state, model = state_of(name), model_of(name)
+    num_seeds = 400
+    nearest_misses = 0
+    state = state_of(name)
+    model = model_of(name)
     total = {key: np.zeros(array.shape) for key, array in trained_of(state).items()}
     for seed in range(num_seeds):
         got, quanta = take(model, state, seed)
@@ -64,7 +67,9 @@ def test_the_mean_over_seeds_is_the_weight(name):
 @few
 @given(st.sampled_from(sorted(NETWORKS)), seeds, st.integers(-40, 40))
 def test_weights_that_int8_holds_stay_as_they_are_whatever_the_seed(name, seed, exponent):
-    rng, model, state = np.random.default_rng(seed), model_of(name), state_of(name)
+    rng = np.random.default_rng(seed)
+    model = model_of(name)
+    state = state_of(name)
     for key in model.parameters.weights:
         integers = rng.integers(-127, 128, state[key].shape)
         integers.flat[0] = 127
@@ -78,7 +83,8 @@ def test_weights_that_int8_holds_stay_as_they_are_whatever_the_seed(name, seed, 
 @few
 @given(seeds, st.floats(-20, 20))
 def test_the_exponent_is_the_smallest_that_the_largest_weight_fits(seed, magnitude):
-    model, state = model_of("plain"), state_of("plain")
+    model = model_of("plain")
+    state = state_of("plain")
     state["8.weight"] *= np.float32(2.0**magnitude)
     _, quanta = take(model, state, seed)
     largest = float(np.abs(state["8.weight"]).max())
@@ -86,7 +92,8 @@ def test_the_exponent_is_the_smallest_that_the_largest_weight_fits(seed, magnitu
 
 
 def test_zeros_and_the_least_of_all_weights_are_taken():
-    model, state = model_of("plain"), state_of("plain")
+    model = model_of("plain")
+    state = state_of("plain")
     state["0.weight"] = np.zeros_like(state["0.weight"])
     state["3.weight"] = np.full_like(state["3.weight"], 1e-45)
     got, quanta = take(model, state, 0)
@@ -100,7 +107,8 @@ def test_zeros_and_the_least_of_all_weights_are_taken():
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_seed_alone_decides_on_every_path_and_number_of_threads(name):
-    state, expected = state_of(name), model_of(name)
+    state = state_of(name)
+    expected = model_of(name)
     take(expected, state, 11)
     for kernel in _int8.available_kernels():
         for num_threads in (1, 3):
@@ -117,7 +125,8 @@ def test_the_seed_alone_decides_on_every_path_and_number_of_threads(name):
 
 
 def test_the_order_in_memory_and_the_float_type_do_not_matter():
-    model, state = model_of("separable"), state_of("separable")
+    model = model_of("separable")
+    state = state_of("separable")
     expected, _ = take(model, state, 4)
     for change in (
         lambda array: array.astype(np.float64),
@@ -130,7 +139,8 @@ def test_the_order_in_memory_and_the_float_type_do_not_matter():
 
 
 def test_the_arrays_are_neither_changed_nor_kept():
-    model, state = model_of("normalised"), state_of("normalised")
+    model = model_of("normalised")
+    state = state_of("normalised")
     expected, _ = take(model, state, 1)
     assert_same(state, state_of("normalised"))
     for array in state.values():
@@ -158,7 +168,8 @@ def test_no_two_layers_round_alike_nor_one_a_few_elements_after_another():
     size = noise[0].size
     for one, other in combinations(noise, 2):
         for lag in range(-20, 21):
-            low, high = max(0, lag), size + min(0, lag)
+            low = max(0, lag)
+            high = size + min(0, lag)
             correlation = (one[low:high] * other[low - lag : high - lag]).mean() / 0.25
             assert abs(correlation) < 6 / np.sqrt(size), lag
 
@@ -168,7 +179,8 @@ def test_no_two_layers_round_alike_nor_one_a_few_elements_after_another():
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_running_statistics_are_taken_over_only_where_they_are_given(name):
-    model, others = model_of(name), state_of(name)
+    model = model_of(name)
+    others = state_of(name)
     running = [key for key in others if key.endswith(("running_mean", "running_var"))]
     for key in running:
         others[key] += 1.5
@@ -180,7 +192,8 @@ def test_running_statistics_are_taken_over_only_where_they_are_given(name):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_an_array_that_is_missing_or_of_another_shape_is_refused(name):
-    state, model = state_of(name), model_of(name)
+    state = state_of(name)
+    model = model_of(name)
     for key, array in state.items():
         without = {other: each for other, each in state.items() if other != key}
         if key in trained_of(state):
@@ -196,7 +209,8 @@ def test_an_array_that_is_missing_or_of_another_shape_is_refused(name):
 @pytest.mark.parametrize("name", ["normalised", "separable"])
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_a_value_that_is_not_finite_fails_training_by_name(name, value):
-    state, model = state_of(name), model_of(name)
+    state = state_of(name)
+    model = model_of(name)
     for key, array in state.items():
         if not key.endswith("num_batches_tracked"):
             spoilt = {**state, key: array.astype(np.float64)}
@@ -206,7 +220,8 @@ def test_a_value_that_is_not_finite_fails_training_by_name(name, value):
 
 
 def test_weights_beyond_2_to_90_fail_training():
-    state, model = state_of("plain"), model_of("plain")
+    state = state_of("plain")
+    model = model_of("plain")
     state["3.weight"][1, 2, 0, 0] = -(2.0**90)
     take(model, state, 0)
     state["3.weight"][1, 2, 0, 0] = -1.01 * 2.0**90
@@ -218,7 +233,8 @@ def test_weights_beyond_2_to_90_fail_training():
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_trained_parameter_and_nothing_else_gets_a_gradient_of_zeros(name):
-    model, state = model_of(name), trained_of(state_of(name))
+    model = model_of(name)
+    state = trained_of(state_of(name))
     gradients = start_gradients(model.graph, model.parameters)
     zeros = {key: np.zeros_like(array) for key, array in state.items()}
     assert_same({key: each.reshape(zeros[key].shape) for key, each in gradients.items()}, zeros)

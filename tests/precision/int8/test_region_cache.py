@@ -36,7 +36,8 @@ def test_any_sequence_keeps_the_budget_and_evicts_the_most_recently_used(operati
             cache.release(key)
         else:
             released = []
-            victims, held = [], sum(SIZES[k] for k in contents)
+            victims = []
+            held = sum(SIZES[k] for k in contents)
             if key not in contents and budget is not None:
                 while held + SIZES[key] > budget and len(victims) < len(idle):
                     victims.append(idle[-1 - len(victims)])

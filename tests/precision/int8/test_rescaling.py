@@ -27,12 +27,14 @@ from tests.precision.numpy_engine import Tracker, aligned_sum
 
 ENGINE = _int8.Engine(kernel="portable")
 WHOLE = BatchShare(1)
+NOWHERE = np.empty(0, np.int8)
 exponents = st.lists(st.integers(-4, 4), min_size=1, max_size=120)
 
 
 def looks(policy, exponents):
     """Return the batches in which a tracker looked, exponents[i] being right in batch i."""
-    tracker, batches = ScaleTracker(policy), []
+    tracker = ScaleTracker(policy)
+    batches = []
     for batch, exponent in enumerate(exponents):
         if tracker.known() is None:
             batches.append(batch)
@@ -87,12 +89,16 @@ def test_a_change_is_found_again_after_it_stopped_for_long():
 )
 def test_rounding_out_follows_the_model_of_the_tracker(values, warm_up):
     """round_product and round_elementwise give the integers and exponents of F14 and F16, whatever comes."""
-    policy, rounding = RescalingPolicy(warm_up_batches=warm_up), Rounding.PSEUDO_STOCHASTIC
-    model, product, elementwise = Tracker(policy), ScaleTracker(policy), ScaleTracker(policy)
+    policy = RescalingPolicy(warm_up_batches=warm_up)
+    rounding = Rounding.PSEUDO_STOCHASTIC
+    model = Tracker(policy)
+    product = ScaleTracker(policy)
+    elementwise = ScaleTracker(policy)
     for largest, acc_exponent in values:
         acc = np.linspace(-largest, largest, 16).astype(np.int32)
         expected, exponent = model.round(acc.astype(np.int64), acc_exponent, nk.PSEUDO_STOCHASTIC)
-        out, wide = np.empty(16, np.int8), np.empty(16, np.int32)
+        out = np.empty(16, np.int8)
+        wide = np.empty(16, np.int32)
 
         def run(destination, shift, acc=acc):
             if destination.dtype == np.int32:
@@ -100,26 +106,27 @@ def test_rounding_out_follows_the_model_of_the_tracker(values, warm_up):
                 return int(np.abs(acc).max())
             return _int8.requantise(ENGINE, acc, destination, shift, rounding)
 
-        def run_either(store, shift, acc=acc, out=out):
-            return _int8.requantise(ENGINE, acc, out if store else None, shift, rounding)
+        def run_either(into, shift, acc=acc):
+            return _int8.requantise(ENGINE, acc, into, shift, rounding)
 
         got = round_product("p", ENGINE, WHOLE, product, acc_exponent, run, out, wide, rounding)
         assert got == exponent
         np.testing.assert_array_equal(out, expected)
-        assert round_elementwise("e", WHOLE, elementwise, acc_exponent, run_either) == exponent
+        assert round_elementwise("e", WHOLE, elementwise, acc_exponent, run_either, out) == exponent
         np.testing.assert_array_equal(out, expected)
 
 
 def test_saturation_makes_the_next_look_immediate():
-    tracker, shifts = ScaleTracker(RescalingPolicy(warm_up_batches=1)), []
+    tracker = ScaleTracker(RescalingPolicy(warm_up_batches=1))
+    shifts = []
 
     def batch(largest):
-        def run(store, shift):
+        def run(into, shift):
             shifts.append(shift)
             return largest
 
         shifts.clear()
-        return round_elementwise("x", WHOLE, tracker, 0, run)
+        return round_elementwise("x", WHOLE, tracker, 0, run, NOWHERE)
 
     assert [batch(1000) for _ in range(9)] == [3] * 9
     seen = tracker.num_looks
@@ -136,7 +143,7 @@ def test_an_exponent_that_cannot_be_reached_by_a_shift_is_looked_for():
     tracker = ScaleTracker(RescalingPolicy(warm_up_batches=1))
     for acc_exponent, expected in ((0, 0), (0, 0), (5, 5), (-40, -40)):
         assert (
-            round_elementwise("x", WHOLE, tracker, acc_exponent, lambda store, shift: 100)
+            round_elementwise("x", WHOLE, tracker, acc_exponent, lambda into, shift: 100, NOWHERE)
             == expected
         )
 
@@ -145,10 +152,12 @@ def test_zeros_neither_have_nor_change_an_exponent():
     tracker = ScaleTracker(RescalingPolicy(warm_up_batches=1))
     assert ZERO_EXPONENT == -7
     for largest, acc_exponent, expected in ((0, -3, -7), (127, -3, -3), (0, -9, -3)):
-        got = round_elementwise("x", WHOLE, tracker, acc_exponent, lambda *_, one=largest: one)
+        got = round_elementwise(
+            "x", WHOLE, tracker, acc_exponent, lambda *_, one=largest: one, NOWHERE
+        )
         assert got == expected
         assert tracker.exponent == (None if expected == -7 else -3)
-    assert round_elementwise("x", WHOLE, None, -9, lambda store, shift: 0) == -7
+    assert round_elementwise("x", WHOLE, None, -9, lambda into, shift: 0, NOWHERE) == -7
 
 
 sixteen = st.lists(st.integers(-127, 127), min_size=16, max_size=16)
@@ -160,7 +169,8 @@ addends = st.tuples(sixteen | st.just([0] * 16), st.integers(-30, 30))
 def test_sums_are_exact_within_20_bits_and_zeros_have_no_say_beyond(a, b):
     a, b = ((np.array(values, np.int8).reshape(1, 1, 1, 16), e) for values, e in (a, b))
     acc, low = aligned_sum(*((values.astype(np.int64), exponent) for values, exponent in (a, b)))
-    shift, out = nk.shift_for(nk.largest_magnitude(acc)), np.empty_like(a[0])
+    shift = nk.shift_for(nk.largest_magnitude(acc))
+    out = np.empty_like(a[0])
     step = SimpleNamespace(engine=ENGINE, share=WHOLE)
     exponent = add_tensors("sum", step, None, a, b, out, rounding=Rounding.NEAREST)
     assert exponent == (low + shift if acc.any() else ZERO_EXPONENT)
@@ -173,6 +183,8 @@ def test_sums_are_exact_within_20_bits_and_zeros_have_no_say_beyond(a, b):
 @pytest.mark.parametrize("exponent", [MAX_EXPONENT + 1, -MAX_EXPONENT - 1])
 def test_an_exponent_out_of_bounds_is_failed_training(exponent):
     tracker = ScaleTracker(RescalingPolicy())
-    call = partial(round_elementwise, "conv1", WHOLE, tracker, exponent, lambda store, shift: 100)
+    call = partial(
+        round_elementwise, "conv1", WHOLE, tracker, exponent, lambda into, shift: 100, NOWHERE
+    )
     refused(call, "conv1", f"100 * 2^{exponent}", error=TrainingFailed)
     refused(lambda: RescalingPolicy(warm_up_batches=0), "warm_up_batches", 0)

@@ -50,7 +50,8 @@ def trained(name="normalised", algorithm=NITI, steps=3):
 @pytest.mark.parametrize("algorithm", ALL.values(), ids=ALL)
 @pytest.mark.parametrize("name", [*NETWORKS, "dropped"])
 def test_a_loaded_model_goes_on_bit_for_bit(name, algorithm, tmp_path):
-    model, path = trained(name, algorithm), tmp_path / "model.npz"
+    model = trained(name, algorithm)
+    path = tmp_path / "model.npz"
     model.save(path)
     loaded = Int8Model.load(path, settings=EngineSettings(rescaling=ALWAYS))
     assert loaded.algorithm == algorithm
@@ -90,7 +91,8 @@ def test_a_truncated_file_is_refused(file_bytes, share, tmp_path):
     st.sampled_from([(0, 400), (-1500, None), (0, None), (0, 5000)]),
 )
 def test_a_damaged_file_is_refused_or_unharmed(file_bytes, tmp_path, flips, bounds):
-    path, damaged = tmp_path / "model.npz", bytearray(file_bytes)
+    path = tmp_path / "model.npz"
+    damaged = bytearray(file_bytes)
     region = range(len(damaged))[slice(*bounds)]
     for position, bits in flips:
         damaged[region[position % len(region)]] ^= bits
@@ -166,12 +168,12 @@ SMALL = np.zeros((1, 2), np.float32)
         (lambda h, a: h["algorithm"].update(weight="int8"), "weights"),
         (lambda h, a: h["algorithm"]["forward"].update(rounding=5), ""),
         (lambda h, a: h.update(exponents=[1]), ""),
-        (lambda h, a: h["exponents"].pop("0.weight"), "0.weight: need int8 of shape"),
+        (lambda h, a: h["exponents"].pop("0.weight"), ""),
         (lambda h, a: h["exponents"].update({"0.weight": 201}), "0.weight: an exponent of 201"),
-        (lambda h, a: a.pop("weight/0.weight"), ""),
-        (put("weight/0.weight", -128), ""),
-        (put("weight/0.weight", SMALL), ""),
-        (put("weight/0.weight", np.zeros(4, np.int8)), ""),
+        (lambda h, a: a.pop("weight/0.weight"), "0.weight: need int8"),
+        (put("weight/0.weight", -128), "-128"),
+        (put("weight/0.weight", SMALL), "0.weight: need int8"),
+        (put("weight/0.weight", np.zeros(4, np.int8)), "0.weight: need int8"),
         (put("weight/0.weight", np.zeros((2, 3, 3, 16), np.int8)), "0.weight: need int8 of shape (3, 3, 3, 16)"),
         (lambda h, a: a.pop("vector/0.bias"), "0.bias: need float32 of shape (16,), got nothing"),
         (put("vector/0.bias", SMALL), "0.bias: need float32 of shape (16,)"),
@@ -179,7 +181,7 @@ SMALL = np.zeros((1, 2), np.float32)
         (put("vector/0.bias", np.nan), "0.bias: element (0,)"),
         (put("velocity/0.bias", SMALL), "0.bias: need float32"),
         (put("velocity/0.bias", np.nan), "0.bias: element (0,)"),
-        (lambda h, a: a.pop("master/3.weight"), "3.weight: its FP32 master is missing"),
+        (lambda h, a: a.pop("master/3.weight"), "master/3.weight: need float32"),
         (put("master/3.weight", SMALL), "3.weight: need float32"),
         (put("master/3.weight", np.inf), "3.weight: element (0, 0, 0, 0)"),
         (put("velocity/3.weight", np.nan), "3.weight: element (0, 0, 0, 0)"),
@@ -215,7 +217,8 @@ def test_a_model_that_is_not_whole_is_not_saved(algorithm, options, tmp_path):
     ],
 )
 def test_an_interrupted_save_leaves_the_old_file(error, raised, tmp_path, monkeypatch):
-    path, model = tmp_path / "model.npz", trained("plain", steps=1)
+    path = tmp_path / "model.npz"
+    model = trained("plain", steps=1)
     model.save(path)
     before = path.read_bytes()
     train(model, batches(1))
@@ -235,7 +238,8 @@ def test_an_interrupted_save_leaves_the_old_file(error, raised, tmp_path, monkey
 
 
 def test_a_saved_model_is_read_and_trained_without_torch(tmp_path):
-    path, model = tmp_path / "model.npz", trained("residual")
+    path = tmp_path / "model.npz"
+    model = trained("residual")
     model.save(path)
     images, labels = batches(1, seed=6)[0]
     np.savez(tmp_path / "batch.npz", images=images, labels=labels)

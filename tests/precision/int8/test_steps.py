@@ -104,7 +104,8 @@ def test_the_fewest_gradient_bits_equal_numpy():
 
 
 def assert_steps_equal_numpy(name, algorithm, policy, data):
-    model, state = int8(name, algorithm, rescaling=policy), state_of(name)
+    model = int8(name, algorithm, rescaling=policy)
+    state = state_of(name)
     trainer = NumpyTrainer(model.graph, state, algorithm, policy)
     for index, (images, labels) in enumerate(data):
         progress = index / len(data)
@@ -121,7 +122,8 @@ def assert_steps_equal_numpy(name, algorithm, policy, data):
 
 @pytest.mark.parametrize("name", [*NETWORKS, "dropped"])
 def test_no_setting_of_the_machine_changes_a_bit(name):
-    data, expected = batches(4, size=7), int8(name, rescaling=SELDOM)
+    data = batches(4, size=7)
+    expected = int8(name, rescaling=SELDOM)
     losses = train(expected, data)
     for settings in (
         *({"kernel": kernel} for kernel in _int8.available_kernels()),

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.thermal.fans.control_loop import FanControl, FanState, StopSignals
+from socflower.thermal.fans.control_loop import FanControl, FanSettings, FanState, StopSignals
 from socflower.thermal.fans.outputs import FanFailure, FanNotFound
 from socflower.thermal.fans.policies import PassiveCooling
 from tests.one_line import refused
@@ -75,15 +75,31 @@ class Fan:
 class Rig:
     """A control with fake sources, fans and clock; it is its own policy, which wants `wants`."""
 
-    def __init__(self, num_socs: int = 2, num_fans: int = 1, **settings: Any) -> None:
+    def __init__(
+        self,
+        num_socs: int = 2,
+        num_fans: int = 1,
+        *,
+        policy: Any = None,
+        output: Any = None,
+        boards: Any = None,
+        say: Any = None,
+        **settings: float,
+    ) -> None:
         self.clock = Clock()
         self.sensors = [Sensor(self.clock) for _ in range(num_socs)]
         self.fans = [Fan() for _ in range(num_fans)]
         self.wants: Any = 5000.0
         self.said: list[str] = []
-        defaults = {**LIMITS, "policy": self, "output": self.fans, "say": self.said.append}
-        sources = dict(enumerate(self.sensors))
-        self.control = FanControl(sources, clock=self.clock, **{**defaults, **settings})
+        self.control = FanControl(
+            dict(enumerate(self.sensors)),
+            policy or self,
+            self.fans if output is None else output,
+            FanSettings(**{**LIMITS, **settings}),
+            boards=boards,
+            clock=self.clock,
+            say=say or self.said.append,
+        )
 
     def rpm(self, observation: Any) -> Any:
         self.observation = observation

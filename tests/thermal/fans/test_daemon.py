@@ -161,6 +161,7 @@ def test_a_second_daemon_is_refused_while_the_first_runs(rack):
         for options in ({"once": True}, {"restore": True}, {}):
             refused(partial(Ran, config, **options), "fan.toml", process.pid)
         assert process.poll() is None
+        assert Ran(config, once=True, dry_run=True).holds
     Ran(config, restore=True)  # a daemon that was killed holds no lock
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.thermal.fans.control_loop import FanControl, FanState
+from socflower.thermal.fans.control_loop import FanControl, FanSettings, FanState
 from socflower.thermal.fans.outputs import SimulatedFan
 from socflower.thermal.fans.policies import (
     FanObservation,
@@ -68,9 +68,7 @@ class World:
             {soc: Sensor(partial(self.read, soc)) for soc in range(60)},
             self.policy,
             SimulatedFan(14000.0, clock=clock),
-            min_rpm=1100.0,
-            max_rpm=14000.0,
-            failsafe_rpm=FAILSAFE_RPM,
+            FanSettings(min_rpm=1100.0, max_rpm=14000.0, failsafe_rpm=FAILSAFE_RPM),
             boards={soc: soc // 5 for soc in range(60)} if self.boards_known else None,
             clock=clock,
             say=lambda line: None,

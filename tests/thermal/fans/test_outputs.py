@@ -18,11 +18,11 @@ from socflower.thermal.fans.hwmon_pwm import HwmonPwm, find_hwmon
 from socflower.thermal.fans.ipmi import IpmiCommand
 from socflower.thermal.fans.outputs import (
     DutyCurve,
-    DutyOutput,
     FanFailure,
     FanNotFound,
     SimulatedFan,
     calibrate,
+    duty_curve,
     measured_speed,
 )
 from socflower.thermal.sensors.sysfs import DeviceIdentity, OpenFolder
@@ -88,13 +88,10 @@ def test_an_invalid_curve_is_refused():
     for duty, rpm in ((0.0, 1000.0), (0.2, 0.0), (0.2, 2000.0), (1.1, 1000.0), (0.2, nan)):
         refused(partial(DutyCurve, ((duty, rpm), (1.0, 2000.0))), "curve", f"{rpm:g}")
     refused(partial(DutyCurve, ((1.0, 1000.0), (0.2, 2000.0))), "curve", "1000", "2000")
-    line = partial(DutyCurve.linear, min_rpm=100.0, max_rpm=200.0, min_duty=0.2)
-    refused_each(
-        lambda **bad: line(**bad),
-        min_rpm=(0.0, 200.0, nan),
-        max_rpm=(inf,),
-        min_duty=(0.0, 1.0, nan),
-    )
+    line = partial(duty_curve, None, min_rpm=100.0, max_rpm=200.0, min_duty=0.2)
+    refused_each(partial(line), min_duty=(0.0, 1.0, nan))
+    for bad in ({"min_rpm": 0.0}, {"min_rpm": 200.0}, {"min_rpm": nan}, {"max_rpm": inf}):
+        refused(partial(line, **bad), "curve", *(f"{rpm:g}" for rpm in bad.values()))
 
 
 # ------------------------------------------------------------------------------------------------------ hwmon
@@ -522,17 +519,3 @@ def test_an_interrupted_calibration_leaves_full_power():
     with pytest.raises(KeyboardInterrupt):
         calibrate(bench, sleep=interrupt)
     assert bench.duties[-1] == 1.0
-
-
-def test_a_pwm_output_is_calibrated_through_its_files(tmp_path):
-    folder = chip(tmp_path)
-    fan = hwmon(folder)
-    assert isinstance(fan, DutyOutput)
-
-    def sleep(seconds):
-        write_files(folder, {"fan1_input": 40 * state(folder)[0]})
-
-    curve = calibrate(fan, sleep=sleep)
-    assert curve.points[0] == (0.2, 2040.0) and curve.points[-1] == (1.0, 10200.0)
-    hwmon(folder, curve=curve).set_rpm(5100.0)
-    assert state(folder)[0] in (127, 128)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.heat_calibration import Experiment
 from socflower.thermal.fans.fan_curve import rack_fans
 from socflower.thermal.fans.policies import (
     FanObservation,
@@ -19,7 +20,6 @@ from socflower.thermal.fans.policies import (
     make_policy,
 )
 from socflower.thermal.model.background_load import Steps
-from socflower.thermal.model.calibration import Experiment
 from socflower.thermal.model.dynamics import RackDynamics, Surroundings
 from socflower.thermal.model.rack import Rack
 from tests.one_line import refused

@@ -13,7 +13,6 @@ from socflower.thermal.model.background_load import (
     DAY_S,
     NOBODY,
     BackgroundLoad,
-    Game,
     Steps,
     Tide,
     always,
@@ -81,9 +80,10 @@ def test_equal_seeds_give_equal_tides(seed, socs, more, start_hour):
 @FEW
 @given(seed=SEEDS, low=st.floats(0.0, 0.5), takes=st.booleans(), duration_s=st.floats(1.0, 2e5))
 def test_games_and_idle_times_alternate(seed, low, takes, duration_s):
-    tide = Tide(low=low, game=Game(takes_soc=takes))
-    for users in tide.loads(4, duration_s, 12.0, seed):
-        assert set(users.values) <= {NOBODY, BackgroundLoad(share=0.5, power_w=2.5, taken=takes)}
+    game = BackgroundLoad(share=0.5, power_w=2.5, taken=takes)
+    assert Tide().game == BackgroundLoad(share=0.5, power_w=2.5)
+    for users in Tide(low=low, game=game).loads(4, duration_s, 12.0, seed):
+        assert set(users.values) <= {NOBODY, game}
         assert all(before != after for before, after in pairwise(users.values))
         assert users.times_s[-1] < duration_s
 
@@ -121,7 +121,6 @@ def test_the_tide_may_be_at_either_end(low, least, most):
 
 def test_invalid_users_are_refused():
     refused_each(BackgroundLoad, share=(1.0, -0.1, nan), power_w=(-1.0, inf))
-    refused_each(lambda share: Game(share=share).load, share=(1.5,))
     refused_each(Tide, low=(0.7, -0.1), high=(1.0, nan), mean_session_s=(0.0, nan))
     for begin, end in ((25.0, 3.0), (-1.0, 3.0), (3.0, 3.0), (nan, 3.0)):
         refused(partial(idle_windows, [(begin, end)], DAY_S, 0.0), begin, end)

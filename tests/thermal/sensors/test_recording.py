@@ -98,7 +98,7 @@ def test_a_table_written_by_hand_is_read(tmp_path):
         ("a.csv", "at_s,user_load\n1,1.5\n", "user_load = 1.5"),
         ("a.csv", "at_s,throttled\n1,2\n", "line 2: throttled = '2'"),
         ("a.csv", "at_s,temperature_c\n,40\n", "line 2: at_s"),
-        ("a.csv", "at_s\n5\n4\n", "line 3: at_s = 4.0"),
+        ("a.csv", "at_s\n5\n4\n", "at_s = 4.0"),
         ("a.csv", 'at_s,notes\n1,"open\n', "line 2: "),
         ("a.csv", 'at_s,notes\n1,"[1]"\n', "line 2: notes = [1]"),
         ("a.csv", "at_s,notes\n1,[x\n", "line 2: notes = '[x'"),
@@ -117,7 +117,7 @@ def test_a_table_written_by_hand_is_read(tmp_path):
 def test_an_invalid_recording_is_refused(tmp_path, name, text, named):
     path = tmp_path / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    refused(partial(RecordedSource, path), path, named)
+    refused(partial(RecordedSource, path), path, *named.split(": "))
 
 
 def test_readings_that_cannot_be_replayed_are_refused(tmp_path):

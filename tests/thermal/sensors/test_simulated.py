@@ -94,5 +94,5 @@ def test_invalid_settings_and_faults_are_refused():
     make = partial(SimulatedSource, float)
     refused_each(make, step_c=(-1.0,), noise_c=(nan,), num_sensors=(0,), stuck_after_s=(0.0,))
     refused(partial(make, faults=[SensorFault(kind="nan", sensor=1)]), "sensor 1", "nan")
-    refused(partial(SensorFault, kind="tired"), "tired", "stuck")
+    refused_each(SensorFault, kind=("tired",))
     refused_each(partial(SensorFault, kind="nan"), sensor=(-1,), until_s=(0.0,))

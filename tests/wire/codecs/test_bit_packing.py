@@ -36,9 +36,8 @@ def test_every_row_begins_on_a_byte_of_its_own(
     assert packed.shape == (rows, packed_bytes(columns, bits))
     assert [row.tobytes() for row in packed] == [by_hand(row.tolist(), bits) for row in values]
     assert np.array_equal(unpack(packed, bits, columns), values)
-    assert np.array_equal(
-        pack(values[:, ::-1], bits), pack(values[:, ::-1].copy(), bits)
-    )  # in whatever layout
+    # In whatever layout.
+    assert np.array_equal(pack(values[:, ::-1], bits), pack(values[:, ::-1].copy(), bits))
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,8 @@ def test_the_samples_unused_for_longest_are_dropped() -> None:
         receiver.decode(ids(sample), message)
         return message
 
-    for sample in (1, 2, 3, 1, 4):  # 4 drops 2
+    for sample in (1, 2, 3, 1, 4):
+        # 4 drops 2.
         send(sample)
     assert [send(sample).first is None for sample in (1, 3, 4, 2)] == [True, True, True, False]
     assert (receiver.num_samples, receiver.num_bytes) == (3, 60)

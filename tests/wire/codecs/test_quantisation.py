@@ -17,9 +17,8 @@ from socflower.wire.codecs.quantisation import EncodedTensor, Floats, Grouping, 
 from tests.one_line import refused
 
 LARGEST = float(np.finfo(np.float32).max)
-FEW = settings(
-    max_examples=40
-)  # a tensor has many elements, each of which is an example of the bound
+# A tensor has many elements, each of which is an example of the bound.
+FEW = settings(max_examples=40)
 QUANTISED = st.sampled_from([2, 4, 8, 16])
 GROUPING: st.SearchStrategy[Grouping] = st.sampled_from(["tensor", "sample"])
 # All of float32: -0.0, subnormal numbers, ranges beyond float32's own.
@@ -90,9 +89,8 @@ def test_tensors_of_several_blocks_are_coded_as_small_ones_are(
     step = (high - low) / (2**bits - 1)
     levels = np.rint(np.divide(rows - low, step, out=np.zeros_like(rows), where=step > 0))
     expected = (low + levels * step).astype(np.float32).reshape(shape)
-    differ = (
-        abs(decode(encode(features, bits, grouping=grouping)) - expected) > 1e-5
-    )  # rounding of a range of some 26
+    # Rounding of a range of some 26.
+    differ = abs(decode(encode(features, bits, grouping=grouping)) - expected) > 1e-5
     middle = abs(abs((rows - low) / np.where(step > 0, step, 1) % 1) - 0.5).reshape(shape) < 2**-10
     assert not (differ & ~middle).any() and differ.mean() < 1e-3
 
@@ -102,7 +100,8 @@ def test_tensors_of_several_blocks_are_coded_as_small_ones_are(
 def test_at_32_bits_nothing_is_lost(features: Floats) -> None:
     encoded = encode(features, 32)
     decoded = decode(encoded)
-    assert decoded.tobytes() == features.tobytes()  # -0.0 too
+    # -0.0 too.
+    assert decoded.tobytes() == features.tobytes()
     assert not np.shares_memory(decoded, features)
     assert encoded.num_bytes == 4 * features.size
 
@@ -185,7 +184,8 @@ def test_a_tensor_in_any_layout_is_coded_in_the_order_of_its_indices(bits: int) 
 def test_bytes_on_the_wire(bits: int, num_bytes: int) -> None:
     features = np.arange(18, dtype=np.float32).reshape(2, 9)
     encoded = encode(features, bits, grouping="sample")
-    assert memoryview(encoded.payload).nbytes == num_bytes  # every sample begins on a byte
+    # Every sample begins on a byte.
+    assert memoryview(encoded.payload).nbytes == num_bytes
     assert encoded.num_bytes == num_bytes + (16 if bits < 32 else 0)
     if bits < 32:
         assert (encoded.low, encoded.high) == ((0, 9), (8, 17))
@@ -203,9 +203,8 @@ def test_memory_is_what_is_returned_and_a_few_blocks() -> None:
             decode(encoded)
             _, decoding_bytes = tracemalloc.get_traced_memory()
             tracemalloc.stop()
-            kept = (
-                encoded.num_bytes if bits < 32 else 0
-            )  # at 32 bits it is the features' own memory
+            # At 32 bits it is the features' own memory.
+            kept = encoded.num_bytes if bits < 32 else 0
             assert encoding_bytes < kept + 600_000
             assert decoding_bytes - before_bytes < features.nbytes + 700_000
 

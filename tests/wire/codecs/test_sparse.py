@@ -24,9 +24,8 @@ def test_values_come_back_bit_for_bit_from_as_many_bytes_as_announced(
     seed: int, count: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    values = rng.integers(0, 2**32, count, np.uint32).view(
-        np.float32
-    )  # NaN, infinity and subnormal numbers too
+    # NaN, infinity and subnormal numbers too.
+    values = rng.integers(0, 2**32, count, np.uint32).view(np.float32)
     indices = np.sort(rng.choice(1000, count, replace=False)).astype("<u4")
     payload = encode_values(indices, values)
     assert len(payload) == encoded_bytes(count)

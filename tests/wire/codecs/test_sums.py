@@ -27,7 +27,8 @@ def test_packed_lanes_add_without_running_into_each_other(
     levels = (signs * share[:, None]).astype(np.float32)
     words = np.stack([pack_lanes(one) for one in levels])
     total = words.astype(np.int64).sum(0)
-    assert np.array_equal(total, total.astype(np.int32))  # no overflow
+    # No overflow.
+    assert np.array_equal(total, total.astype(np.int32))
     assert np.array_equal(unpack_lanes(total.astype(np.int32)), levels.sum(0))
 
 

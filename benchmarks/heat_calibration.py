@@ -28,7 +28,8 @@ START_C = 28.0
 """Where SoCFlow+ Fig. 2d begins."""
 
 _SETTLED_S = 3.0 * 3600.0
-_AVERAGED_S = 3600.0  # after that: several cycles of the slowest governor
+# After that: several cycles of the slowest governor.
+_AVERAGED_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,11 +37,11 @@ class Experiment:
     """A rack under constant load: a number of busy SoCs, the others idle, boards filled one after the other."""
 
     num_busy: int
-    busy_w: float  # of one SoC at full clock
+    # Of one SoC at full clock.
+    busy_w: float
     idle_w: float
-    unthrottled_w: float = (
-        0.0  # part of `busy_w` that does not depend on the clock: another processor
-    )
+    # The part of `busy_w` that does not depend on the clock: another processor's.
+    unthrottled_w: float = 0.0
     num_boards: int = 12
     socs_per_board: int = 5
     ambient_c: float = 25.0
@@ -78,7 +79,8 @@ class Settled:
     """The steady state of an experiment: means over the busy SoCs and an hour of governor cycles."""
 
     soc_c: float
-    decline: float  # of the clocks, 0 to 1
+    # Of the clocks, 0 to 1.
+    decline: float
 
 
 def settled(experiment: Experiment, rpm: float, fans: FanCurve | None = None) -> Settled:
@@ -118,8 +120,7 @@ def fit_fans(rows: Sequence[FanTableRow] | None = None) -> FanCurve:
     threshold_squared = (rows[1].rpm ** 2 - ratio * rows[2].rpm ** 2) / (1.0 - ratio)
     if threshold_squared < 0.0:
         raise ConfigError(
-            f"calibration: {rows[1].rpm:g} rpm carries away more than flow from rest does; choose other "
-            "rows"
+            f"calibration: {rows[1].rpm:g} rpm cools more than a flow that starts at rest; choose other rows"
         )
     drag, air = _fit_power(rows)
     return FanCurve(
@@ -227,7 +228,7 @@ def _run(rack: RackDynamics, experiment: Experiment, duration_s: float) -> None:
 
 
 def _mean_power_w(experiment: Experiment, governor: ClockGovernor, decline: float) -> float:
-    """Return a busy SoC's mean watts where the governor alternates between the two clocks around a mean decline."""
+    """Return a busy SoC's mean watts if the governor alternates between the two clocks around a mean decline."""
     speeds, powers = governor.clock_factors, governor.power_factors
     speed = 1.0 - decline
     if speed < speeds[-1]:

@@ -4,14 +4,11 @@ import math
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.cluster.device_catalog import device
-from socflower.thermal.fans.fan_curve import rack_fans
-from socflower.thermal.model.calibration import (
+from benchmarks.heat_calibration import (
     FITTED_RPM,
     Experiment,
     conductance_of,
@@ -23,6 +20,8 @@ from socflower.thermal.model.calibration import (
     settled,
     temperature_after,
 )
+from socflower.cluster.device_catalog import device
+from socflower.thermal.fans.fan_curve import rack_fans
 from socflower.thermal.model.constants import FanTableRow, constant, document, fan_table
 from socflower.thermal.model.governor import snapdragon_governor
 from tests.one_line import refused
@@ -66,37 +65,6 @@ def test_every_row_of_the_fan_table_is_met(row):
     assert found.soc_c == pytest.approx(row.soc_c, abs=1.0)
     assert found.decline == pytest.approx(row.decline, abs=0.05)
     assert rack_fans().power_w(row.rpm) == pytest.approx(row.fan_w, rel=0.1, abs=1.0)
-
-
-def test_a_settled_rack_is_where_small_steps_of_a_lumped_rack_lead():
-    """Brute force at 8,300 rpm, where clocks swing: two kinds of board, explicit steps of half a second."""
-    conductance, idle_w = rack_fans().conductance_w_per_k(8300.0), 0.8
-    clocks, trips, resumes = (1.0, 2.55 / 2.84, 1.80 / 2.84), (35.0, 39.5), (34.0, 38.5)
-    soc_c = idle_c = board_c = idle_board_c = air_c = 28.0
-    level, seen = 0, []
-    for half in range(2 * 4 * 3600):
-        if half % 10 == 0:
-            if level < 2 and soc_c >= trips[level]:
-                level += 1
-            elif level and soc_c <= resumes[level - 1]:
-                level -= 1
-            if half >= 2 * 3 * 3600:
-                seen.append((soc_c, clocks[level]))
-        watts = idle_w + clocks[level] ** 2 * (5.0 - idle_w)
-        up, idle_up = 5.0 * (soc_c - board_c), 5.0 * (idle_c - idle_board_c)
-        out, idle_out = 50.0 * (board_c - air_c), 50.0 * (idle_board_c - air_c)
-        soc_c, idle_c = soc_c + 0.5 * (watts - up) / 40.0, idle_c + 0.5 * (idle_w - idle_up) / 40.0
-        board_c += 0.5 * (5.0 * up - out) / 150.0
-        idle_board_c += 0.5 * (5.0 * idle_up - idle_out) / 150.0
-        air_c += (
-            0.5
-            * (8.0 * out + 4.0 * idle_out - conductance * (air_c - 25.0))
-            / constant("rack", "chassis_j_per_k")
-        )
-    found = settled(fan_table_experiment(), 8300.0)
-    mean_c, mean_clock = np.mean(seen, axis=0)
-    assert found.soc_c == pytest.approx(mean_c, abs=0.05)
-    assert found.decline == pytest.approx(1.0 - mean_clock, abs=0.005)
 
 
 def test_forty_socs_at_low_fan_slow_down_after_ten_to_twelve_minutes():
