@@ -199,7 +199,9 @@ STORES = {
         None,
         ".group-0-of-1-steps-9-at-lock",
     ),
-    "half of a split": Store(write_half, read_half, "barrier-000001.saved", 1, ".barrier-lock"),
+    "half of a split": Store(
+        write_half, read_half, "checkpoint-000001.saved", 1, ".checkpoint-lock"
+    ),
     "session": Store(write_session, read_session, "run-2/session.sealed", 1, None),
 }
 

@@ -15,13 +15,14 @@ Weights: TypeAlias = Mapping[str, NDArray[Any]]
 
 def arrays_in(labels: Labels) -> list[NDArray[Any]]:
     """Return the arrays of labels that have elements."""
-    if isinstance(labels, Mapping | tuple | list):
-        return [
-            array
-            for part in (labels.values() if isinstance(labels, Mapping) else labels)
-            for array in arrays_in(part)
-        ]
-    return [labels] if labels.size else []
+    if isinstance(labels, Mapping):
+        labels = list(labels.values())
+    if not isinstance(labels, tuple | list):
+        return [labels] if labels.size else []
+    arrays: list[NDArray[Any]] = []
+    for part in labels:
+        arrays += arrays_in(part)
+    return arrays
 
 
 class Half(Protocol):
@@ -60,13 +61,13 @@ class FrontHalf(Half, Protocol):
         """Return the features of a batch (samples, ...), computed with the current weights.
 
         With `keep_graph` the autograd graph is kept for the backward pass (plain split learning, K = 0); without it,
-        only what a replay needs is stored (F22).
+        only the state for a replay is stored (F22).
         """
         ...
 
     @property
     def feature_quantum(self) -> float | None:
-        """The power of two of which the last features are whole multiples, at most 254 apart; None for any floats."""
+        """A power of two: the last features are its multiples, at most 254 apart; None for any floats."""
         ...
 
     def labels(self, batch: int) -> Labels:
@@ -95,6 +96,6 @@ class BackHalf(Half, Protocol):
         """Do forward, backward and update; return the gradient for each part of the features, and the loss.
 
         Several parts are those of several parties that hold different features of the same samples, in party order. A
-        gradient is None where it is not needed.
+        gradient is None if it is not needed.
         """
         ...

@@ -1,4 +1,4 @@
-"""The samples of a party in a split training: their order in batches, and what of a batch is for which half."""
+"""The samples of a party in a split training: their order in batches, and the part of a batch for each half."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ BatchSource: TypeAlias = Callable[[int], tuple[Batch, Labels, Rows]]
 """Inputs, labels and sample ids of a batch by its number; repeated calls return the same."""
 
 Divide: TypeAlias = Callable[[Batch], tuple[Batch, Batch]]
-"""What of a batch the front half takes, and what travels to the back half."""
+"""The part of a batch for the front half, and the part that travels to the back half."""
 
 
 def inputs_and_labels(batch: Batch) -> tuple[Batch, Batch]:
@@ -39,9 +39,8 @@ def inputs_and_labels(batch: Batch) -> tuple[Batch, Batch]:
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     raise ConfigError(
-        f"split training: the data give {form_of(batch)}; which part is for the cloud is only known of a "
-        f"pair (inputs, labels) and of a dict with {LABELS!r}: give the data a collate_fn that returns "
-        "one"
+        f"split training: batches must be a pair (inputs, labels) or a dict with {LABELS!r}, not {form_of(batch)}; "
+        "give the data a collate_fn"
     )
 
 
@@ -54,8 +53,7 @@ def label_arrays(labels: Batch) -> Labels:
     if isinstance(labels, tuple | list):
         return [label_arrays(part) for part in labels]
     raise ConfigError(
-        f"split training: labels of type {type(labels).__name__} cannot travel to the cloud; give the "
-        "data a collate_fn that makes tensors of them"
+        f"split training: labels must be tensors, not {type(labels).__name__}; give the data a collate_fn"
     )
 
 
@@ -63,8 +61,8 @@ def label_arrays(labels: Batch) -> Labels:
 class BatchOrder:
     """The order of samples: each epoch permutes them and divides them into batches whose sizes differ by at most one.
 
-    All parties of a training have the same number of batches, whatever they hold. Where parties hold different features
-    of the same samples, `key` is the same for all, and so is the order.
+    All parties of a training have the same number of batches, however many samples they hold. Parties that hold
+    different features of the same samples have the same `key`, and so the same order.
     """
 
     num_samples: int
@@ -77,18 +75,18 @@ class BatchOrder:
     def __post_init__(self) -> None:
         if not 1 <= self.batches_per_epoch <= self.num_samples:
             raise ConfigError(
-                f"split training: {self.num_samples} samples cannot make {self.batches_per_epoch} "
-                "batches an epoch; use a larger batch size, fewer edges or more even partitions"
+                f"split training: {self.num_samples} samples cannot make {self.batches_per_epoch} batches an epoch; "
+                "use a larger batch size or fewer edges"
             )
 
     def rows(self, batch: int) -> Rows:
         """Return the samples of a batch, counted from the start of training."""
         epoch, within = divmod(batch, self.batches_per_epoch)
         if epoch != self._epoch:
-            order = np.random.default_rng([self.seed, epoch, self.key]).permutation(
-                self.num_samples
-            )
-            self._epoch, self._batches = epoch, np.array_split(order, self.batches_per_epoch)
+            generator = np.random.default_rng([self.seed, epoch, self.key])
+            order = generator.permutation(self.num_samples)
+            self._epoch = epoch
+            self._batches = np.array_split(order, self.batches_per_epoch)
         return self._batches[within]
 
 
@@ -96,9 +94,9 @@ class BatchOrder:
 class PartyBatches:
     """A party's batches by number, as the halves request them; only the order of one epoch is stored.
 
-    What is random in a sample, such as augmentation, is a function of seed, epoch, party and sample: a batch that is
-    requested again is the same. `first` is the batch of the training that the halves count as batch 0, `total` how many
-    batches the training has.
+    Augmentation and other random parts of a sample are a function of seed, epoch, party and sample: a batch that is
+    requested again is the same. `first` is the batch of the training that the halves count as batch 0; the training has
+    `total` batches.
     """
 
     data: DataSource
@@ -130,7 +128,7 @@ _NOTHING = torch.empty(0, dtype=torch.int64)
 @plain_numbers
 @dataclass(frozen=True)
 class FeatureSamples(DataSource):
-    """One party's features of samples of which other parties hold other features; party 0 holds the labels."""
+    """One party's features of samples whose other features are at other parties; party 0 holds the labels."""
 
     samples: VerticalSamples
     party: int
@@ -146,7 +144,7 @@ class FeatureSamples(DataSource):
 
 @dataclass(frozen=True)
 class CodeSamples(DataSource):
-    """The input codes of a generator: what the cloud holds in a reverse split."""
+    """The input codes of a generator, which the cloud holds in a reverse split."""
 
     samples: GeneratorSamples
 
@@ -159,7 +157,7 @@ class CodeSamples(DataSource):
 
 
 class ImageTargets(CodeSamples):
-    """The codes with their target images: what the edge holds in a reverse split.
+    """The codes with their target images, which the edge holds in a reverse split.
 
     An edge that has all layers needs the codes too.
     """

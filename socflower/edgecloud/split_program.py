@@ -47,7 +47,8 @@ from socflower.training.trainer import require_trained_parameters
 
 ModelFn: TypeAlias = Callable[[], nn.Module]
 HalfT = TypeVar("HalfT", TorchFront, TorchBack)
-_SEEDS_APART = 1_000_003  # so that a later start draws other random numbers than another party
+# A later start draws other random numbers than another party.
+_SEEDS_APART = 1_000_003
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 
 
@@ -69,11 +70,8 @@ class PlacedHalf(Generic[HalfT]):
 
 def without_prefix(prefix: str, arrays: Arrays) -> dict[str, NDArray[Any]]:
     """Return the arrays whose names begin with a prefix, under their names without the prefix."""
-    return {
-        name.removeprefix(prefix): array
-        for name, array in arrays.items()
-        if name.startswith(prefix)
-    }
+    start = len(prefix)
+    return {name[start:]: array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 @plain_numbers
@@ -85,9 +83,10 @@ class SplitProgram(ABC):
     torch scheduler). Each half runs on the `device` of its own machine, as in `FP32Trainer`.
 
     Of a batch (inputs, labels) inputs go to the front half and labels travel to the back half; of a dict, all but its
-    "labels" go to the front half. The loss is `loss(outputs, labels)`, or what `train_step(layers, features, labels)`
-    returns, a mean over the batch. `max_grad_norm` limits the norm of each half's gradient by itself, since neither
-    knows the other's in time. `autocast` runs passes in torch.bfloat16; features and gradients cross in float32.
+    "labels" go to the front half. The loss, a mean over the batch, is `loss(outputs, labels)`, or the result of
+    `train_step(layers, features, labels)`. `max_grad_norm` limits the norm of each half's gradient by itself, since
+    neither knows the other's in time. `autocast` runs passes in torch.bfloat16; features and gradients cross in
+    float32.
 
     With an `Int8Trainer` as `edge_trainer` the edges' halves train in int8, by its algorithm, learning rate and
     schedule; `optimizer` and `schedule` are then those of the cloud's halves alone. With a `MixedEdge` they train on
@@ -110,33 +109,23 @@ class SplitProgram(ABC):
         if self.edge_trainer is not None:
             self._check_int8(where)
         if self.train_step is not None and self.loss is not functional.cross_entropy:
-            raise ConfigError(
-                f"{where}: train_step computes the loss itself, so loss would be ignored; give one of "
-                "the two"
-            )
+            raise ConfigError(f"{where}: train_step computes the loss itself; leave loss out")
         if self.max_grad_norm is not None:
             require_range(where, above=0.0, max_grad_norm=self.max_grad_norm)
         if self.autocast not in (None, torch.bfloat16):
-            raise ConfigError(
-                f"{where}: autocast = {self.autocast}; use torch.bfloat16, or None for float32"
-            )
+            raise ConfigError(f"{where}: autocast = {self.autocast} must be torch.bfloat16 or None")
 
     def _check_int8(self, where: str) -> None:
         is_mixed = isinstance(self.edge_trainer, MixedEdge)
-        for name, value, suits in (
-            ("autocast", self.autocast, False),
-            ("max_grad_norm", self.max_grad_norm, is_mixed),
-            ("train_step", self.train_step, not is_mixed),
-        ):
-            if value is not None and not suits:
+        for name in ("autocast", "train_step" if is_mixed else "max_grad_norm"):
+            if getattr(self, name) is not None:
                 raise ConfigError(
-                    f"{where}: {name} = {value} is not for an edge_trainer, whose half is in integers; "
-                    "leave one of the two out"
+                    f"{where}: {name} = {getattr(self, name)} is not for an edge_trainer, whose half is in integers"
                 )
         if self.is_reverse:
             raise ConfigError(
-                f"{where}: edge_trainer in a reverse split, whose edge has the loss: integer arithmetic "
-                "knows softmax cross-entropy only; train in FP32"
+                f"{where}: edge_trainer in a reverse split, whose edge has the loss: integer arithmetic has softmax "
+                "cross-entropy only"
             )
 
     @property
@@ -146,7 +135,7 @@ class SplitProgram(ABC):
 
     @property
     def num_parties(self) -> int | None:
-        """How many parties hold features; None where each edge has whole samples, and may be one of any number."""
+        """How many parties hold features; None if each edge has whole samples, and there may be any number of edges."""
         return None
 
     @property
@@ -159,59 +148,62 @@ class SplitProgram(ABC):
         return build_exclusively(self.model_fn)
 
     def divide(self, batch: Batch) -> tuple[Batch, Batch]:
-        """Return what of a batch goes to the front half, and what travels to the back half."""
+        """Return the part of a batch for the front half, and the part that travels to the back half."""
         return inputs_and_labels(batch)
 
-    def front(self, party: int, cut: int | None, batches: BatchSource) -> PlacedHalf[TorchFront]:
+    def front(
+        self,
+        party: int,
+        cut: int | None,
+        batches: BatchSource,
+    ) -> PlacedHalf[TorchFront]:
         """Return a party's front half; a cut of None gives it all layers.
 
         Each party draws its own random numbers, so that dropout differs between them.
         """
         split, prefix = self._front_part(party)
-        if self.edge_trainer is not None:
-            if isinstance(self.edge_trainer, MixedEdge):
-                return PlacedHalf(
-                    MixedFront(
-                        split,
-                        self._place(cut),
-                        batches,
-                        self.optimizer,
-                        self.edge_trainer,
-                        party=party,
-                        schedule=self.schedule,
-                        seed=self.seed + party,
-                        passes=self._passes,
-                    ),
-                    prefix,
-                )
-            if not isinstance(batches, PartyBatches):
-                raise ConfigError(
-                    "split training: edge_trainer needs PartyBatches, which know the training's length"
-                )
-            return PlacedHalf(
-                Int8Front(
-                    split,
-                    self._place(cut),
-                    batches,
-                    self.edge_trainer,
-                    loss=self.loss,
-                    progress=batches.progress,
-                    seed=self.seed + party,
-                ),
-                prefix,
-            )
-        return PlacedHalf(
-            TorchFront(
+        return PlacedHalf(self._front_half(split, self._place(cut), batches, party), prefix)
+
+    def _front_half(
+        self, split: SplitModel, cut: int, batches: BatchSource, party: int
+    ) -> TorchFront:
+        trainer = self.edge_trainer
+        seed = self.seed + party
+        if trainer is None:
+            return TorchFront(
                 split,
-                self._place(cut),
+                cut,
                 batches,
                 self.optimizer,
                 schedule=self.schedule,
-                seed=self.seed + party,
+                seed=seed,
                 device=self._own_device(),
                 passes=self._passes,
-            ),
-            prefix,
+            )
+        if isinstance(trainer, MixedEdge):
+            return MixedFront(
+                split,
+                cut,
+                batches,
+                self.optimizer,
+                trainer,
+                party=party,
+                schedule=self.schedule,
+                seed=seed,
+                passes=self._passes,
+            )
+        if not isinstance(batches, PartyBatches):
+            raise ConfigError(
+                "split training: edge_trainer needs PartyBatches, which know the training's length"
+            )
+        return Int8Front(
+            split,
+            cut,
+            batches,
+            trainer,
+            loss=self.loss,
+            progress=batches.progress,
+            seed=seed,
         )
 
     def back(self, cut: int | None, batches: PartyBatches | None = None) -> PlacedHalf[TorchBack]:
@@ -219,23 +211,23 @@ class SplitProgram(ABC):
 
         With `batches` it has its own targets (a reverse split).
         """
-        targets = (
-            None if batches is None else lambda batch: torch.from_numpy(batches.targets(batch))
+
+        def own_targets(batch: int) -> Tensor:
+            assert batches is not None
+            return torch.from_numpy(batches.targets(batch))
+
+        half = TorchBack(
+            self._back_part(),
+            self._place(cut),
+            self.optimizer,
+            self.loss,
+            schedule=self.schedule,
+            seed=self.seed,
+            targets=None if batches is None else own_targets,
+            device=self._own_device(),
+            passes=self._passes,
         )
-        return PlacedHalf(
-            TorchBack(
-                self._back_part(),
-                self._place(cut),
-                self.optimizer,
-                self.loss,
-                schedule=self.schedule,
-                seed=self.seed,
-                targets=targets,
-                device=self._own_device(),
-                passes=self._passes,
-            ),
-            self.cloud_prefix,
-        )
+        return PlacedHalf(half, self.cloud_prefix)
 
     @property
     def _passes(self) -> Passes:
@@ -250,7 +242,7 @@ class SplitProgram(ABC):
         return resolve_device(self.device, "split training: device")
 
     def trainable_state(self) -> dict[str, Tensor]:
-        """Return what training changes: the arrays with which a training starts whose frozen parameters stay in place.
+        """Return what training changes: the arrays at the start of a training whose frozen parameters stay in place.
 
         Give the strategy `frozen_sha256` as well, with which edges and cloud compare their own frozen parameters.
         """
@@ -262,7 +254,7 @@ class SplitProgram(ABC):
         return frozen_digest(self._frozen_model())
 
     def _frozen_model(self) -> nn.Module:
-        """Return the whole model at the beginning, with what is not trained frozen."""
+        """Return the whole model at the beginning, with untrained parameters frozen."""
         return self.model()
 
     def starting_at(self, batch: int) -> Self:
@@ -272,10 +264,11 @@ class SplitProgram(ABC):
         """
         if not batch:
             return self
+        seed = self.seed + _SEEDS_APART * batch
         return replace(
             self,
             schedule=lambda own: self.schedule(batch + own),
-            seed=self.seed + _SEEDS_APART * batch,
+            seed=seed,
         )
 
     def edge_names(self, party: int, cut: int | None) -> Collection[str]:
@@ -299,11 +292,11 @@ class SplitProgram(ABC):
 
     @abstractmethod
     def _front_part(self, party: int) -> tuple[SplitModel, str]:
-        """Return the model of which a party has the front, for one half, and its prefix in the whole model."""
+        """Return the model whose front a party has, for one half, and its prefix in the whole model."""
 
     @abstractmethod
     def _back_part(self) -> SplitModel:
-        """Return the model of which the back half is made, for one half."""
+        """Return the model whose back half the cloud has, for one half."""
 
     @abstractmethod
     def _place(self, cut: int | None) -> int:
@@ -327,8 +320,8 @@ class LayeredProgram(SplitProgram):
         super()._check_int8(where)
         if self.frozen is not None:
             raise ConfigError(
-                f"{where}: frozen = {self.frozen!r} is not for an edge_trainer: frozen layers stay in "
-                "evaluation mode, and int8 training normalises by the batch; leave one of the two out"
+                f"{where}: frozen = {self.frozen!r} is not for an edge_trainer: frozen layers stay in evaluation "
+                "mode, but int8 training normalises by the batch"
             )
 
     @property
@@ -341,10 +334,14 @@ class LayeredProgram(SplitProgram):
         """The model and its cuts; halves are made from copies."""
         try:
             # A copy, since layers are frozen in it, and `model_fn` may return a model that its user keeps.
-            return capture_split(copied(self.model()), self.example, frozen=self.frozen)
+            return capture_split(
+                copied(self.model()),
+                self.example,
+                frozen=self.frozen,
+            )
         except NoParts as error:
             raise ConfigError(
-                f"{error}; or divide it yourself, in two submodules, and use HalvesProgram"
+                f"{error}; or divide it in two submodules for a HalvesProgram"
             ) from error
 
     def _frozen_model(self) -> nn.Module:
@@ -380,8 +377,7 @@ class _NamedParts(SplitProgram):
 
     def _check_int8(self, where: str) -> None:
         raise ConfigError(
-            f"{where}: edge_trainer is for a LayeredProgram: the parts of a {type(self).__name__} may be "
-            "no networks of images, which int8 training needs; leave it out"
+            f"{where}: edge_trainer is for a LayeredProgram of images, not for a {type(self).__name__}"
         )
 
     @property
@@ -390,34 +386,28 @@ class _NamedParts(SplitProgram):
         return f"{self.top}."
 
     @abstractmethod
-    def bottom_of(self, party: int) -> str:
+    def _bottom_of(self, party: int) -> str:
         """Return the name of a party's bottom model."""
 
     def cut_names(self, party: int = 0) -> tuple[str, ...]:
         """Return the bottom's name: its end is where the model is cut."""
-        return (self.bottom_of(party),)
+        return (self._bottom_of(party),)
 
     def front_names(self, party: int, cut: int | None) -> Collection[str]:
         """Return the names of the tensors in a party's bottom model."""
-        return [
-            name
-            for name in self._frozen_model().state_dict()
-            if name.startswith(f"{self.bottom_of(party)}.")
-        ]
+        prefix = f"{self._bottom_of(party)}."
+        return [name for name in self._frozen_model().state_dict() if name.startswith(prefix)]
 
     def _digest(self, what: str) -> str:
         """Return a digest of `what`, and of all names and shapes."""
-        state = self._frozen_model().state_dict()
-        layout = ";".join(
-            f"{name}:{tensor.dtype}{tuple(tensor.shape)}" for name, tensor in state.items()
-        )
+        state = self._frozen_model().state_dict().items()
+        layout = ";".join(f"{name}:{tensor.dtype}{tuple(tensor.shape)}" for name, tensor in state)
         return hashlib.sha256(f"{what}|{self.top}|{layout}".encode()).hexdigest()
 
     def _place(self, cut: int | None) -> int:
         if cut != 0:
             raise ConfigError(
-                f"split training: cut = {cut}; a model of named parts has one cut, 0, at the end of "
-                f"{self.bottom_of(0)}"
+                f"split training: cut = {cut}, but a model of named parts has one cut, 0, behind {self._bottom_of(0)}"
             )
         return cut
 
@@ -438,8 +428,7 @@ class JoinedProgram(_NamedParts):
         SplitProgram.__post_init__(self)
         if len(self.bottoms) != len(self.examples):
             raise ConfigError(
-                f"joined training: {len(self.bottoms)} bottom models and {len(self.examples)} examples; "
-                "need one for each party"
+                f"joined training: {len(self.bottoms)} bottoms and {len(self.examples)} examples; give one a party"
             )
 
     @property
@@ -447,7 +436,7 @@ class JoinedProgram(_NamedParts):
         """How many parties hold features."""
         return len(self.bottoms)
 
-    def bottom_of(self, party: int) -> str:
+    def _bottom_of(self, party: int) -> str:
         """Return the name of a party's bottom model."""
         return self.bottoms[party]
 
@@ -457,9 +446,8 @@ class JoinedProgram(_NamedParts):
 
     def _front_part(self, party: int) -> tuple[SplitModel, str]:
         bottom = self.bottoms[party]
-        return whole_front(
-            copied(self.model().get_submodule(bottom)), self.examples[party]
-        ), f"{bottom}."
+        part = copied(self.model().get_submodule(bottom))
+        return whole_front(part, self.examples[party]), f"{bottom}."
 
     def _back_part(self) -> SplitModel:
         return whole_back(copied(self.model().get_submodule(self.top)))
@@ -470,11 +458,11 @@ class JoinedProgram(_NamedParts):
 class HalvesProgram(_NamedParts):
     """A model whose author says where it is cut: submodule `bottom` at the edge, `top` in the cloud.
 
-    Use it for what torch.fx cannot follow, such as transformers. `bottom` takes a batch's inputs as `model(inputs)`
-    does, a dict as keyword arguments, and returns one float32 tensor with the batch in front; `top` takes that. Of a
-    batch in a dict `top` also gets the entries in `shared` as keyword arguments, such as an attention mask: they
-    travel with the labels, and go to the bottom too if its `forward` has them. `example` is a batch as the data give
-    it. Layers that `model_fn` has put into evaluation mode inside a model in training mode stay in it.
+    Use it for models that torch.fx cannot follow, such as transformers. `bottom` takes a batch's inputs as
+    `model(inputs)` does, a dict as keyword arguments, and returns one float32 tensor with the batch in front; `top`
+    takes that. Of a batch in a dict `top` also gets the entries in `shared` as keyword arguments, such as an attention
+    mask: they travel with the labels, and go to the bottom too if its `forward` has them. `example` is a batch in the
+    form of the data. Layers that `model_fn` has put into evaluation mode inside a model in training mode stay in it.
 
     Raises ConfigError, from `fingerprint` on, if the halves share a weight or leave one out, or fail for the example.
     """
@@ -484,29 +472,27 @@ class HalvesProgram(_NamedParts):
     top: str = "back"
     shared: Sequence[str] = ()
 
-    def bottom_of(self, party: int) -> str:
+    def _bottom_of(self, party: int) -> str:
         """Return the name of the bottom model."""
         return self.bottom
 
     def divide(self, batch: Batch) -> tuple[Batch, Batch]:
-        """Return what of a batch goes to the bottom, and what travels to the top."""
+        """Return the part of a batch for the bottom, and the part that travels to the top."""
         inputs, labels = inputs_and_labels(batch)
         if not self.shared:
             return inputs, labels
         if not isinstance(inputs, Mapping) or not set(self.shared) <= set(inputs):
             raise ConfigError(
-                f"split training: shared = {list(self.shared)} must be entries of a batch in a dict; the "
-                f"data give {form_of(batch)}"
+                f"split training: shared = {list(self.shared)} must be entries of a batch in a dict, not of "
+                f"{form_of(batch)}"
             )
-        own = {
-            key: part
-            for key, part in inputs.items()
-            if key not in self.shared or key in self._bottom_takes
-        }
+        unshared = set(inputs) - set(self.shared)
+        taken = unshared.union(self._bottom_takes)
+        own = {key: part for key, part in inputs.items() if key in taken}
         return own, {LABELS: labels, **{key: inputs[key] for key in self.shared}}
 
     def fingerprint(self) -> str:
-        """Return a digest of names, shapes and what is frozen, after a trial with the example."""
+        """Return a digest of names, shapes and frozen parameters, after a trial with the example."""
         return self._tried
 
     @cached_property
@@ -515,7 +501,16 @@ class HalvesProgram(_NamedParts):
         front, _ = self._front_part(0)
         (point,) = front.cuts
         layers = frozenset(f"{self.bottom}.{path}".rstrip(".") for path in point.front_layers)
-        return replace(front, cuts=(replace(point, name=self.bottom, front_layers=layers),))
+        return replace(
+            front,
+            cuts=(
+                replace(
+                    point,
+                    name=self.bottom,
+                    front_layers=layers,
+                ),
+            ),
+        )
 
     @cached_property
     def _tried(self) -> str:
@@ -523,44 +518,41 @@ class HalvesProgram(_NamedParts):
         require_trained_parameters(model)
         self._part(self.bottom), self._part(self.top)
         self._check_parts(model)
-        front, back = self._front_part(0)[0], self._back_part()
         inputs, labels = self.divide(self.example)
         with forked_generator():
-            features = output_of(front.model, inputs).detach().requires_grad_()
-            try:
-                loss = self._passes.loss_of(
-                    back.model, features, targets_from(label_arrays(labels), features.device)
-                )
-                require_loss(loss, type(model).__name__)
-            except Exception as error:
-                if isinstance(error, ConfigError):
-                    raise
-                raise ConfigError(
-                    f"model {type(model).__name__}: {self.top!r} and the loss do not take features of "
-                    f"shape {tuple(features.shape)} with {form_of(labels)} of the example: "
-                    f"{reason(error)}"
-                ) from error
-        frozen = sorted(
-            name for name, weight in model.named_parameters() if not weight.requires_grad
-        )
+            bottom = self._front_part(0)[0].model
+            self._try_top(output_of(bottom, inputs).detach().requires_grad_(), labels)
+        parameters = model.named_parameters()
+        frozen = sorted(name for name, weight in parameters if not weight.requires_grad)
         return self._digest(f"{self.bottom}|{list(self.shared)}|{frozen}")
 
+    def _try_top(self, features: Tensor, labels: Batch) -> None:
+        """Raise `ConfigError` if the top and the loss do not take the example's features and labels."""
+        name = type(self._original).__name__
+        top = self._back_part().model
+        targets = targets_from(label_arrays(labels), features.device)
+        try:
+            require_loss(self._passes.loss_of(top, features, targets), name)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"model {name}: {self.top!r} and the loss do not take features of shape {tuple(features.shape)} with "
+                f"{form_of(labels)} of the example: {reason(error)}"
+            ) from error
+
     def _check_parts(self, model: nn.Module) -> None:
-        name, halves = type(model).__name__, dict[int, str]()
+        where = f"model {type(model).__name__}"
+        halves = dict[int, str]()
         for key, tensor in tensors_of(model).items():
-            part = next(
-                (part for part in (self.bottom, self.top) if key.startswith(f"{part}.")), None
-            )
-            if part is None:
+            parts = [part for part in (self.bottom, self.top) if key.startswith(f"{part}.")]
+            if not parts:
                 raise ConfigError(
-                    f"model {name}: {key!r} is neither in {self.bottom!r} nor in {self.top!r}; put it "
-                    "into one of the halves"
+                    f"{where}: {key!r} is neither in {self.bottom!r} nor in {self.top!r}"
                 )
-            if halves.setdefault(id(tensor), part) != part:
-                raise ConfigError(
-                    f"model {name}: {key!r} is a weight of both halves, which two machines cannot share; "
-                    "give each half its own"
-                )
+            # Two machines cannot share a weight.
+            if halves.setdefault(id(tensor), parts[0]) != parts[0]:
+                raise ConfigError(f"{where}: {key!r} is a weight of both halves; give each its own")
 
     @cached_property
     def _original(self) -> nn.Module:
@@ -577,49 +569,46 @@ class HalvesProgram(_NamedParts):
     @property
     def _passes(self) -> Passes:
         passes = super()._passes
-        return (
-            replace(passes, train_step=self._loss_of_top)
-            if self.shared and self.train_step is None
-            else passes
-        )
+        if self.shared and self.train_step is None:
+            return replace(passes, train_step=self._loss_of_top)
+        return passes
 
     def _loss_of_top(
         self, top: nn.Module, features: Tensor, travelled: Mapping[str, Any]
     ) -> Tensor:
-        return self.loss(
-            top(features, **{key: travelled[key] for key in self.shared}), travelled[LABELS]
-        )
+        shared = {key: travelled[key] for key in self.shared}
+        return self.loss(top(features, **shared), travelled[LABELS])
 
     def _part(self, path: str) -> nn.Module:
         model = self._original
         try:
             return model.get_submodule(path)
         except AttributeError:
+            parts = ", ".join(name for name, _ in model.named_children())
             raise ConfigError(
-                f"model {type(model).__name__}: has no submodule {path!r}; its parts are "
-                f"{', '.join(name for name, _ in model.named_children())}"
+                f"model {type(model).__name__}: has no submodule {path!r}; its parts are {parts}"
             ) from None
 
     def _evaluating(self, part: nn.Module) -> frozenset[str]:
         """Return the layers of a half that stay in evaluation mode."""
-        return frozenset(
-            path
-            for path, module in part.named_modules()
-            if self._original.training and not module.training
-        )
+        if not self._original.training:
+            return frozenset()
+        return frozenset(path for path, module in part.named_modules() if not module.training)
 
     def _front_part(self, party: int) -> tuple[SplitModel, str]:
         bottom = self._part(self.bottom)
-        return whole_front(
+        front = whole_front(
             copied(bottom),
             self.divide(self.example)[0],
             name=self.bottom,
             evaluating=self._evaluating(bottom),
             may_be_frozen=True,
-        ), f"{self.bottom}."
+        )
+        return front, f"{self.bottom}."
 
     def _back_part(self) -> SplitModel:
-        bottom, top = self._part(self.bottom), self._part(self.top)
+        bottom = self._part(self.bottom)
+        top = self._part(self.top)
         return whole_back(
             copied(top),
             name=self.top,

@@ -30,17 +30,18 @@ from socflower.wire.framing import (
     LARGEST_PART_BYTES,
     Assembly,
     body_num_bytes,
+    check_size,
     parts_of,
 )
 from socflower.wire.logs import RefusalLog
-from socflower.wire.secure_channel import Address, PeerRefused, Tls, bind_server
+from socflower.wire.secure_channel import Address, BoundServer, PeerRefused, Tls, bind_server
 
 SERVICE = "socflower.split.Split"
 """The gRPC service's name."""
 
 _HELLO_S = 10.0
 _BIND_TIMEOUT_S = 10.0
-# Larger than a frame may be, so that this module refuses a frame that is too large, with a reason, and not gRPC.
+# Larger than a frame may be: this module refuses a frame that is too large with a reason, which gRPC would not give.
 _LARGEST_MESSAGE_BYTES = 4 * LARGEST_FRAME_BYTES
 
 _Request = TypeVar("_Request", bound=Message)
@@ -77,11 +78,11 @@ class CloudService:
         if tls is None and not insecure:
             here.require_private(PLAIN_TEXT)
         self._operator_token = check_token(operator_token, "operator token")
-        self._max_streams = max_streams
         self._lock = Lock()
+        self._max_streams = max_streams
+        self._num_streams = 0
         log_line = log or getLogger(__name__).warning
         self._refusals = RefusalLog(log_line, what="split cloud", clock=clock)
-        self._num_streams = 0
         self._sessions = SessionStore(
             factory,
             folder=folder,
@@ -92,29 +93,39 @@ class CloudService:
             log=log_line,
         )
         try:
-            # Every stream occupies a thread; the manager's calls get their own in addition.
-            num_threads = max_streams + 16
-            self._authentication = ServerAuthentication(
-                self._token_of,
-                tls=tls is not None,
-                on_refused=self._log_refusal,
-                most_challenges=num_threads // 2,
-            )
-            self._server = bind_server(
-                here,
-                tls,
-                [self._handlers()],
-                interceptors=[self._authentication],
-                num_threads=num_threads,
-                heartbeat_s=heartbeat_s,
-                max_message_bytes=_LARGEST_MESSAGE_BYTES,
-                bind_timeout_s=_BIND_TIMEOUT_S,
-            )
+            self._server = self._bind(here, tls, heartbeat_s)
         except BaseException:
-            self._sessions.close()  # otherwise its folder stays locked while this process lives
+            # Otherwise the folder stays locked while this process lives.
+            self._sessions.close()
             raise
-        self.address, self.port = str(self._server.address), self._server.address.port
+        self.address = str(self._server.address)
+        self.port = self._server.address.port
         self._server.start()
+
+    def _bind(
+        self,
+        here: Address,
+        tls: Tls | None,
+        heartbeat_s: float,
+    ) -> BoundServer:
+        # Every stream occupies a thread; the manager's calls get their own in addition.
+        num_threads = self._max_streams + 16
+        self._authentication = ServerAuthentication(
+            self._token_of,
+            tls=tls is not None,
+            on_refused=self._log_refusal,
+            most_challenges=num_threads // 2,
+        )
+        return bind_server(
+            here,
+            tls,
+            [self._handlers()],
+            interceptors=[self._authentication],
+            num_threads=num_threads,
+            heartbeat_s=heartbeat_s,
+            max_message_bytes=_LARGEST_MESSAGE_BYTES,
+            bind_timeout_s=_BIND_TIMEOUT_S,
+        )
 
     def close(self) -> None:
         """End all streams and sessions; edges reconnect if this service is restarted."""
@@ -132,15 +143,20 @@ class CloudService:
                 part = self._parse(wire.OpenPart, message)
                 if opening is None:
                     opening = part.opening
-                    self._sessions.check(opening)  # before its weights are waited for
-                    packed = Assembly(opening.num_bytes, "weights", most_bytes=opening.num_bytes)
+                    # Refuses before its weights are waited for.
+                    self._sessions.check(opening)
+                    packed = Assembly(
+                        opening.num_bytes,
+                        "weights",
+                        most_bytes=opening.num_bytes,
+                    )
                 else:
                     packed.add(part.part)
             if opening is None:
                 raise MalformedBytes("no opening")
             weights = packed.whole()
         except MalformedBytes as refused:
-            raise SplitRefused(f"a run was opened with {refused}; open it anew") from None
+            raise SplitRefused(f"a run was opened with {refused}") from None
         self._sessions.open(opening, weights)
         return wire.Opened().SerializeToString()
 
@@ -157,7 +173,11 @@ class CloudService:
             pieces = [*pack_arrays(weights)]
         num_bytes = body_num_bytes(pieces)
         for piece in parts_of(pieces, LARGEST_PART_BYTES):
-            yield wire.FetchPart(batch=batch, num_bytes=num_bytes, part=piece).SerializeToString()
+            yield wire.FetchPart(
+                batch=batch,
+                num_bytes=num_bytes,
+                part=piece,
+            ).SerializeToString()
 
     def _close(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         self._require_operator(context)
@@ -167,19 +187,16 @@ class CloudService:
 
     def _status(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         self._require_operator(context)
-        request = self._parse(wire.StatusRequest, message)
-        sessions = [self._sessions.get(request.run_id)] if request.run_id else self._sessions.all()
-        return wire.StatusReply(
-            sessions=json.dumps([session.status() for session in sessions])
-        ).SerializeToString()
+        run_id = self._parse(wire.StatusRequest, message).run_id
+        sessions = [self._sessions.get(run_id)] if run_id else self._sessions.all()
+        document = json.dumps([session.status() for session in sessions])
+        return wire.StatusReply(sessions=document).SerializeToString()
 
     def _token_of(self, caller: str) -> bytes | None:
+        if caller == OPERATOR:
+            return self._operator_token.encode()
         run_id = run_of(caller)
-        if not run_id and caller != OPERATOR:
-            return None
-        return (
-            run_token(self._operator_token, run_id) if run_id else self._operator_token
-        ).encode()
+        return run_token(self._operator_token, run_id).encode() if run_id else None
 
     def _require_operator(self, context: grpc.ServicerContext) -> None:
         if caller_of(context) != OPERATOR:
@@ -191,27 +208,19 @@ class CloudService:
 
     def _stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         run_id = run_of(caller_of(context))
+        peer = context.peer()
         session = self._sessions.find(run_id)
         if session is None:
-            self._log_refusal(
-                context.peer(), f"a stream for a run that is not open ({run_id[:80]!r})"
-            )
-            raise PeerRefused(
-                f"run {run_id[:80]} is not open at this cloud; its manager has to open it"
-            )
+            self._log_refusal(peer, f"a stream for a run that is not open ({run_id[:80]!r})")
+            raise PeerRefused(f"run {run_id[:80]} is not open at this cloud; its manager opens it")
         with self._lock:
             self._num_streams += 1
             full = self._num_streams > self._max_streams
         try:
             if full:
-                self._log_refusal(
-                    context.peer(),
-                    f"a stream for run {run_id}, beyond {self._max_streams} at a time",
-                )
-                context.abort(
-                    grpc.StatusCode.UNAVAILABLE,
-                    f"the cloud has {self._max_streams} streams already",
-                )
+                most = f"the cloud has {self._max_streams} streams already"
+                self._log_refusal(peer, f"a stream for run {run_id}", most)
+                context.abort(grpc.StatusCode.UNAVAILABLE, most)
             yield from self._serve_stream(session, messages, context)
         finally:
             with self._lock:
@@ -223,37 +232,33 @@ class CloudService:
         messages: Iterator[bytes],
         context: grpc.ServicerContext,
     ) -> Iterator[bytes]:
-        where = f"run {session.terms.run_id}"
+        sends = f"run {session.terms.run_id}: the edge sent"
         try:
             admitted = session.admit(self._read_hello(messages, context), context.is_active)
         except (MalformedBytes, SocflowerError) as refused:
-            text = (
-                str(refused)
-                if isinstance(refused, SocflowerError)
-                else f"{where}: the edge sent {refused}"
-            )
+            known = isinstance(refused, SocflowerError)
+            text = str(refused) if known else f"{sends} {refused}"
             self._log_refusal(context.peer(), "a stream", text)
             yield _refusal(wire.Refusal.REFUSED, text)
             return
         except StartOver:
-            yield _refusal(wire.Refusal.START_OVER, "join anew")
+            yield _refusal(wire.Refusal.START_OVER, "join again")
             return
-        channel, stream_id = admitted.channel, admitted.stream_id
+        channel = admitted.channel
+        stream_id = admitted.stream_id
         context.add_callback(lambda: channel.detach(stream_id))
         refusals: list[str] = []
-        Thread(
-            target=self._read_frames, args=(channel, stream_id, messages, refusals), daemon=True
-        ).start()
+        reading = (channel, stream_id, messages, refusals)
+        Thread(target=self._read_frames, args=reading, daemon=True).start()
         yield wire.Frame(welcome=admitted.welcome).SerializeToString()
         for frame in channel.frames(stream_id):
             yield frame.SerializeToString()
         if refusals:
-            self._log_refusal(
-                context.peer(), "a stream", f"{where}: it sent {refusals[0]}; the run is unharmed"
-            )
-            yield _refusal(wire.Refusal.REFUSED, f"{where}: the edge sent {refusals[0]}")
+            text = f"{sends} {refusals[0]}"
+            self._log_refusal(context.peer(), "a stream", f"{text}; the run is unharmed")
+            yield _refusal(wire.Refusal.REFUSED, text)
         elif isinstance(channel.failure, StartOver):
-            yield _refusal(wire.Refusal.START_OVER, "join anew")
+            yield _refusal(wire.Refusal.START_OVER, "join again")
         elif channel.failure is not None:
             yield _refusal(wire.Refusal.REFUSED, str(channel.failure))
 
@@ -265,14 +270,14 @@ class CloudService:
             frame = self._parse_frame(next(messages))
         except MalformedBytes:
             raise
-        except Exception:  # gRPC raises a bare one where the stream breaks off
-            raise MalformedBytes(f"no greeting within {_HELLO_S:g} s, or broke off") from None
+        # gRPC raises a bare exception if the stream breaks off.
+        except Exception:
+            raise MalformedBytes(f"no greeting within {_HELLO_S:g} s") from None
         finally:
             timer.cancel()
-        if frame.WhichOneof("kind") != "hello":
-            raise MalformedBytes(
-                f"a {frame.WhichOneof('kind') or 'frame of an unknown kind'} instead of a greeting"
-            )
+        kind = frame.WhichOneof("kind") or "frame of an unknown kind"
+        if kind != "hello":
+            raise MalformedBytes(f"a {kind} instead of a greeting")
         return frame.hello
 
     def _read_frames(
@@ -287,15 +292,13 @@ class CloudService:
                 channel.on_frame(stream_id, self._parse_frame(message))
         except MalformedBytes as refused:
             refusals.append(str(refused))
-        except Exception:  # gRPC raises a bare one where the stream breaks off
+        # gRPC raises a bare exception if the stream breaks off.
+        except Exception:
             pass
         channel.detach(stream_id)
 
     def _parse_frame(self, message: bytes) -> wire.Frame:
-        if len(message) > LARGEST_FRAME_BYTES:
-            raise MalformedBytes(
-                f"a frame of {len(message)} bytes, where {LARGEST_FRAME_BYTES} are the limit"
-            )
+        check_size(len(message), "a frame", LARGEST_FRAME_BYTES)
         try:
             return wire.Frame.FromString(message)
         except DecodeError:
@@ -323,9 +326,8 @@ class CloudService:
             raise SplitRefused(f"{len(message)} bytes that are no {kind.DESCRIPTOR.name}") from None
 
     def _log_refusal(self, peer: str, what: str, why: str = "") -> None:
-        self._refusals.report(
-            peer, f"split cloud: refused {what} from {peer}{f': {why}' if why else ''}"
-        )
+        reason = f": {why}" if why else ""
+        self._refusals.report(peer, f"split cloud: refused {what} from {peer}{reason}")
 
 
 def _refusal(code: "wire.Refusal.Code", text: str) -> bytes:

@@ -41,13 +41,13 @@ T = TypeVar("T")
 class CloudOperator:
     """The address of a cloud and the token that authorises the management of its runs.
 
-    Calls take `timeout_s` at most.
+    Calls take `timeout_s` at most. `insecure` allows plain text beyond private addresses.
     """
 
     address: str
     token: str
     tls: Tls | None = None
-    insecure: bool = False  # plain text beyond private addresses
+    insecure: bool = False
     timeout_s: float = 120.0
     heartbeat_s: float = 5.0
 
@@ -72,8 +72,8 @@ def open_session(
 ) -> str:
     """Open a run: `weights` and `settings` go to the cloud's factory. Return the token of the run's edges.
 
-    `replace` ends a run of that name first. Raises `SplitRefused` where the cloud refuses it, and `StreamLost`
-    where the cloud cannot be reached.
+    `replace` ends a run of that name first. Raises `SplitRefused` if the cloud refuses it, and `StreamLost` if the
+    cloud cannot be reached.
     """
     pieces = pack_arrays(weights) if weights else []
     opening = wire.Opening(
@@ -117,19 +117,16 @@ def fetch_state(operator: CloudOperator, run_id: str) -> tuple[int, bytes]:
 
 def close_session(operator: CloudOperator, run_id: str, *, forget: bool = True) -> None:
     """Close a run: its edges are refused from now on. `forget` removes its checkpoints too."""
+    request = wire.CloseRequest(run_id=run_id, forget=forget).SerializeToString()
     with _open_channel(operator) as channel:
-        channel.unary_unary(f"/{SERVICE}/Close")(
-            wire.CloseRequest(run_id=run_id, forget=forget).SerializeToString(),
-            timeout=operator.timeout_s,
-        )
+        channel.unary_unary(f"/{SERVICE}/Close")(request, timeout=operator.timeout_s)
 
 
 def session_status(operator: CloudOperator, run_id: str = "") -> list[dict[str, Any]]:
     """Return `CloudSession.status` of one run, or of all."""
+    request = wire.StatusRequest(run_id=run_id).SerializeToString()
     with _open_channel(operator) as channel:
-        reply = channel.unary_unary(f"/{SERVICE}/Status")(
-            wire.StatusRequest(run_id=run_id).SerializeToString(), timeout=operator.timeout_s
-        )
+        reply = channel.unary_unary(f"/{SERVICE}/Status")(request, timeout=operator.timeout_s)
         sessions: list[dict[str, Any]] = json.loads(wire.StatusReply.FromString(reply).sessions)
         return sessions
 
@@ -142,11 +139,10 @@ def _fetch(
     whole_state: bool,
 ) -> tuple[int, T]:
     content: Assembly | None = None
+    request = wire.FetchRequest(run_id=run_id, whole_state=whole_state).SerializeToString()
     with _open_channel(operator) as channel:
-        for message in channel.unary_stream(f"/{SERVICE}/Fetch")(
-            wire.FetchRequest(run_id=run_id, whole_state=whole_state).SerializeToString(),
-            timeout=operator.timeout_s,
-        ):
+        replies = channel.unary_stream(f"/{SERVICE}/Fetch")(request, timeout=operator.timeout_s)
+        for message in replies:
             part = wire.FetchPart.FromString(message)
             content = content or Assembly(part.num_bytes, "a half")
             content.add(part.part)
@@ -157,29 +153,33 @@ def _fetch(
 
 @contextmanager
 def _open_channel(operator: CloudOperator) -> Iterator[grpc.Channel]:
+    tls = operator.tls
+    cloud = f"the cloud at {operator.address}"
     channel = open_channel(
         operator.address,
-        operator.tls.channel_credentials() if operator.tls is not None else None,
+        tls.channel_credentials() if tls is not None else None,
         heartbeat_s=operator.heartbeat_s,
         max_message_bytes=LARGEST_FRAME_BYTES,
     )
+    token = operator.token.encode()
     try:
         yield ClientAuthentication(
-            OPERATOR, operator.token.encode(), tls=operator.tls is not None
+            OPERATOR,
+            token,
+            tls=tls is not None,
         ).on(channel)
     except PeerRefused as refused:
-        raise SplitRefused(f"the cloud at {operator.address}: {refused}") from None
+        raise SplitRefused(f"{cloud}: {refused}") from None
     except MalformedBytes as malformed:
-        raise SplitRefused(f"the cloud at {operator.address} sends {malformed}") from None
+        raise SplitRefused(f"{cloud} sends {malformed}") from None
     except grpc.RpcError as error:
-        failure = failure_of(f"the cloud at {operator.address}", error)
+        failure = failure_of(cloud, error)
         if isinstance(failure, PeerRefused | PeerNotTrusted):
             raise SplitRefused(str(failure)) from None
+        remedy = "see that `socflower cloud serve` runs there"
         # A server that requires certificates hangs up on those who show none, without a reason.
-        shows = operator.tls is None or operator.tls.certificate is not None
-        raise StreamLost(
-            f"{failure}; see that `socflower cloud serve` runs there"
-            f"{'' if shows else ', and give certificate and key if it was started with --ca'}"
-        ) from None
+        if tls is not None and tls.certificate is None:
+            remedy += ", and give certificate and key if it was started with --ca"
+        raise StreamLost(f"{failure}; {remedy}") from None
     finally:
         channel.close()

@@ -4,18 +4,13 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
 
-from socflower.edgecloud.cloud.session import (
-    CloudSession,
-    SessionFactory,
-    SessionTerms,
-    terms_from_document,
-    terms_to_document,
-)
+from socflower.edgecloud.cloud.session import CloudSession, SessionFactory, SessionTerms
 from socflower.edgecloud.stream import split_pb2 as wire
-from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, Limits, SplitRefused, StartOver
+from socflower.edgecloud.stream.frames import Limits, SplitRefused, StartOver, check_version
 from socflower.errors import ConfigError, SocflowerError
 from socflower.wire.arrays import MalformedBytes, unpack_arrays
 from socflower.wire.folders import LOCK_FILE, FolderLock
@@ -23,14 +18,18 @@ from socflower.wire.saved_state import StateKind, read_sealed, seal, write_atomi
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _SESSION_FILE = "session.sealed"
-_SESSION = StateKind(name="session of a split training", schema=3, remedy="open the run anew")
+_SESSION = StateKind(
+    name="session of a split training",
+    schema=3,
+    remedy="open the run again",
+)
 
 
 class SessionStore:
     """Stores sessions by run; each has its own folder below `folder`, if one is given.
 
-    A session is written there before it is served, without any token, so that a restarted
-    service has the sessions of the one before. Raises `ConfigError` for a folder that cannot be used.
+    A session is written there before it is served, without any token, so that a restarted service has the sessions of
+    the one before. Raises `ConfigError` for a folder that cannot be used.
     """
 
     def __init__(
@@ -44,15 +43,16 @@ class SessionStore:
         most_parties: int,
         log: Callable[[str], None],
     ) -> None:
-        self._factory, self._folder, self._limits = factory, folder, limits
-        self._patience_s, self._gather_s, self._most_parties, self._log = (
-            patience_s,
-            gather_s,
-            most_parties,
-            log,
-        )
+        self._factory = factory
+        self._folder = folder
+        self._limits = limits
+        self._patience_s = patience_s
+        self._gather_s = gather_s
+        self._most_parties = most_parties
+        self._log = log
         self._lock = Lock()
-        self._opening = Lock()  # one at a time: two of the same run must not write the same folder
+        # One at a time: two openings of the same run must not write the same folder.
+        self._opening = Lock()
         self._sessions: dict[str, CloudSession] = {}
         self._folder_lock: FolderLock | None = None
         try:
@@ -84,12 +84,11 @@ class SessionStore:
         Raises `SplitRefused` for a run that is open already, unless it is replaced, and whatever the factory raises.
         """
         terms = self.check(opening)
+        run = f"run {terms.run_id}"
         with self._opening:
             if self.find(terms.run_id) is not None:
                 if not opening.replace:
-                    raise SplitRefused(
-                        f"run {terms.run_id} is open already; close it, or open it with replace"
-                    )
+                    raise SplitRefused(f"{run} is open already; close it, or open it with replace")
                 self.end(terms.run_id, forget=True)
             folder = self._run_folder(terms.run_id)
             try:
@@ -98,18 +97,14 @@ class SessionStore:
                     folder.mkdir(mode=0o700)
                 session = self._session(terms, packed)
                 if folder is not None:
-                    write_atomically(
-                        folder / _SESSION_FILE, seal(_SESSION, terms_to_document(terms), [packed])
-                    )
+                    sealed = seal(_SESSION, {**asdict(terms), "settings": terms.settings}, [packed])
+                    write_atomically(folder / _SESSION_FILE, sealed)
             except OSError as error:
                 raise SplitRefused(
-                    f"run {terms.run_id}: its folder cannot be written ({error.strerror}); make room "
-                    "or give the cloud another one"
+                    f"{run}: its folder cannot be written ({error.strerror}); make room"
                 ) from None
             except MalformedBytes as refused:
-                raise SplitRefused(
-                    f"run {terms.run_id} was opened with {refused}; pack them anew"
-                ) from None
+                raise SplitRefused(f"{run} was opened with {refused}") from None
             with self._lock:
                 self._sessions[terms.run_id] = session
 
@@ -137,33 +132,25 @@ class SessionStore:
 
     def check(self, opening: wire.Opening) -> SessionTerms:
         """Return the terms of an opening; `SplitRefused` for invalid ones."""
-        if opening.version != PROTOCOL_VERSION:
-            raise SplitRefused(
-                f"the cloud speaks version {PROTOCOL_VERSION} of the split protocol, the manager "
-                f"{opening.version}; install the same socflower on both"
-            )
+        check_version(opening.version, "manager")
+        run = f"run {opening.run_id[:80]!r}"
         if not _RUN_ID.fullmatch(opening.run_id):
+            raise SplitRefused(f"{run}: a name has up to 64 letters, digits, '.', '_' and '-'")
+        num_bytes = opening.num_bytes
+        most_bytes = self._limits.max_weights_bytes
+        if num_bytes > most_bytes:
+            raise SplitRefused(f"{run}: {num_bytes} bytes of weights exceed {most_bytes}")
+        most_parties = 1 if opening.reverse else self._most_parties
+        if not 1 <= opening.num_parties <= most_parties:
             raise SplitRefused(
-                f"run {opening.run_id[:80]!r}: its name may have 64 letters, digits, '.', '_' and '-'"
-            )
-        if opening.num_bytes > self._limits.max_weights_bytes:
-            raise SplitRefused(
-                f"run {opening.run_id}: {opening.num_bytes} bytes of weights, where "
-                f"{self._limits.max_weights_bytes} are the limit"
-            )
-        if not 1 <= opening.num_parties <= self._most_parties or (
-            opening.reverse and opening.num_parties > 1
-        ):
-            raise SplitRefused(
-                f"run {opening.run_id}: num_parties = {opening.num_parties} must be from 1 to "
-                f"{self._most_parties}, and 1 in a reverse split"
+                f"{run}: num_parties = {opening.num_parties} must be from 1 to {most_parties}"
             )
         try:
             settings = json.loads(opening.settings or "{}")
         except ValueError:
             settings = None
         if not isinstance(settings, dict):
-            raise SplitRefused(f"run {opening.run_id}: its settings are no JSON object")
+            raise SplitRefused(f"{run}: its settings are no JSON object")
         return SessionTerms(
             run_id=opening.run_id,
             fingerprint=opening.fingerprint,
@@ -176,21 +163,17 @@ class SessionStore:
     def _restore(self) -> None:
         if self._folder is None:
             return
+        where = f"split cloud: folder {self._folder}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             paths = sorted(self._folder.glob(f"*/{_SESSION_FILE}"))
         except OSError as error:
-            raise ConfigError(
-                f"split cloud: folder {self._folder} cannot be used ({error.strerror}); give one that "
-                "this process may write to"
-            ) from None
-        self._folder_lock = FolderLock(
-            self._folder / LOCK_FILE, f"split cloud: folder {self._folder}"
-        )
+            raise ConfigError(f"{where} cannot be used ({error.strerror})") from None
+        self._folder_lock = FolderLock(self._folder / LOCK_FILE, where)
         for path in paths:
             try:
                 document, packed = read_sealed(path, _SESSION)
-                terms = terms_from_document(document)
+                terms = SessionTerms(**document)
                 self._sessions[terms.run_id] = self._session(terms, packed)
             except (SocflowerError, KeyError, TypeError, ValueError) as error:
                 self._log(

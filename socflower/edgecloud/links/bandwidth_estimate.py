@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass, field
 
 from socflower.edgecloud.links.bandwidth_profile import Direction, LinkRates
-from socflower.errors import ConfigError, require_range
 
 
 @dataclass(slots=True)
@@ -14,7 +13,8 @@ class _DirectionEstimate:
     first_bytes_per_s: float
     num_bytes: float = 0.0
     seconds: float = 0.0
-    counted_s: float = -math.inf  # when the last transfer was added
+    # When the last transfer was added.
+    counted_s: float = -math.inf
     waiting_since_s: float | None = None
     waiting_bytes: float = 0.0
 
@@ -27,28 +27,25 @@ class _DirectionEstimate:
 class BandwidthMeter:
     """A running estimate of both rates of a link; the caller passes the time, in seconds that never decrease.
 
-    The rate of a direction is bytes by seconds over past transfers, each weighted by e^(−age/memory_s): a mean over
-    the time in which something was sent, not over transfers, so that many small ones do not outweigh a large one. It
-    is exact if the link is constant. A transfer longer than memory_s counts as one of that length; otherwise an outage
-    would lower the estimate for too long. Transfers below `min_bytes` do not count, because their time is mostly
-    latency and system calls; they only end a silence.
+    The rate of a direction is the bytes of past transfers divided by their seconds, each transfer weighted by
+    e^(−age/memory_s). Weighting by seconds keeps many small transfers from outweighing a large one, and makes the rate
+    exact on a constant link. A transfer longer than `memory_s` counts as one of that length; otherwise an outage would
+    lower the estimate for too long. Transfers below `min_bytes` take mostly latency and system calls, so they only end
+    a silence.
 
     Bytes in flight bound the rate as soon as they are late. If they are late by `silence_s`, the link counts as lost,
-    rate 0, until something arrives. So, to notice a loss within about `silence_s`, pass the next piece expected (a
-    chunk) to `set_in_flight`, not the whole of a long tensor.
+    rate 0, until something arrives. To notice a loss within about `silence_s`, pass the next chunk expected to
+    `set_in_flight`, not the whole of a long tensor.
     """
 
-    first: (
-        LinkRates  # the estimate until a transfer has been measured; its latency is used throughout
-    )
+    # The estimate until a transfer has been measured; its latency is used throughout.
+    first: LinkRates
     memory_s: float = 5.0
     silence_s: float = 2.0
     min_bytes: float = 4096.0
     _estimates: dict[Direction, _DirectionEstimate] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_range("bandwidth meter", above=0, memory_s=self.memory_s, silence_s=self.silence_s)
-        require_range("bandwidth meter", least=0, min_bytes=self.min_bytes)
         self._estimates = {
             "up": _DirectionEstimate(self.first.up_bytes_per_s),
             "down": _DirectionEstimate(self.first.down_bytes_per_s),
@@ -58,10 +55,6 @@ class BandwidthMeter:
         self, direction: Direction, num_bytes: float, seconds: float, now_s: float
     ) -> None:
         """Count a transfer that took `seconds`, latency included, and ended at `now_s`; nothing is in flight then."""
-        if not (num_bytes >= 0 and 0 <= seconds < math.inf):
-            raise ConfigError(
-                f"bandwidth meter: a transfer of {num_bytes} bytes in {seconds} s cannot be"
-            )
         estimate = self._estimates[direction]
         estimate.waiting_since_s = None
         carrying_s = seconds - self.first.latency_s
@@ -73,10 +66,16 @@ class BandwidthMeter:
         estimate.seconds = estimate.seconds * fading + carrying_s * share
         estimate.counted_s = now_s
 
-    def set_in_flight(self, direction: Direction, since_s: float, num_bytes: float) -> None:
+    def set_in_flight(
+        self,
+        direction: Direction,
+        since_s: float,
+        num_bytes: float,
+    ) -> None:
         """Note that `num_bytes` are in flight, or overdue, since `since_s`; a later call replaces an earlier one."""
         estimate = self._estimates[direction]
-        estimate.waiting_since_s, estimate.waiting_bytes = since_s, max(1.0, num_bytes)
+        estimate.waiting_since_s = since_s
+        estimate.waiting_bytes = max(1.0, num_bytes)
 
     def clear_in_flight(self, direction: Direction) -> None:
         """Note that nothing is in flight, so that silence does not count as a loss."""
@@ -95,7 +94,7 @@ class BandwidthMeter:
         if estimate.waiting_since_s is None:
             return rate
         waited_s = now_s - estimate.waiting_since_s - self.first.latency_s
-        if waited_s * rate <= estimate.waiting_bytes:  # not late yet
+        if waited_s * rate <= estimate.waiting_bytes:
             return rate
         late_s = waited_s - estimate.waiting_bytes / rate
         return 0.0 if late_s >= self.silence_s else estimate.waiting_bytes / waited_s

@@ -4,6 +4,7 @@ import csv
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -16,25 +17,14 @@ HEADER = ("time_s", "up_bytes_per_s", "down_bytes_per_s")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkRates:
-    """The rates of a link at one moment, per direction."""
+    """The rates of a link at one moment, per direction; rates may be infinite, `latency_s` is one way."""
 
     up_bytes_per_s: float
     down_bytes_per_s: float
-    latency_s: float = 0.0  # one way
-
-    def __post_init__(self) -> None:
-        if not (
-            self.up_bytes_per_s >= 0
-            and self.down_bytes_per_s >= 0
-            and 0 <= self.latency_s < math.inf
-        ):
-            raise ConfigError(
-                f"link: rates {self.up_bytes_per_s}, {self.down_bytes_per_s} bytes/s and latency "
-                f"{self.latency_s} s must not be negative"
-            )
+    latency_s: float = 0.0
 
     def behind(self, shared: "LinkRates | None", num_sharing: int = 1) -> "LinkRates":
-        """Return the rates of this link and a fair share of another one after it, with the latency of both."""
+        """Return the rates of this link followed by a fair share of another one, with the latency of both."""
         if shared is None:
             return self
         return LinkRates(
@@ -48,12 +38,12 @@ class LinkRates:
 class BandwidthProfile:
     """The bandwidth of a link between an edge and a cloud over time.
 
-    Latency does not occupy the link: it only delays every arrival.
+    Latency, in seconds one way, does not occupy the link: it only delays every arrival.
     """
 
     up: RateSteps
     down: RateSteps
-    latency_s: float = 0.0  # one way
+    latency_s: float = 0.0
 
     def __post_init__(self) -> None:
         require_range("bandwidth profile", least=0, latency_s=self.latency_s)
@@ -61,10 +51,6 @@ class BandwidthProfile:
     def steps(self, direction: Direction) -> RateSteps:
         """Return one direction."""
         return self.up if direction == "up" else self.down
-
-    def rate(self, direction: Direction, time_s: float) -> float:
-        """Return bytes per second at a time."""
-        return self.steps(direction).rate(time_s)
 
     def rates(self, time_s: float) -> LinkRates:
         """Return both directions at a time."""
@@ -74,23 +60,34 @@ class BandwidthProfile:
             latency_s=self.latency_s,
         )
 
-    def passed_s(self, direction: Direction, start_s: float, num_bytes: float) -> float:
-        """Return the time until which a transfer that begins at `start_s` occupies the link; infinity for never."""
+    def passed_s(
+        self,
+        direction: Direction,
+        start_s: float,
+        num_bytes: float,
+    ) -> float:
+        """Return when a transfer that begins at `start_s` leaves the link; infinity if it never does."""
         return self.steps(direction).passed_s(start_s, num_bytes)
 
-    def arrival_s(self, direction: Direction, start_s: float, num_bytes: float) -> float:
-        """Return when the last byte of a transfer arrives: `passed_s` and the latency."""
-        return self.steps(direction).passed_s(start_s, num_bytes) + self.latency_s
-
-    def bytes_between(self, direction: Direction, begin_s: float, end_s: float) -> float:
+    def bytes_between(
+        self,
+        direction: Direction,
+        begin_s: float,
+        end_s: float,
+    ) -> float:
         """Return how many bytes the link can carry in a span: the integral of its rate."""
         steps = self.steps(direction)
         return max(0.0, steps.total_bytes(end_s) - steps.total_bytes(begin_s))
 
-    def mean(self, direction: Direction, begin_s: float = 0.0, end_s: float | None = None) -> float:
+    def mean(
+        self,
+        direction: Direction,
+        begin_s: float = 0.0,
+        end_s: float | None = None,
+    ) -> float:
         """Return the mean rate in a span, bytes per second; by default up to the end of the profile.
 
-        A profile without an end returns its last rate.
+        For a profile without an end it is the last rate.
         """
         steps = self.steps(direction)
         until_s = steps.end_s if end_s is None else end_s
@@ -113,9 +110,8 @@ def constant(
     up_bytes_per_s: float, down_bytes_per_s: float, latency_s: float = 0.0
 ) -> BandwidthProfile:
     """Return a profile whose rates never change."""
-    return BandwidthProfile(
-        RateSteps((0.0,), (up_bytes_per_s,)), RateSteps((0.0,), (down_bytes_per_s,)), latency_s
-    )
+    up, down = (RateSteps((0.0,), (rate,)) for rate in (up_bytes_per_s, down_bytes_per_s))
+    return BandwidthProfile(up, down, latency_s)
 
 
 def segments(
@@ -124,29 +120,30 @@ def segments(
     latency_s: float = 0.0,
     repeats: bool = False,
 ) -> BandwidthProfile:
-    """Return a profile made of (seconds, bytes/s up, bytes/s down), one after another.
+    """Return a profile of (seconds, bytes/s up, bytes/s down), one after another.
 
-    Without `repeats` the last part holds for good. Raises `ConfigError` for no parts, and for seconds that are not
+    Without `repeats` the last part never ends. Raises `ConfigError` for no parts, and for seconds that are not
     positive.
     """
     if not parts:
-        raise ConfigError(
-            "bandwidth profile: no segments; give (seconds, bytes/s up, bytes/s down)"
-        )
-    times_s = [0.0]
-    for duration_s, _, _ in parts:
-        if not 0 < duration_s < math.inf:
-            raise ConfigError(
-                f"bandwidth profile: a segment of {duration_s} s; it must be more than 0 and finite"
-            )
-        times_s.append(times_s[-1] + duration_s)
-    end_s = times_s.pop() if repeats else math.inf
-    starts_s = tuple(times_s[: len(parts)])
-    return BandwidthProfile(
-        RateSteps(starts_s, tuple(up for _, up, _ in parts), end_s),
-        RateSteps(starts_s, tuple(down for _, _, down in parts), end_s),
-        latency_s,
-    )
+        raise ConfigError("bandwidth profile: no segments; give at least one")
+    durations_s, up, down = zip(*parts, strict=True)
+    for duration_s in durations_s:
+        require_range("bandwidth profile", above=0, seconds=duration_s)
+    *starts_s, total_s = accumulate(durations_s, initial=0.0)
+    end_s = total_s if repeats else math.inf
+    return _profile(starts_s, up, down, end_s, latency_s)
+
+
+def _profile(
+    times_s: Sequence[float],
+    up: Sequence[float],
+    down: Sequence[float],
+    end_s: float,
+    latency_s: float,
+) -> BandwidthProfile:
+    ups, downs = (RateSteps(tuple(times_s), tuple(rates), end_s) for rates in (up, down))
+    return BandwidthProfile(ups, downs, latency_s)
 
 
 def read_csv(path: Path, *, latency_s: float = 0.0, repeats: bool = True) -> BandwidthProfile:
@@ -158,69 +155,63 @@ def read_csv(path: Path, *, latency_s: float = 0.0, repeats: bool = True) -> Ban
         12.5,,                                  a last row with only a time: the profile ends here, and repeats
 
     With `repeats` it begins again at its end: at the time of the row without rates, or else when the last row has
-    lasted as long as the one before it (a single row: 1 s). Without `repeats`, the last rates hold for good.
+    lasted as long as the one before it (a single row: 1 s). Without `repeats`, the last rates never end.
     """
+    rows, ends = _read_rows(path)
+    if not rows:
+        raise ConfigError(f"bandwidth profile {path}: has no rows; give at least the rates at 0 s")
+    times_s, up, down = zip(*rows, strict=True)
+    end_s = math.inf
+    if repeats:
+        last_s = times_s[-1] - times_s[-2] if len(times_s) > 1 else 1.0
+        end_s = times_s[-1] + last_s if ends is None else ends
+    return _profile(times_s, up, down, end_s, latency_s)
+
+
+def _read_rows(path: Path) -> tuple[list[tuple[float, float, float]], float | None]:
+    """Return time and rates of each row, and the time of the last row if it has no rates."""
+    what = f"bandwidth profile {path}"
     try:
-        rows = list(csv.reader(path.read_text("utf-8-sig").splitlines()))
+        lines = list(csv.reader(path.read_text("utf-8-sig").splitlines()))
     except OSError as error:
-        raise ConfigError(
-            f"bandwidth profile {path}: cannot be read ({error.strerror}); check the path"
-        ) from None
+        raise ConfigError(f"{what}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise ConfigError(
-            f"bandwidth profile {path}: is not UTF-8 text; is it a bandwidth profile?"
-        ) from None
-    if not rows or tuple(cell.strip() for cell in rows[0]) != HEADER:
-        raise ConfigError(f"bandwidth profile {path} line 1: must be the header {','.join(HEADER)}")
-    times_s: list[float] = []
-    up: list[float] = []
-    down: list[float] = []
+        raise ConfigError(f"{what}: is not UTF-8 text") from None
+    if not lines or tuple(cell.strip() for cell in lines[0]) != HEADER:
+        raise ConfigError(f"{what} line 1: must be the header {','.join(HEADER)}")
+    rows: list[tuple[float, float, float]] = []
     end_s: float | None = None
-    for number, row in enumerate(rows[1:], start=2):
-        cells = [cell.strip() for cell in row]
+    for number, line in enumerate(lines[1:], start=2):
+        cells = [cell.strip() for cell in line]
         if not any(cells):
             continue
-        where = f"bandwidth profile {path} line {number}"
+        where = f"{what} line {number}"
         if len(cells) != len(HEADER):
-            raise ConfigError(
-                f"{where}: has {len(cells)} values; give {len(HEADER)}: {','.join(HEADER)}"
-            )
+            raise ConfigError(f"{where}: has {len(cells)} values, not {len(HEADER)}")
         if end_s is not None:
-            raise ConfigError(
-                f"{where}: follows a row without rates, which only the last one may be"
-            )
+            raise ConfigError(f"{where}: only the last row may be without rates")
         time_s = _number(cells[0], HEADER[0], where)
-        last_s = times_s[-1] if times_s else None
-        if last_s is None and time_s != 0:
-            raise ConfigError(f"{where}: the first time is {cells[0]}; it must be 0")
-        if last_s is not None and time_s <= last_s:
-            raise ConfigError(
-                f"{where}: time {cells[0]} s does not come after {last_s} s; sort the rows"
-            )
-        if last_s is not None and not cells[1] and not cells[2]:
+        _check_time(time_s, rows, where)
+        if rows and not cells[1] and not cells[2]:
             end_s = time_s
-            continue
-        times_s.append(time_s)
-        up.append(_number(cells[1], HEADER[1], where))
-        down.append(_number(cells[2], HEADER[2], where))
-    if not times_s:
-        raise ConfigError(f"bandwidth profile {path}: has no rows; give at least the rates at 0 s")
-    if not repeats:
-        end_s = math.inf
-    elif end_s is None:
-        end_s = times_s[-1] + (times_s[-1] - times_s[-2] if len(times_s) > 1 else 1.0)
-    return BandwidthProfile(
-        RateSteps(tuple(times_s), tuple(up), end_s),
-        RateSteps(tuple(times_s), tuple(down), end_s),
-        latency_s,
-    )
+        else:
+            up, down = (_number(cells[i], HEADER[i], where) for i in (1, 2))
+            rows.append((time_s, up, down))
+    return rows, end_s
+
+
+def _check_time(time_s: float, rows: Sequence[tuple[float, float, float]], where: str) -> None:
+    if not rows and time_s != 0:
+        raise ConfigError(f"{where}: the first time is {time_s:g} s, not 0")
+    if rows and time_s <= rows[-1][0]:
+        raise ConfigError(f"{where}: {time_s:g} s comes after {rows[-1][0]} s; sort the rows")
 
 
 def _number(text: str, name: str, where: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise ConfigError(f"{where}: {name} = {text!r} is no number") from None
+        raise ConfigError(f"{where}: {name} = {text!r} must be a number") from None
     if not 0 <= value < math.inf:
         raise ConfigError(f"{where}: {name} = {text} must be 0 or more and finite")
     return value

@@ -14,69 +14,65 @@ outages, during which the rate process continues. All figures and their sources:
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from statistics import NormalDist
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from socflower.cluster.link_rate import RateSteps
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile
 from socflower.errors import ConfigError, require_range
+from socflower.field_rules import checked
 from socflower.plain_numbers import plain_numbers
 
 _NORMAL = NormalDist()
 _HALVINGS = 60
 
 JITTER_CORRELATION_S = 10.0
-"""In which the autocorrelation of jitter falls to 1/e: an assumption."""
+"""The seconds in which the autocorrelation of jitter falls to 1/e: an assumption."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+_Positive = Annotated[float, Field(gt=0)]
+
+
+@checked
 class LinkStatistics:
     """The statistics of one kind of link; rates are those of the down link while there is a link."""
 
-    mean_bytes_per_s: float
-    deviation_bytes_per_s: float
-    min_bytes_per_s: float
-    max_bytes_per_s: float
-    correlation_s: float  # in which the autocorrelation of the rate's logarithm falls to 1/e
-    outage_share: float  # of the time
-    outage_s: float  # mean length of one
-    up_down_ratio: float
-    up_down_correlation: float
-    latency_s: float  # one way
+    mean_bytes_per_s: _Positive
+    deviation_bytes_per_s: _Positive
+    min_bytes_per_s: _Positive
+    max_bytes_per_s: _Positive
+    # In which the autocorrelation of the rate's logarithm falls to 1/e.
+    correlation_s: _Positive
+    # The share of time without a link, and the mean length of an outage.
+    outage_share: Annotated[float, Field(ge=0, le=0.5)]
+    outage_s: _Positive
+    up_down_ratio: _Positive
+    up_down_correlation: Annotated[float, Field(ge=0, le=1)]
+    # One way.
+    latency_s: Annotated[float, Field(ge=0)]
 
-    def __post_init__(self) -> None:
-        if not 0 < self.min_bytes_per_s < self.mean_bytes_per_s < self.max_bytes_per_s < math.inf:
-            raise ConfigError(
-                f"link statistics: need 0 < min < mean < max, got {self.min_bytes_per_s}, "
-                f"{self.mean_bytes_per_s}, {self.max_bytes_per_s} bytes/s"
-            )
-        widest = math.sqrt(
-            (self.max_bytes_per_s - self.mean_bytes_per_s)
-            * (self.mean_bytes_per_s - self.min_bytes_per_s)
+    def check(self) -> None:
+        """Raise `ConfigError` for limits without the mean between them, or too narrow for the deviation."""
+        least = self.min_bytes_per_s
+        mean = self.mean_bytes_per_s
+        most = self.max_bytes_per_s
+        if not least < mean < most:
+            raise ConfigError(f"need min < mean < max, got {least}, {mean}, {most} bytes/s")
+        # A distribution between two limits has at most this deviation; near it no log-normal one fits.
+        widest = math.sqrt((most - mean) * (mean - least))
+        require_range(
+            "",
+            below=0.9 * widest,
+            deviation_bytes_per_s=self.deviation_bytes_per_s,
         )
-        if not 0 < self.deviation_bytes_per_s < 0.9 * widest:
-            raise ConfigError(
-                f"link statistics: a deviation of {self.deviation_bytes_per_s} bytes/s must be more than "
-                f"0 and, for these limits, less than {0.9 * widest:.0f}"
-            )
-        if not (
-            self.correlation_s > 0
-            and self.outage_s > 0
-            and 0 <= self.outage_share <= 0.5
-            and self.up_down_ratio > 0
-            and 0 <= self.up_down_correlation <= 1
-        ):
-            raise ConfigError(
-                "link statistics: need correlation_s, outage_s and up_down_ratio above 0, outage_share "
-                f"from 0 to 0.5 and up_down_correlation from 0 to 1, got {self}"
-            )
 
 
 @cache
@@ -93,9 +89,8 @@ def link_statistics(kind: str) -> LinkStatistics:
         close = get_close_matches(kind, tables, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(tables)}"
         raise ConfigError(f"link kind {kind!r} is unknown; {hint}")
-    return LinkStatistics(
-        **{key.name: float(tables[kind][key.name]["value"]) for key in fields(LinkStatistics)}
-    )
+    names = [key.name for key in fields(LinkStatistics)]
+    return LinkStatistics(**{name: float(tables[kind][name]["value"]) for name in names})
 
 
 @plain_numbers
@@ -116,18 +111,22 @@ def generate_from_statistics(
     step_s: float = 1.0,
 ) -> BandwidthProfile:
     """Return a profile with the given statistics; see `generate_bandwidth_profile`."""
-    if not (0 < step_s < math.inf and step_s <= duration_s < math.inf):
-        raise ConfigError(
-            f"bandwidth profile: duration_s = {duration_s} and step_s = {step_s} must be positive, "
-            "finite, and the step not longer than the whole"
-        )
-    num_steps = round(duration_s / step_s)
-    if not math.isclose(num_steps * step_s, duration_s, rel_tol=1e-9):
-        raise ConfigError(
-            f"bandwidth profile: duration_s = {duration_s} must be a whole number of steps of "
-            f"{step_s} s"
-        )
+    require_range(
+        "bandwidth profile",
+        above=0,
+        step_s=step_s,
+        duration_s=duration_s,
+    )
     require_range("bandwidth profile", least=0, seed=seed)
+    num_steps = round(duration_s / step_s)
+    if num_steps < 1 or not math.isclose(
+        num_steps * step_s,
+        duration_s,
+        rel_tol=1e-9,
+    ):
+        raise ConfigError(
+            f"bandwidth profile: duration_s = {duration_s} must be a whole number of steps of {step_s} s"
+        )
     # One random stream each, so that a longer profile begins like a shorter one of the same seed.
     down_noise, up_noise, outage_noise = (
         np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(3)
@@ -136,27 +135,18 @@ def generate_from_statistics(
     shared = figures.up_down_correlation
     down_e = down_noise.standard_normal(num_steps)
     up_e = shared * down_e + math.sqrt(1 - shared * shared) * up_noise.standard_normal(num_steps)
-    mu, sigma = _log_moments(
-        figures.mean_bytes_per_s,
-        figures.deviation_bytes_per_s,
-        figures.min_bytes_per_s,
-        figures.max_bytes_per_s,
-    )
+    limits = (figures.min_bytes_per_s, figures.max_bytes_per_s)
+    mu, sigma = _log_moments(figures.mean_bytes_per_s, figures.deviation_bytes_per_s, *limits)
     there = _link_is_up(outage_noise.random(num_steps), figures, step_s)
-    rates = [
-        there
-        * np.clip(
-            np.exp(mu + sigma * _autoregressive(e, phi)),
-            figures.min_bytes_per_s,
-            figures.max_bytes_per_s,
-        )
-        for e in (up_e, down_e)
-    ]
     times_s = tuple(index * step_s for index in range(num_steps))
-    up, down = (tuple(map(float, rate)) for rate in (figures.up_down_ratio * rates[0], rates[1]))
-    return BandwidthProfile(
-        RateSteps(times_s, up, duration_s), RateSteps(times_s, down, duration_s), figures.latency_s
-    )
+
+    def steps(noise: NDArray[np.float64], scale: float) -> RateSteps:
+        rates = np.clip(np.exp(mu + sigma * _autoregressive(noise, phi)), *limits)
+        return RateSteps(times_s, tuple((scale * (there * rates)).tolist()), duration_s)
+
+    up = steps(up_e, figures.up_down_ratio)
+    down = steps(down_e, 1.0)
+    return BandwidthProfile(up, down, figures.latency_s)
 
 
 def add_jitter(
@@ -166,19 +156,19 @@ def add_jitter(
     *,
     duration_s: float,
     step_s: float = 1.0,
-    correlation_s: float = JITTER_CORRELATION_S,
 ) -> BandwidthProfile:
     """Return a profile whose rates scatter around those of `link`; equal arguments give equal profiles.
 
     In each step a rate is multiplied by exp(sigma z_i - sigma^2/2) with the AR(1) process z_i of the module's
     docstring: the factor's mean is 1 and its standard deviation `deviation`; each direction has its own process.
-    A lost link remains lost. A profile that repeats does so after the same time, with the same scatter; of one whose
-    last rate holds for good, the first `duration_s` scatter. Raises `ConfigError` for a deviation below 0.
+    A lost link remains lost. A profile that repeats does so after the same time, with the same scatter. If the last
+    rate never ends, the first `duration_s` seconds scatter. Raises `ConfigError` for a deviation below 0.
     """
     require_range("bandwidth profile", least=0, jitter=deviation)
     if deviation == 0:
         return link
-    sigma, phi = math.sqrt(math.log1p(deviation * deviation)), math.exp(-step_s / correlation_s)
+    sigma = math.sqrt(math.log1p(deviation * deviation))
+    phi = math.exp(-step_s / JITTER_CORRELATION_S)
     streams = (np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(2))
     up, down = (
         _scattered(steps, sigma, phi, stream, min(duration_s, steps.end_s), step_s)
@@ -199,7 +189,8 @@ def _scattered(
     factors = np.exp(sigma * noise - sigma * sigma / 2)
     ticks = {index * step_s: float(factor) for index, factor in enumerate(factors)}
     # A rate holds until its own next change or the next tick.
-    times_s = sorted({*ticks, *steps.times_s, *([until_s] if until_s < steps.end_s else [])})
+    ends_s = {until_s} if until_s < steps.end_s else set()
+    times_s = sorted({*ticks, *steps.times_s} | ends_s)
     rates: list[float] = []
     factor = 1.0
     for time_s in times_s:
@@ -235,9 +226,15 @@ def _link_is_up(
 
 
 @cache
-def _log_moments(mean: float, deviation: float, least: float, most: float) -> tuple[float, float]:
+def _log_moments(
+    mean: float,
+    deviation: float,
+    least: float,
+    most: float,
+) -> tuple[float, float]:
     """Return mu and sigma of the log-normal distribution whose clipped values have this mean and deviation."""
-    low, high = 1e-6, 10.0
+    low = 1e-6
+    high = 10.0
     for _ in range(_HALVINGS):
         sigma = (low + high) / 2
         mu = _mu(sigma, mean, least, most)
@@ -250,16 +247,24 @@ def _log_moments(mean: float, deviation: float, least: float, most: float) -> tu
 
 def _mu(sigma: float, mean: float, least: float, most: float) -> float:
     """Return the mu at which the clipped mean is `mean`; it rises with mu."""
-    low, high = math.log(least) - 10 * sigma, math.log(most) + 10 * sigma
+    low = math.log(least) - 10 * sigma
+    high = math.log(most) + 10 * sigma
     for _ in range(_HALVINGS):
         mu = (low + high) / 2
         low, high = (mu, high) if _clipped_moment(mu, sigma, least, most, 1) < mean else (low, mu)
     return (low + high) / 2
 
 
-def _clipped_moment(mu: float, sigma: float, least: float, most: float, power: int) -> float:
+def _clipped_moment(
+    mu: float,
+    sigma: float,
+    least: float,
+    most: float,
+    power: int,
+) -> float:
     """Return E[clip(exp(mu + sigma Z), least, most)^power] of a standard normal Z."""
-    below, above = (math.log(least) - mu) / sigma, (math.log(most) - mu) / sigma
+    below = (math.log(least) - mu) / sigma
+    above = (math.log(most) - mu) / sigma
     shift = power * sigma
     inside = math.exp(min(700.0, power * mu + shift * shift / 2)) * (
         _NORMAL.cdf(above - shift) - _NORMAL.cdf(below - shift)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, Direction
-from socflower.errors import require_range
 
 BURST_BYTES = 65536
 _LATE_S = 0.05
@@ -15,10 +14,10 @@ _LONGEST_NAP_S = 0.5
 
 
 class TokenBucket:
-    """Limits one direction of a link to the rates of a profile. Latency is left out: it needs a queue, not a limit.
+    """Limits one direction of a link to the rates of a profile, without its latency, which would need a queue.
 
-    A bucket that was idle is empty, so a first transfer takes as long as in virtual time. A sender may catch up on
-    what it loses by waking up late: at most `burst_bytes`, and nothing older than 50 ms. So in any span no more passes
+    An idle bucket saves nothing up, so a first transfer takes as long as in virtual time. A sender may catch up on
+    the time it lost by waking up late: at most `burst_bytes`, and at most 50 ms. So in any span no more bytes pass
     than the profile allows, plus `burst_bytes`, plus the last chunk before the span, which was waited for as a whole.
 
     Parameters
@@ -41,15 +40,16 @@ class TokenBucket:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] | None = None,
     ) -> None:
-        require_range("token bucket", least=0, burst_bytes=burst_bytes)
-        self._profile, self._direction, self._burst_bytes = profile, direction, burst_bytes
-        self._clock, self._closed = clock, threading.Event()
+        self._profile = profile
+        self._direction = direction
+        self._burst_bytes = burst_bytes
+        self._clock = clock
+        self._closed = threading.Event()
         self._sleep = self._closed.wait if sleep is None else sleep
         self._start_s = clock() if start_s is None else start_s
         self._lock = threading.Lock()
-        self._passed_s = (
-            -math.inf
-        )  # when, in the profile's time, the last byte requested so far has passed
+        # When, in the profile's time, the last byte requested so far has passed.
+        self._passed_s = -math.inf
 
     def wait(self, num_bytes: int) -> bool:
         """Block until `num_bytes` have passed, after all that were requested before; False if closed meanwhile.
@@ -57,11 +57,9 @@ class TokenBucket:
         While the link is lost this waits until the profile has a rate again, if ever.
         """
         with self._lock:
-            now_s = self._clock() - self._start_s
-            self._passed_s = self._profile.passed_s(
-                self._direction, self._begin_s(now_s), num_bytes
-            )
-            due_s = self._passed_s
+            begin_s = self._begin_s(self._clock() - self._start_s)
+            due_s = self._profile.passed_s(self._direction, begin_s, num_bytes)
+            self._passed_s = due_s
         while not self._closed.is_set():
             left_s = due_s - (self._clock() - self._start_s)
             if left_s <= 0:

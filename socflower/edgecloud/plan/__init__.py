@@ -1,1 +1,1 @@
-"""Where to cut, what a cut costs, when to move it; the pipeline in virtual time."""
+"""Plans of split training: costs of cuts, decisions to move the cut, and the pipeline in virtual time."""

@@ -15,26 +15,34 @@ FULL_BITS = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaselineTerms:
-    """What a method may choose among: what its paper offers, with at least the freedom that ours is given."""
+    """The choices of a method: those that its paper offers, with at least the freedom that ours has."""
 
-    cut: Literal[
-        "best", "given or best", "given or middle", "none"
-    ]  # "given" is the cut that the user names
-    edge_alone: Literal[
-        "always", "if allowed", "never", "only"
-    ]  # "if allowed": where ours may train without the cloud
-    waits: bool  # for the gradient of a batch before the next one begins; otherwise it uses our window K
-    bits: int = FULL_BITS  # of features
+    # "given" is the cut that the user names.
+    cut: Literal["best", "given or best", "given or middle", "none"]
+    # "if allowed": if ours may train without the cloud.
+    edge_alone: Literal["always", "if allowed", "never", "only"]
+    # Whether a batch waits for the gradient of the one before; otherwise the method uses our window K.
+    waits: bool
+    # Of features.
+    bits: int = FULL_BITS
     gradient_bits: int = FULL_BITS
 
 
 BASELINES: Mapping[str, BaselineTerms] = {
     # Ours without the codec and without moves, to show the benefit of these two.
-    "pipelined": BaselineTerms(cut="given or best", edge_alone="if allowed", waits=False),
+    "pipelined": BaselineTerms(
+        cut="given or best",
+        edge_alone="if allowed",
+        waits=False,
+    ),
     # Eshratifar et al. 2019: the shortest path through layers × {edge, cloud}; all at the edge is one of the paths.
     "joint-dnn": BaselineTerms(cut="best", edge_alone="always", waits=True),
     "split": BaselineTerms(cut="given or middle", edge_alone="never", waits=True),
-    "splitfed": BaselineTerms(cut="given or middle", edge_alone="never", waits=True),
+    "splitfed": BaselineTerms(
+        cut="given or middle",
+        edge_alone="never",
+        waits=True,
+    ),
     "edge-only": BaselineTerms(cut="none", edge_alone="only", waits=True),
 }
 """The methods that ours is compared with, by their names in scenarios."""
@@ -50,28 +58,33 @@ def choices(
 ) -> tuple[SplitPlan, ...]:
     """Return every deployment that a method may choose, the smallest cut first and edge-only last.
 
-    `cut` is the one given by the user, for methods that use it. Raises ConfigError for a cut that the model does not
+    `cut` is the one given by the user, for methods that use it. Raises `ConfigError` for a cut that the model does not
     have, and for an unknown method.
     """
     terms = _terms(peer)
-    limit = 0 if terms.waits else window
-    cuts: tuple[int, ...] = tuple(range(len(costs.cuts)))
     if cut is not None:
         cut_cost(costs, cut)
+    places: list[int | None] = list(range(len(costs.cuts)))
     if terms.cut == "none":
-        cuts = ()
+        places = []
     elif terms.cut != "best" and cut is not None:
-        cuts = (cut,)
+        places = [cut]
     elif terms.cut == "given or middle":
-        cuts = (_middle(costs),)
-    split = tuple(SplitPlan(cut=place, bits=terms.bits, window=limit) for place in cuts)
-    given = (
-        terms.cut == "given or best" and cut is not None
-    )  # then ours cannot choose the cut either
-    alone = terms.edge_alone in ("always", "only") or (
-        terms.edge_alone == "if allowed" and allow_edge_only and not given
+        places = [_middle(costs)]
+    # With a given cut, ours cannot choose edge-only training either.
+    free = terms.cut != "given or best" or cut is None
+    if_allowed = terms.edge_alone == "if allowed" and allow_edge_only and free
+    if if_allowed or terms.edge_alone in ("always", "only"):
+        places.append(None)
+    limit = 0 if terms.waits else window
+    return tuple(
+        SplitPlan(
+            cut=place,
+            bits=terms.bits,
+            window=limit,
+        )
+        for place in places
     )
-    return (*split, SplitPlan(cut=None, bits=terms.bits, window=limit)) if alone else split
 
 
 def plan_baseline(
@@ -91,8 +104,20 @@ def plan_baseline(
     """
     own = replace(costs, gradient_bits=_terms(peer).gradient_bits)
     return min(
-        choices(peer, costs, window=window, cut=cut, allow_edge_only=allow_edge_only),
-        key=lambda choice: predicted_s(own, choice, rates, num_batches, reverse=reverse),
+        choices(
+            peer,
+            costs,
+            window=window,
+            cut=cut,
+            allow_edge_only=allow_edge_only,
+        ),
+        key=lambda choice: predicted_s(
+            own,
+            choice,
+            rates,
+            num_batches,
+            reverse=reverse,
+        ),
     )
 
 
@@ -106,13 +131,9 @@ def _middle(costs: SplitCosts) -> int:
 
     A layer ends where the next weights begin; a cut before its pooling would send features that are not needed.
     """
-    middle = len(costs.cuts) // 2
-    same = [
-        index
-        for index, cut in enumerate(costs.cuts)
-        if cut.front_weight_bytes == costs.cuts[middle].front_weight_bytes and index >= middle
-    ]
-    return same[-1]
+    weights = [cut.front_weight_bytes for cut in costs.cuts]
+    middle = len(weights) // 2
+    return max(at for at, each in enumerate(weights) if each == weights[middle] and at >= middle)
 
 
 def _terms(peer: str) -> BaselineTerms:

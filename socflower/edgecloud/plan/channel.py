@@ -28,19 +28,20 @@ class Channel:
         self.direction: Direction = direction
         self.busy_s = 0.0
         self.num_bytes = 0.0
-        self._simulation, self._path, self._edge, self._latency_s = (
-            simulation,
-            tuple(path),
-            edge,
-            latency_s,
-        )
+        self._simulation = simulation
         self._meter = meter
+        self._path = tuple(path)
+        self._edge = edge
+        self._latency_s = latency_s
         self._waiting: Queue[tuple[float, str, Event[None]]] = Queue()
-        self._in_flight: deque[tuple[float, float]] = (
-            deque()
-        )  # begin and bytes of what is under way
+        # Begin and bytes of each transfer under way.
+        self._in_flight: deque[tuple[float, float]] = deque()
         self._num_sent = 0
-        simulation.start(self._carry(), f"the {direction} link of edge {edge}", background=True)
+        simulation.start(
+            self._carry(),
+            f"the {direction} link of edge {edge}",
+            background=True,
+        )
 
     def send(self, num_bytes: float, what: str) -> Event[None]:
         """Queue a transfer now, and return the event of its arrival."""
@@ -68,7 +69,12 @@ class Channel:
         while True:
             num_bytes, what, arrived = yield self._waiting.get()
             self._in_flight.append((simulation.now_s, num_bytes))
-            carried_s = yield simulation.transfer(self._path, num_bytes, what, socs=(self._edge,))
+            carried_s = yield simulation.transfer(
+                self._path,
+                num_bytes,
+                what,
+                socs=(self._edge,),
+            )
             self.busy_s += carried_s
             self.num_bytes += num_bytes
             if self._latency_s:

@@ -10,27 +10,23 @@ from socflower.errors import ConfigError
 
 def period_s(phases: Phases, window: float) -> float:
     """Return the seconds between two batches of a full pipeline: max(T_M, T_Σ/(K+1)); T_Σ for a window of 0."""
-    if not window >= 0:
-        raise ConfigError(f"window = {window} must be 0 or more; 0 is plain split training")
-    if math.isinf(phases.total_s):  # infinity / infinity would be NaN
+    if math.isinf(phases.total_s):
+        # Divided by an infinite window it would be NaN.
         return math.inf
     return max(phases.longest_s, phases.total_s / (window + 1.0))
 
 
 def training_s(phases: Phases, num_batches: float, window: float) -> float:
-    """Return the seconds of `num_batches` from an empty pipeline to an empty one (F26).
+    """Return the seconds of `num_batches` (0, or at least 1) from an empty pipeline to an empty one (F26).
 
     Sequential, window 0: τ·T_Σ. Otherwise (τ − 1)·max(T_M, T_Σ/(K+1)) + T_Σ. `num_batches` may be a mean, as τ is in
-    F27; an infinite window is no limit. Compared with the exact time of a sliding window over four first-come
-    first-served servers, it is never less; it is equal where T_M decides or K + 1 divides τ − 1, and elsewhere too long
-    by less than T_Σ − (K+1)·T_M, for any number of batches. The same holds if the edge is one processor for forward and
-    backward passes of different batches, provided it never does two backward passes in a row while a forward pass is
-    allowed. In simulation, a front half that always prefers backward passes leaves the link and the cloud idle, and
+    F27; an infinite window is no limit. The result is never less than the exact time of a sliding window over four
+    first-come first-served servers. Both are equal if T_M decides or K + 1 divides τ − 1; otherwise the result is too
+    long by less than T_Σ − (K+1)·T_M, for any number of batches. The same holds if the edge is one processor for
+    forward and backward passes of different batches, provided it never does two backward passes in a row while a
+    forward pass is allowed. A front half that always prefers backward passes leaves the link and the cloud idle, and
     needs up to 1.7 times as long.
-
-    Raises ConfigError for a negative window, and for a number of batches between 0 and 1.
     """
-    _check_batches(num_batches)
     if num_batches == 0:
         return 0.0
     if math.isinf(phases.total_s):
@@ -43,10 +39,8 @@ def migration_s(
 ) -> float:
     """Return the seconds for moving the weights between two cuts (U, Eq. 13), one latency included.
 
-    Layers leave the edge at the up rate and arrive at the down rate; None is the cut at which the edge has the whole
-    model. 0 between equal cuts, infinity over a dead link.
-
-    Raises ConfigError for a cut that the model does not have, and for None where the model's bytes are not known.
+    Layers leave the edge at the up rate and arrive at the down rate; with None the edge has the whole model. The result
+    is 0 between equal cuts and infinite over a dead link. Raises what `received_weight_bytes` raises.
     """
     if old == new:
         return 0.0
@@ -60,7 +54,7 @@ def received_weight_bytes(
 ) -> float:
     """Return the bytes of weights that the edge receives as the cut moves, negative if it sends some (Eq. 13).
 
-    Raises ConfigError for a cut that the model does not have, and for None where the model's bytes are not known.
+    Raises `ConfigError` for a cut that the model does not have, and for None if the model's bytes are not known.
     """
     return _edge_weight_bytes(costs, new, reverse) - _edge_weight_bytes(costs, old, reverse)
 
@@ -69,8 +63,7 @@ def _edge_weight_bytes(costs: SplitCosts, cut: int | None, reverse: bool) -> flo
     if cut is None:
         if not costs.model_weight_bytes:
             raise ConfigError(
-                f"model {costs.model}: model_weight_bytes is not known; without it no cost of moving to "
-                "or from an edge that trains alone can be told"
+                f"model {costs.model}: a move to or from edge-only training needs model_weight_bytes in its costs"
             )
         return costs.model_weight_bytes
     front_bytes = cut_cost(costs, cut).front_weight_bytes
@@ -100,29 +93,23 @@ def predicted_s(
 ) -> float:
     """Return the seconds of the next `num_batches` under a deployment: M, and U and the drain if it is a new one (F27).
 
-    `previous` is the deployment whose batches are in flight; None if there are none, or it is the same. `rates` are
-    those expected during training; `now` are those for drain and migration, if they differ.
+    `previous` is the deployment whose batches are in flight, if there is another one. `rates` are those expected
+    during training; `now` are those for drain and migration, if they differ.
     """
-    training = training_s(
-        phases(costs, split_plan, rates, reverse=reverse),
-        num_batches,
-        window_limit(costs, split_plan),
-    )
+    times = phases(costs, split_plan, rates, reverse=reverse)
+    total_s = training_s(times, num_batches, window_limit(costs, split_plan))
     if previous is None or previous == split_plan:
-        return training
+        return total_s
     now = now or rates
-    leaving_s = (
-        0.0
-        if previous.cut is None
-        else drain_s(phases(costs, previous, now, reverse=reverse), window_limit(costs, previous))
+    leaving_s = 0.0
+    if previous.cut is not None:
+        in_flight = phases(costs, previous, now, reverse=reverse)
+        leaving_s = drain_s(in_flight, window_limit(costs, previous))
+    moving_s = migration_s(
+        costs,
+        previous.cut,
+        split_plan.cut,
+        now,
+        reverse=reverse,
     )
-    return (
-        training
-        + leaving_s
-        + migration_s(costs, previous.cut, split_plan.cut, now, reverse=reverse)
-    )
-
-
-def _check_batches(num_batches: float) -> None:
-    if not (num_batches == 0 or 1 <= num_batches < math.inf):
-        raise ConfigError(f"num_batches = {num_batches} must be 0, or 1 or more and finite")
+    return total_s + leaving_s + moving_s

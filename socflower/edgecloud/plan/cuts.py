@@ -3,159 +3,153 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Annotated, TypeAlias
+
+from pydantic import Field
 
 from socflower.errors import ConfigError, require_range
+from socflower.field_rules import OneOf, checked
 from socflower.wire.codecs.quantisation import BITS
 
-_STRICT = {"strict": True, "extra": "forbid"}  # for costs that are read from a file
+Bits: TypeAlias = Annotated[int, OneOf(BITS)]
+"""The width of a value that crosses the link."""
+
+# Strict, since a text in a file of costs is no number.
+_Cost: TypeAlias = Annotated[float, Field(ge=0, strict=True)]
+_FORBID = {"extra": "forbid"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitPlan:
-    """Where a model is cut, the bit width of its features, and how stale a gradient may be: N = (l, b, K)."""
+    """A deployment (l, b, K): where the model is cut, the bits of its features, and how stale a gradient may be.
 
-    cut: int | None  # index into `SplitCosts.cuts`; None: the edge trains alone
+    `cut` is an index into `SplitCosts.cuts`; with None the edge trains alone. `window` is K of F23: how many batches
+    may go forward before the gradient of an earlier one has come back.
+    """
+
+    cut: int | None
     bits: int = 32
-    window: int = 0  # K of F23: batches that may go forward before the gradient of an earlier one has come back
+    window: int = 0
 
     def __post_init__(self) -> None:
         require_range("deployment", least=0, cut=self.cut or 0, window=self.window)
         if self.bits not in BITS:
-            raise ConfigError(
-                f"deployment: bits = {self.bits} is unknown; use one of {', '.join(map(str, BITS))}"
-            )
+            known = ", ".join(map(str, BITS))
+            raise ConfigError(f"deployment: bits = {self.bits} must be one of {known}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class CutCost:
     """One place where the model can be cut; seconds and bytes are those of one batch.
 
     The front half is everything up to and including this layer. It is at the edge (in a reverse split: in the cloud).
     """
 
-    __pydantic_config__ = _STRICT
-    name: str  # of the front half's last layer
-    edge_forward_s: float  # of the edge's half
-    edge_backward_s: float  # backward pass and update; 0 where none of it is trained
-    cloud_s: float  # forward, backward and update of the cloud's half
-    feature_elements: int  # of one batch
-    front_weight_bytes: (
-        float  # that move with the front half: trained weights, buffers, optimiser state
-    )
-    edge_memory_bytes: float = (
-        0.0  # weights, gradients, optimiser state and one batch's activations at the edge
-    )
-    front_trains: bool = (
-        True  # False: everything before the cut is frozen, and no gradient is sent back (Type 2)
-    )
-    edge_replay_s: float | None = (
-        None  # what a replay adds to a backward pass; None: as much as a forward pass
-    )
-
-    def __post_init__(self) -> None:
-        require_range(
-            f"cut {self.name}",
-            least=0,
-            edge_forward_s=self.edge_forward_s,
-            cloud_s=self.cloud_s,
-            edge_backward_s=self.edge_backward_s,
-            front_weight_bytes=self.front_weight_bytes,
-            edge_memory_bytes=self.edge_memory_bytes,
-            edge_replay_s=self.replay_s,
-        )
-        require_range(f"cut {self.name}", least=1, feature_elements=self.feature_elements)
+    __pydantic_config__ = _FORBID
+    # The front half's last layer.
+    name: str
+    # Of the edge's half; backward pass and update take 0 if none of it is trained.
+    edge_forward_s: _Cost
+    edge_backward_s: _Cost
+    # Forward pass, backward pass and update of the cloud's half.
+    cloud_s: _Cost
+    feature_elements: Annotated[int, Field(ge=1)]
+    # The state that moves with the front half: trained weights, buffers, optimiser state.
+    front_weight_bytes: _Cost
+    # Weights, gradients, optimiser state and one batch's activations at the edge.
+    edge_memory_bytes: _Cost = 0.0
+    # False: everything before the cut is frozen, and no gradient is sent back (Type 2 transfer).
+    front_trains: Annotated[bool, Field(strict=True)] = True
+    # The extra time of a backward pass with a replay; None: as much as a forward pass.
+    edge_replay_s: _Cost | None = None
 
     @property
     def replay_s(self) -> float:
-        """The seconds of the edge for repeating a batch's pass, with all that a backward pass needs."""
+        """The edge's seconds for repeating a batch's forward pass, with all that a backward pass needs."""
         return self.edge_forward_s if self.edge_replay_s is None else self.edge_replay_s
 
     def at_edge_speed(self, speed: float) -> "CutCost":
-        """Return the costs while the edge works at `speed`, of 1 as here."""
+        """Return the costs of an edge that works at `speed` times the present speed."""
+        replay_s = None if self.edge_replay_s is None else self.edge_replay_s / speed
         return replace(
             self,
             edge_forward_s=self.edge_forward_s / speed,
             edge_backward_s=self.edge_backward_s / speed,
-            edge_replay_s=None if self.edge_replay_s is None else self.edge_replay_s / speed,
+            edge_replay_s=replay_s,
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class SplitCosts:
     """The costs of a batch at every cut of one model on one edge and one cloud, in the order of the model's layers."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = _FORBID
     model: str
     batch_size: int
     cuts: tuple[CutCost, ...]
-    edge_only_s: float  # a whole training step at the edge
-    edge_only_memory_bytes: float = 0.0  # of such a step
-    label_bytes: float = 0.0  # that travel with the features of a batch
-    codec_s_per_element: Mapping[int, float] = field(
-        default_factory=dict
-    )  # at the edge, by bits; 0 where missing
-    decode_s_per_element: Mapping[int, float] = field(
-        default_factory=dict
-    )  # of gradients there, likewise
-    edge_s_per_byte: float = 0.0  # the edge's processor time for a byte sent or received
-    edge_s_per_batch: float = (
-        0.0  # the edge's processor time for the messages of a batch, however small they are
-    )
-    cloud_s_per_byte: float = 0.0  # the cloud's, of the same two
-    cloud_s_per_batch: float = 0.0
-    gradient_bits: int = 32  # on the way back
-    header_bytes: float = 256.0  # of a batch, each way: message and framing
-    model_weight_bytes: float = 0.0  # that move with the whole model; 0: unknown, no edge-only move
-    edge_processor: str | None = None  # on which the edge trains; None: its device's default one
-    edge_beside: tuple[
-        tuple[str, float], ...
-    ] = ()  # processors that work beside it, for what part of its time
+    # A whole training step at the edge, and its memory.
+    edge_only_s: _Cost
+    edge_only_memory_bytes: _Cost = 0.0
+    # Labels travel with the features of a batch.
+    label_bytes: _Cost = 0.0
+    # The edge's codec by bits, 0 where missing: encoding features, decoding gradients.
+    codec_s_per_element: Mapping[int, _Cost] = field(default_factory=dict)
+    decode_s_per_element: Mapping[int, _Cost] = field(default_factory=dict)
+    # Processor time for a byte sent or received, and for the messages of a batch, however small they are.
+    edge_s_per_byte: _Cost = 0.0
+    edge_s_per_batch: _Cost = 0.0
+    cloud_s_per_byte: _Cost = 0.0
+    cloud_s_per_batch: _Cost = 0.0
+    gradient_bits: Bits = 32
+    # Message and framing of a batch, each way.
+    header_bytes: _Cost = 256.0
+    # The state that moves with the whole model; 0: unknown, so there are no moves to edge-only training.
+    model_weight_bytes: _Cost = 0.0
+    # The processor on which the edge trains; None: its device's default one.
+    edge_processor: str | None = None
+    # Processors that work at the same time, each with its part of that time.
+    edge_beside: tuple[tuple[str, float], ...] = ()
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise `ConfigError` for a model without cuts, or with fewer bytes than a front half."""
         if not self.cuts:
             raise ConfigError(
-                f"model {self.model}: has no place to cut it; a cut lies after an activation, a "
-                "normalisation, a pooling or a residual block through which everything passes"
-            )
-        if self.gradient_bits not in BITS:
-            raise ConfigError(
-                f"gradient_bits = {self.gradient_bits} is unknown; use one of "
-                f"{', '.join(map(str, BITS))}"
+                f"model {self.model} has no place to cut it; a cut needs an activation, a normalisation, a pooling "
+                "or a residual block through which everything passes"
             )
         largest_bytes = max(cut.front_weight_bytes for cut in self.cuts)
-        if self.model_weight_bytes and not largest_bytes <= self.model_weight_bytes < math.inf:
-            raise ConfigError(
-                f"model {self.model}: model_weight_bytes = {self.model_weight_bytes} must be at least "
-                f"those of its largest front half, {largest_bytes}, and finite"
+        if self.model_weight_bytes:
+            where = f"model {self.model}"
+            require_range(
+                where,
+                least=largest_bytes,
+                model_weight_bytes=self.model_weight_bytes,
             )
 
     def at_edge_speed(self, speed: float) -> "SplitCosts":
-        """Return the costs while the edge works at `speed`, of 1 as here: hot, or with users of its own."""
+        """Return the costs of an edge at `speed` times the present speed, because it is hot or also used otherwise."""
         if speed == 1.0:
             return self
+
+        def slowed(seconds: Mapping[int, float]) -> dict[int, float]:
+            return {bits: each / speed for bits, each in seconds.items()}
+
         return replace(
             self,
             cuts=tuple([cut.at_edge_speed(speed) for cut in self.cuts]),
             edge_only_s=self.edge_only_s / speed,
             edge_s_per_byte=self.edge_s_per_byte / speed,
             edge_s_per_batch=self.edge_s_per_batch / speed,
-            codec_s_per_element={
-                bits: seconds / speed for bits, seconds in self.codec_s_per_element.items()
-            },
-            decode_s_per_element={
-                bits: seconds / speed for bits, seconds in self.decode_s_per_element.items()
-            },
+            codec_s_per_element=slowed(self.codec_s_per_element),
+            decode_s_per_element=slowed(self.decode_s_per_element),
         )
 
     def feature_bytes(self, cut: int, bits: int) -> float:
         """Return the bytes that one batch sends with its features, labels and header included."""
-        return (
-            self.header_bytes
-            + self.label_bytes
-            + math.ceil(self.cuts[cut].feature_elements * bits / 8)
-        )
+        payload_bytes = math.ceil(self.cuts[cut].feature_elements * bits / 8)
+        return self.header_bytes + self.label_bytes + payload_bytes
 
     def gradient_bytes(self, cut: int) -> float:
-        """Return the bytes that come back for one batch; an empty message where the front half is frozen."""
+        """Return the bytes that come back for one batch: only the header if the front half is frozen."""
         elements = self.cuts[cut].feature_elements if self.cuts[cut].front_trains else 0
         return self.header_bytes + math.ceil(elements * self.gradient_bits / 8)

@@ -2,65 +2,77 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from dataclasses import asdict, dataclass
+from itertools import pairwise, product
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates
 from socflower.edgecloud.plan.cost_model import predicted_s
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.party import Party
-from socflower.errors import ConfigError, InfeasiblePlan, require_range
+from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.field_rules import checked
 from socflower.plain_numbers import plain_numbers
-from socflower.wire.codecs.quantisation import BITS
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class WindowSchedule:
-    """K by training progress: a new value from each given fraction of all batches on."""
+    """K by training progress: a new value from each given fraction of all batches on.
 
-    steps: tuple[tuple[float, int], ...] = (
-        (0.0, 4),
-        (0.5, 5),
-    )  # (fraction, K), as the paper trains
+    `steps` are pairs (fraction, K), by default those with which the paper trains.
+    """
 
-    def __post_init__(self) -> None:
+    steps: tuple[tuple[float, Annotated[int, Field(ge=0)]], ...] = ((0.0, 4), (0.5, 5))
+
+    def check(self) -> None:
+        """Raise `ConfigError` for fractions that do not begin with 0 and rise below 1."""
         fractions = [fraction for fraction, _ in self.steps]
-        if (
-            not fractions
-            or fractions[0] != 0.0
-            or not all(a < b < 1.0 for a, b in pairwise(fractions))
-        ):
-            raise ConfigError(
-                f"window schedule: fractions must begin with 0 and rise below 1, got {fractions}"
-            )
-        for _, window in self.steps:
-            require_range("window schedule", least=0, window=window)
+        if fractions[:1] != [0.0] or not all(a < b < 1.0 for a, b in pairwise(fractions)):
+            raise ConfigError(f"fractions must begin with 0 and rise below 1, got {fractions}")
 
     def window(self, batch: int, num_batches: int) -> int:
         """Return K for a batch of a training of `num_batches`; the last value beyond its end."""
-        return next(
-            window for fraction, window in reversed(self.steps) if batch >= fraction * num_batches
-        )
+        reached = [window for fraction, window in self.steps if fraction * num_batches <= batch]
+        return reached[-1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """One change of deployment, with the estimates on which it was decided."""
+    """One change of deployment, with the estimates on which it was decided.
+
+    `rates` were measured at that moment. The predictions are the seconds of the next τ batches (`gap_batches`): without
+    the change, and with it, drain and migration included.
+    """
 
     batch: int
-    rates: LinkRates  # measured at that moment
+    rates: LinkRates
     smoothed: LinkRates
-    gap_batches: float  # τ
+    gap_batches: float
     old: SplitPlan
     new: SplitPlan
-    predicted_s_stay: float  # of the next τ batches
-    predicted_s_move: float  # with drain and migration
+    predicted_s_stay: float
+    predicted_s_move: float
+
+
+_Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+@checked
+class _Rules:
+    """The settings by which a decision engine judges moves; see `DecisionEngine`."""
+
+    beta: _Share
+    min_gain: _Share
+    smoothing: _Share
+    first_gap_batches: Annotated[float, Field(ge=1)]
+    rest_batches: Annotated[int, Field(ge=1)]
+    num_batches: Annotated[int, Field(ge=1)] | None
 
 
 class DecisionEngine:
-    """Minimises M + U over cuts and bits, O(cuts·bits) per decision, and moves only where it pays (Alg. 2).
+    """Minimises M + U over cuts and bits, O(cuts·bits) per decision, and moves only if it pays (Alg. 2, F27).
 
     Three rules prevent premature moves. (1) Training is predicted with smoothed rates, drain and migration with the
     current ones: a drop raises the cost of moving at once but the cost of staying only gradually, so the cut moves when
@@ -95,50 +107,23 @@ class DecisionEngine:
         """Choose among the cuts of `costs` that fit into `edge_memory_bytes`, and among `bits`.
 
         `beta` is the weight of the past in τ, `smoothing` that of the past in the rates, per decision. With
-        `num_batches`, no deployment is expected to last longer than the training. Raises ConfigError for invalid
-        settings.
+        `num_batches`, no deployment is expected to last longer than the training. Raises `ConfigError` for invalid
+        settings, and `InfeasiblePlan` if no cut fits.
         """
-        if not bits or any(width not in BITS for width in bits):
-            raise ConfigError(
-                f"decision engine: bits = {list(bits)} must be some of {', '.join(map(str, BITS))}"
-            )
-        require_range(
-            "decision engine", least=0, below=1, beta=beta, min_gain=min_gain, smoothing=smoothing
-        )
-        require_range(
-            "decision engine",
-            least=1,
+        self._rules = _Rules(
+            beta=beta,
+            min_gain=min_gain,
+            smoothing=smoothing,
             first_gap_batches=first_gap_batches,
             rest_batches=rest_batches,
-            num_batches=1 if num_batches is None else num_batches,
+            num_batches=num_batches,
         )
-        if allow_edge_only and not costs.model_weight_bytes:
-            raise ConfigError(
-                f"decision engine: edge-only training of model {costs.model} needs model_weight_bytes "
-                "in its costs; set it, or leave edge-only training out"
-            )
-        self._cuts = tuple(
-            i for i, cut in enumerate(costs.cuts) if cut.edge_memory_bytes <= edge_memory_bytes
-        )
-        if not self._cuts:
-            least = min(cut.edge_memory_bytes for cut in costs.cuts)
-            raise InfeasiblePlan(
-                f"decision engine: no cut of model {costs.model} fits into {edge_memory_bytes:.0f} "
-                f"bytes of the edge; the smallest needs {least:.0f}; make the batch smaller"
-            )
-        self._costs, self._reverse = costs, reverse
-        self._allow_edge_only = (
-            allow_edge_only and costs.edge_only_memory_bytes <= edge_memory_bytes
-        )
-        self._bits = tuple(sorted(set(bits), reverse=True))
-        self._beta, self._smoothing, self._min_gain = beta, smoothing, min_gain
-        self._rest_batches, self._longest_gap, self._num_batches = (
-            rest_batches,
-            first_gap_batches,
-            num_batches,
-        )
+        self._costs = costs
+        self._reverse = reverse
+        self._places = _places(costs, bits, allow_edge_only, edge_memory_bytes)
         self._gap_batches = first_gap_batches
-        self._changed_at: int | None = None  # the batch of the last change; None before the first
+        # The batch of the last change; None before the first.
+        self._changed_at: int | None = None
         self._smoothed: LinkRates | None = None
         self._costs_by_speed: dict[float, SplitCosts] = {}
         self._log: list[Decision] = []
@@ -154,62 +139,67 @@ class DecisionEngine:
         The first of equal deployments is chosen, so ties go to the smaller cut, which heats the edge least, and to the
         wider features, which lose least.
         """
-        for cut in self._cuts:
-            for bits in self._bits:
-                yield SplitPlan(cut=cut, bits=bits, window=window)
-        if self._allow_edge_only:
-            yield SplitPlan(cut=None, window=window)
+        for cut, bits in self._places:
+            yield SplitPlan(cut=cut, bits=bits, window=window)
 
     def best(self, rates: LinkRates, window: int) -> SplitPlan:
         """Return the deployment to begin with, without the cost of a move; over a dead link the first one."""
         gap = self.expected_batches(0)
-        return min(
-            self.choices(window),
-            key=lambda choice: predicted_s(self._costs, choice, rates, gap, reverse=self._reverse),
-        )
+        reverse = self._reverse
+
+        def seconds(choice: SplitPlan) -> float:
+            return predicted_s(self._costs, choice, rates, gap, reverse=reverse)
+
+        return min(self.choices(window), key=seconds)
 
     def decide(
         self, batch: int, rates: LinkRates, current: SplitPlan, window: int, edge_speed: float = 1.0
     ) -> SplitPlan | None:
-        """Return the deployment to change to before the forward pass of `batch`, or None to stay.
+        """Return the deployment to change to before the forward pass of `batch`, or None to stay (F27).
 
-        To be called between batches with the measured rates and the current K, which is not part of the choice; a new K
-        alone is not a change. At a lower `edge_speed` all that the edge does takes longer. A returned deployment is
+        Call it between batches with the measured rates and the current K, which is not part of the choice; a new K
+        alone is not a change. At a lower `edge_speed` all work of the edge takes longer. A returned deployment is
         recorded as made.
         """
         smoothed = self._smoothed = self._blend(rates)
-        if self._changed_at is not None and batch - self._changed_at < self._rest_batches:
-            return None
+        rests = self._changed_at is not None and batch - self._changed_at < self._rules.rest_batches
         gap = self.expected_batches(batch)
-        if gap < 1:
+        if rests or gap < 1:
             return None
         current = SplitPlan(cut=current.cut, bits=current.bits, window=window)
         costs = self._costs_at(edge_speed)
         stay_s = predicted_s(costs, current, smoothed, gap, reverse=self._reverse)
-        chosen, move_s = current, stay_s
+        chosen = current
+        move_s = stay_s
         for choice in self.choices(window):
             if choice == current or (choice.cut is None and current.cut is None):
                 continue
             seconds = predicted_s(
-                costs, choice, smoothed, gap, current, now=rates, reverse=self._reverse
+                costs,
+                choice,
+                smoothed,
+                gap,
+                current,
+                now=rates,
+                reverse=self._reverse,
             )
             if seconds < move_s:
-                chosen, move_s = choice, seconds
-        pays = math.isinf(stay_s) or stay_s - move_s > self._min_gain * stay_s
+                chosen = choice
+                move_s = seconds
+        pays = math.isinf(stay_s) or stay_s - move_s > self._rules.min_gain * stay_s
         if chosen is current or not pays:
             return None
-        self._log.append(
-            Decision(
-                batch=batch,
-                rates=rates,
-                smoothed=smoothed,
-                gap_batches=gap,
-                old=current,
-                new=chosen,
-                predicted_s_stay=stay_s,
-                predicted_s_move=move_s,
-            )
+        decision = Decision(
+            batch=batch,
+            rates=rates,
+            smoothed=smoothed,
+            gap_batches=gap,
+            old=current,
+            new=chosen,
+            predicted_s_stay=stay_s,
+            predicted_s_move=move_s,
         )
+        self._log.append(decision)
         self._gap_batches = self._next_gap(batch)
         self._changed_at = batch
         return chosen
@@ -221,56 +211,75 @@ class DecisionEngine:
 
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`, as values that JSON represents exactly; the log is left out."""
-        rates = self._smoothed
         return {
             "gap_batches": self._gap_batches,
             "changed_at": self._changed_at,
-            "smoothed": None
-            if rates is None
-            else [rates.up_bytes_per_s, rates.down_bytes_per_s, rates.latency_s],
+            "smoothed": None if self._smoothed is None else asdict(self._smoothed),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of another engine with the same settings."""
-        self._gap_batches, self._changed_at = state["gap_batches"], state["changed_at"]
-        rates = state["smoothed"]
-        self._smoothed = (
-            None
-            if rates is None
-            else LinkRates(up_bytes_per_s=rates[0], down_bytes_per_s=rates[1], latency_s=rates[2])
-        )
+        self._gap_batches = state["gap_batches"]
+        self._changed_at = state["changed_at"]
+        self._smoothed = LinkRates(**state["smoothed"]) if state["smoothed"] else None
 
     def expected_batches(self, batch: int) -> float:
         """Return τ, the expected number of batches that a change made before `batch` lasts."""
         expected = max(self._gap_batches, self._next_gap(batch))
-        return (
-            expected
-            if self._num_batches is None
-            else min(expected, float(self._num_batches - batch))
-        )
+        if self._rules.num_batches is None:
+            return expected
+        return min(expected, float(self._rules.num_batches - batch))
 
     def _next_gap(self, batch: int) -> float:
         """Return the new τ if the gap ends now (Eq. 14); the first change does not end a gap."""
         if self._changed_at is None:
             return self._gap_batches
-        gap = self._beta * self._gap_batches + (1.0 - self._beta) * (batch - self._changed_at)
-        return min(gap, self._longest_gap)
+        beta = self._rules.beta
+        gap = beta * self._gap_batches + (1.0 - beta) * (batch - self._changed_at)
+        return min(gap, self._rules.first_gap_batches)
 
     def _blend(self, rates: LinkRates) -> LinkRates:
         if self._smoothed is None:
             return rates
-        past, weight = self._smoothed, self._smoothing
+        past = self._smoothed
+        weight = self._rules.smoothing
 
         def blend(old: float, new: float) -> float:
-            return (
-                new if old == new else weight * old + (1.0 - weight) * new
-            )  # exact for a constant link
+            # Equal values must stay exactly so: the sum may differ by its rounding.
+            return new if old == new else weight * old + (1.0 - weight) * new
 
         return LinkRates(
             up_bytes_per_s=blend(past.up_bytes_per_s, rates.up_bytes_per_s),
             down_bytes_per_s=blend(past.down_bytes_per_s, rates.down_bytes_per_s),
             latency_s=blend(past.latency_s, rates.latency_s),
         )
+
+
+def _places(
+    costs: SplitCosts, bits: Sequence[int], allow_edge_only: bool, edge_memory_bytes: float
+) -> tuple[tuple[int | None, int], ...]:
+    """Return the cuts that fit into the edge's memory with each width, in the order of preference."""
+    if not bits:
+        raise ConfigError("decision engine: bits is empty; give at least one width")
+    if allow_edge_only and not costs.model_weight_bytes:
+        raise ConfigError(
+            f"decision engine: edge-only training of model {costs.model} needs model_weight_bytes in its costs"
+        )
+    needed_bytes = [cut.edge_memory_bytes for cut in costs.cuts]
+    if min(needed_bytes) > edge_memory_bytes:
+        raise InfeasiblePlan(
+            f"decision engine: no cut of model {costs.model} fits into {edge_memory_bytes:.0f} bytes of the edge; the "
+            f"smallest needs {min(needed_bytes):.0f}; make the batch smaller"
+        )
+    widths = sorted(set(bits), reverse=True)
+    cuts = [cut for cut, num_bytes in enumerate(needed_bytes) if num_bytes <= edge_memory_bytes]
+    places: list[tuple[int | None, int]] = list(product(cuts, widths))
+    if allow_edge_only and costs.edge_only_memory_bytes <= edge_memory_bytes:
+        places.append((None, 32))
+    for _, width in places:
+        # Refuses an unknown width here, and not at the first decision.
+        SplitPlan(cut=0, bits=width)
+    return tuple(places)
 
 
 @plain_numbers
@@ -312,6 +321,6 @@ def adaptive_party(
 
 
 def initial_rates(link: BandwidthProfile) -> LinkRates:
-    """Return the rates of the link at the beginning, or their means where it begins with an outage."""
+    """Return the rates of the link at the beginning, or their means if it begins with an outage."""
     now = link.rates(0.0)
     return now if now.up_bytes_per_s > 0 and now.down_bytes_per_s > 0 else link.mean_rates()

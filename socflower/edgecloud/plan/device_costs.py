@@ -4,6 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
 
 from socflower.cluster.cost_model import UPDATE_PASSES, ModelProfile, compute_seconds
 from socflower.cluster.device import Device
@@ -12,6 +15,7 @@ from socflower.edgecloud.plan.cost_model import training_s
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
 from socflower.edgecloud.plan.phases import Phases
 from socflower.errors import ConfigError, require_range
+from socflower.field_rules import checked
 from socflower.plain_numbers import plain_numbers
 from socflower.wire.codecs.quantisation import BITS
 
@@ -28,25 +32,17 @@ BYTE_PASSES = 4.0
 _FLOAT32_BYTES = 4.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class CutShape:
     """A possible cut, from the layer profile and the captured graph of a model."""
 
-    name: str  # of the front half's last layer
-    num_layers: int  # how many of `ModelProfile.layers` the front half has
-    feature_elements_per_sample: int
-    front_state_bytes: float = (
-        0.0  # weights and buffers of the front half, if they are more than the profile's weights
-    )
-
-    def __post_init__(self) -> None:
-        require_range(
-            f"cut {self.name}",
-            least=1,
-            num_layers=self.num_layers,
-            feature_elements_per_sample=self.feature_elements_per_sample,
-        )
-        require_range(f"cut {self.name}", least=0, front_state_bytes=self.front_state_bytes)
+    # The front half's last layer.
+    name: str
+    # How many of `ModelProfile.layers` the front half has.
+    num_layers: Annotated[int, Field(ge=1)]
+    feature_elements_per_sample: Annotated[int, Field(ge=1)]
+    # Weights and buffers of the front half, if they are more than the profile's weights.
+    front_state_bytes: Annotated[float, Field(ge=0)] = 0.0
 
 
 @plain_numbers
@@ -63,7 +59,6 @@ def split_costs(
     gradient_bits: int = 32,
     codec_passes: float = CODEC_PASSES,
     edge_processor: str | None = None,
-    cloud_processor: str | None = None,
     reverse: bool = False,
     edge_value_bytes: float = _FLOAT32_BYTES,
     edge_shares: Mapping[str, int] | None = None,
@@ -71,105 +66,136 @@ def split_costs(
 ) -> SplitCosts:
     """Return the costs of a batch at every cut, with the front half at the edge (in a `reverse` split: in the cloud).
 
-    The seconds of a whole step are those of the cost model (`cluster.cost_model`), measured ones where the device has
-    them, distributed over the layers by FLOPs and fixed overhead, and within a layer over forward and backward pass by
-    FLOPs: a third is the forward pass of a layer that trains. The first `frozen_layers` have no backward pass and no
-    update. Memory at the edge: weights, gradients and optimiser state of the trained layers, the weights only of frozen
-    layers, and the batch's activations, of `edge_value_bytes` each (1 in int8).
+    The seconds of a whole step are those of the cost model (`cluster.cost_model`), measured ones if the device has
+    them. They are distributed over the layers by FLOPs and fixed overhead, and within a layer over forward and backward
+    pass by FLOPs: a third is the forward pass of a layer that trains. The first `frozen_layers` have no backward pass
+    and no update. `edge_value_bytes` is the size of an activation at the edge (1 in int8).
 
     `edge_shares`, in place of `edge_processor`, is how many samples of a batch each processor of the edge takes, at the
     same time: a pass is as long as the longest; and `merge_passes` over the weights merge their gradients.
 
-    Raises ConfigError if cuts do not follow each other, leave no layer behind them, or the batch is empty.
+    Raises `ConfigError` if cuts do not follow each other, leave no layer behind them, or the batch is empty.
     """
     _check(model, cuts, batch_size, frozen_layers, optimizer_copies, codec_passes)
-    shares = {name: count for name, count in (edge_shares or {}).items() if count}
-    by_processor = {
-        name: _Seconds.on(model, edge, count, frozen_layers, name) for name, count in shares.items()
-    }
-    at_edge = (
-        _Together(
-            model, edge, tuple(by_processor.values()), merge_passes if len(shares) > 1 else 0.0
-        )
-        if by_processor
-        else _Seconds.on(model, edge, batch_size, frozen_layers, edge_processor)
-    )
-    whole_s = {
-        name: seconds.forward_s(0, len(model.layers)) + seconds.backward_s(0, len(model.layers))
-        for name, seconds in by_processor.items()
-    }
-    if whole_s:
-        edge_processor = max(whole_s, key=lambda name: whole_s[name])
-    in_cloud = _Seconds.on(model, cloud, batch_size, frozen_layers, cloud_processor)
+    sizes = _Sizes(model, batch_size, frozen_layers, optimizer_copies, edge_value_bytes)
+    work = _edge_work(sizes, edge, edge_processor, edge_shares or {}, merge_passes)
+    in_cloud = _Seconds.on(model, cloud, batch_size, frozen_layers, None)
     num_layers = len(model.layers)
-
-    def moving_bytes(first: int, last: int) -> float:
-        """Return the bytes of trained weights and of their optimiser state; frozen ones stay at both ends."""
-        trained = model.layers[max(first, frozen_layers) : last]
-        return sum(layer.weight_bytes for layer in trained) * (1.0 + optimizer_copies)
-
-    def memory_bytes(first: int, last: int, input_bytes: float) -> float:
-        trained = model.layers[max(first, frozen_layers) : last]
-        weights_bytes = sum(
-            layer.weight_bytes + layer.frozen_bytes for layer in model.layers[first:last]
-        )
-        return (
-            weights_bytes
-            + sum(layer.weight_bytes for layer in trained) * (1.0 + optimizer_copies)
-            + batch_size
-            * (input_bytes + sum(layer.output_bytes for layer in model.layers[first:last]))
-            * edge_value_bytes
-            / _FLOAT32_BYTES
-        )
-
-    costs: list[CutCost] = []
-    for cut in cuts:
-        front = model.layers[: cut.num_layers]
-        weights_bytes = sum(layer.weight_bytes + layer.frozen_bytes for layer in front)
-        elements = cut.feature_elements_per_sample * batch_size
-        first, last, elsewhere = 0, cut.num_layers, (cut.num_layers, num_layers)
-        input_bytes = model.input_bytes
-        if reverse:
-            first, last, elsewhere = cut.num_layers, num_layers, (0, cut.num_layers)
-            input_bytes = cut.feature_elements_per_sample * _FLOAT32_BYTES
-        costs.append(
-            CutCost(
-                name=cut.name,
-                edge_forward_s=at_edge.forward_s(first, last),
-                edge_backward_s=at_edge.backward_s(first, last),
-                cloud_s=in_cloud.forward_s(*elsewhere) + in_cloud.backward_s(*elsewhere),
-                feature_elements=elements,
-                front_weight_bytes=moving_bytes(0, cut.num_layers)
-                + max(0.0, cut.front_state_bytes - weights_bytes),
-                edge_memory_bytes=memory_bytes(first, last, input_bytes),
-                front_trains=cut.num_layers > frozen_layers,
-            )
-        )
+    costs = [_cut_cost(cut, sizes, work.seconds, in_cloud, reverse) for cut in cuts]
+    whole_bytes = [
+        cost.front_weight_bytes + sizes.moving_bytes(cut.num_layers, num_layers)
+        for cost, cut in zip(costs, cuts, strict=True)
+    ]
     codec_s = codec_passes * _FLOAT32_BYTES / edge.memory_bytes_per_s
     return SplitCosts(
         model=model.name,
         batch_size=batch_size,
         cuts=tuple(costs),
-        edge_only_s=at_edge.forward_s(0, num_layers) + at_edge.backward_s(0, num_layers),
-        edge_only_memory_bytes=memory_bytes(0, num_layers, model.input_bytes),
+        edge_only_s=work.seconds.whole_s(0, num_layers),
+        edge_only_memory_bytes=sizes.memory_bytes(0, num_layers, model.input_bytes),
         label_bytes=0.0 if reverse else label_bytes_per_sample * batch_size,
         codec_s_per_element={bits: codec_s for bits in BITS if bits < 32},
         edge_s_per_byte=BYTE_PASSES / edge.memory_bytes_per_s,
         gradient_bits=gradient_bits,
-        edge_processor=edge_processor,
-        edge_beside=tuple(
-            (name, seconds / whole_s[edge_processor])
-            for name, seconds in whole_s.items()
-            if edge_processor is not None and name != edge_processor
-        ),
-        model_weight_bytes=max(
-            cost.front_weight_bytes + moving_bytes(cut.num_layers, num_layers)
-            for cost, cut in zip(costs, cuts, strict=True)
-        ),
+        edge_processor=work.processor,
+        edge_beside=work.beside,
+        model_weight_bytes=max(whole_bytes, default=0.0),
     )
 
 
-def require_edge_memory(device: Device, costs: SplitCosts, plan: SplitPlan, edge: int) -> None:
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """The bytes of layers `first` to `last` − 1 of a model, for a batch."""
+
+    model: ModelProfile
+    batch_size: int
+    frozen_layers: int
+    optimizer_copies: float
+    value_bytes: float
+
+    def moving_bytes(self, first: int, last: int) -> float:
+        """Return the bytes of trained weights and of their optimiser state; frozen ones stay at both ends."""
+        trained = self.model.layers[max(first, self.frozen_layers) : last]
+        return sum(layer.weight_bytes for layer in trained) * (1.0 + self.optimizer_copies)
+
+    def weight_bytes(self, first: int, last: int) -> float:
+        """Return the bytes of all weights."""
+        layers = self.model.layers[first:last]
+        return sum(layer.weight_bytes + layer.frozen_bytes for layer in layers)
+
+    def memory_bytes(self, first: int, last: int, input_bytes: float) -> float:
+        """Return the bytes for training: weights, gradients, optimiser state, and the batch's activations."""
+        outputs_bytes = sum(layer.output_bytes for layer in self.model.layers[first:last])
+        values = (input_bytes + outputs_bytes) * self.value_bytes / _FLOAT32_BYTES
+        weights_bytes = self.weight_bytes(first, last) + self.moving_bytes(first, last)
+        return weights_bytes + self.batch_size * values
+
+
+def _cut_cost(
+    cut: CutShape,
+    sizes: _Sizes,
+    at_edge: "_Seconds | _Together",
+    in_cloud: "_Seconds",
+    reverse: bool,
+) -> CutCost:
+    front, back = (0, cut.num_layers), (cut.num_layers, len(sizes.model.layers))
+    here, there = (back, front) if reverse else (front, back)
+    feature_bytes = cut.feature_elements_per_sample * _FLOAT32_BYTES
+    input_bytes = feature_bytes if reverse else sizes.model.input_bytes
+    # Buffers, which the profile does not count.
+    more_bytes = max(0.0, cut.front_state_bytes - sizes.weight_bytes(*front))
+    return CutCost(
+        name=cut.name,
+        edge_forward_s=at_edge.forward_s(*here),
+        edge_backward_s=at_edge.backward_s(*here),
+        cloud_s=in_cloud.whole_s(*there),
+        feature_elements=cut.feature_elements_per_sample * sizes.batch_size,
+        front_weight_bytes=sizes.moving_bytes(*front) + more_bytes,
+        edge_memory_bytes=sizes.memory_bytes(*here, input_bytes),
+        front_trains=cut.num_layers > sizes.frozen_layers,
+    )
+
+
+class _EdgeWork(NamedTuple):
+    """The seconds of an edge's layers, its slowest processor, and the others' times as parts of that one's."""
+
+    seconds: "_Seconds | _Together"
+    processor: str | None
+    beside: tuple[tuple[str, float], ...]
+
+
+def _edge_work(
+    sizes: _Sizes,
+    edge: Device,
+    processor: str | None,
+    shares: Mapping[str, int],
+    merge_passes: float,
+) -> _EdgeWork:
+    model = sizes.model
+    frozen_layers = sizes.frozen_layers
+    parts = {
+        name: _Seconds.on(model, edge, count, frozen_layers, name)
+        for name, count in shares.items()
+        if count
+    }
+    if not parts:
+        alone = _Seconds.on(model, edge, sizes.batch_size, frozen_layers, processor)
+        return _EdgeWork(alone, processor, ())
+    whole_s = {name: part.whole_s(0, len(model.layers)) for name, part in parts.items()}
+    longest = max(whole_s, key=lambda name: whole_s[name])
+    passes = merge_passes if len(parts) > 1 else 0.0
+    together = _Together(model, edge, tuple(parts.values()), passes)
+    others = [name for name in whole_s if name != longest]
+    beside = tuple((name, whole_s[name] / whole_s[longest]) for name in others)
+    return _EdgeWork(together, longest, beside)
+
+
+def require_edge_memory(
+    device: Device,
+    costs: SplitCosts,
+    plan: SplitPlan,
+    edge: int,
+) -> None:
     """Raise `InfeasiblePlan` if an edge's device has too little memory for its half of a plan."""
     needed_bytes = (
         costs.edge_only_memory_bytes if plan.cut is None else costs.cuts[plan.cut].edge_memory_bytes
@@ -195,26 +221,14 @@ def edge_energy_j(
     """Return the joules of an edge that computed, sent or received, and was idle within `duration_s`.
 
     The device draws its active watts while its processor computes and its idle watts otherwise; the network's watts are
-    added while its interface is busy, as in the simulator; those of processors `beside` it for their part of its time.
-    Raises ConfigError for a part longer than the whole.
+    added while its interface is busy, as in the simulator. Processors `beside` the first one draw their active watts
+    for their part of its time.
     """
-    if not (
-        0 <= compute_s <= duration_s * (1 + 1e-9)
-        and 0 <= network_s <= duration_s * (1 + 1e-9) < math.inf
-    ):
-        raise ConfigError(
-            f"energy: compute_s = {compute_s} and network_s = {network_s} must lie between 0 and "
-            f"duration_s = {duration_s}, which must be finite"
-        )
     active_w = device.processor(processor or device.default_processor).active_w
-    active_w += sum(
-        (device.processor(name).active_w - device.idle_w) * part for name, part in beside
-    )
-    return (
-        active_w * compute_s
-        + device.idle_w * max(0.0, duration_s - compute_s)
-        + device.network_w * network_s
-    )
+    for name, part in beside:
+        active_w += (device.processor(name).active_w - device.idle_w) * part
+    idle_s = max(0.0, duration_s - compute_s)
+    return active_w * compute_s + device.idle_w * idle_s + device.network_w * network_s
 
 
 def training_energy_j(
@@ -255,30 +269,36 @@ class _Seconds:
     ) -> "_Seconds":
         name = processor or device.default_processor
         rate = device.processor(name).rate(model.name)
-        by_formula = [
+        layers_s = [
             batch_size * layer.training_flops / rate + device.layer_overhead_s
             for layer in model.layers
         ]
         whole_s = compute_seconds(model, device, batch_size, name)
-        scale = whole_s / total if (total := sum(by_formula)) else 0.0
-        forward = tuple(
-            seconds * scale * layer.forward_share
-            for layer, seconds in zip(model.layers, by_formula, strict=True)
-        )
-        backward = tuple(
-            0.0
-            if index < frozen_layers
-            else by_formula[index] * scale * (1.0 - layer.forward_share)
-            + UPDATE_PASSES * layer.weight_bytes / device.memory_bytes_per_s
-            for index, layer in enumerate(model.layers)
-        )
-        return _Seconds(forward, backward)
+        total_s = sum(layers_s)
+        scale = whole_s / total_s if total_s else 0.0
+        forward: list[float] = []
+        backward: list[float] = []
+        for index, (layer, seconds) in enumerate(
+            zip(
+                model.layers,
+                layers_s,
+                strict=True,
+            )
+        ):
+            forward.append(seconds * scale * layer.forward_share)
+            update_s = UPDATE_PASSES * layer.weight_bytes / device.memory_bytes_per_s
+            backward_s = seconds * scale * (1.0 - layer.forward_share) + update_s
+            backward.append(0.0 if index < frozen_layers else backward_s)
+        return _Seconds(tuple(forward), tuple(backward))
 
     def forward_s(self, first: int, last: int) -> float:
         return math.fsum(self.forward[first:last])
 
     def backward_s(self, first: int, last: int) -> float:
         return math.fsum(self.backward[first:last])
+
+    def whole_s(self, first: int, last: int) -> float:
+        return self.forward_s(first, last) + self.backward_s(first, last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,10 +315,11 @@ class _Together:
 
     def backward_s(self, first: int, last: int) -> float:
         merged_bytes = sum(layer.weight_bytes for layer in self.model.layers[first:last])
-        return (
-            max(part.backward_s(first, last) for part in self.parts)
-            + self.merge_passes * merged_bytes / self.device.memory_bytes_per_s
-        )
+        merge_s = self.merge_passes * merged_bytes / self.device.memory_bytes_per_s
+        return max(part.backward_s(first, last) for part in self.parts) + merge_s
+
+    def whole_s(self, first: int, last: int) -> float:
+        return self.forward_s(first, last) + self.backward_s(first, last)
 
 
 def _check(
@@ -309,25 +330,23 @@ def _check(
     optimizer_copies: float,
     codec_passes: float,
 ) -> None:
-    require_range("split costs", least=1, batch_size=batch_size)
+    where = f"model {model.name}"
+    num_layers = len(model.layers)
+    require_range(where, least=1, batch_size=batch_size)
     require_range(
-        "split costs", least=0, optimizer_copies=optimizer_copies, codec_passes=codec_passes
+        where,
+        least=0,
+        optimizer_copies=optimizer_copies,
+        codec_passes=codec_passes,
     )
-    if not cuts:
-        raise ConfigError(f"model {model.name}: has no place to cut it; give at least one")
+    require_range(where, least=0, below=num_layers, frozen_layers=frozen_layers)
     for before, after in pairwise(cuts):
         if after.num_layers < before.num_layers:
             raise ConfigError(
-                f"model {model.name}: cut {after.name} comes after cut {before.name} but has fewer "
-                f"layers, {after.num_layers} against {before.num_layers}; give cuts in running order"
+                f"{where}: cut {after.name} with {after.num_layers} layers follows cut {before.name} with "
+                f"{before.num_layers}; give cuts in running order"
             )
-    if cuts[-1].num_layers >= len(model.layers):
+    if cuts and cuts[-1].num_layers >= num_layers:
         raise ConfigError(
-            f"model {model.name}: cut {cuts[-1].name} leaves no layer behind it; it must come before the "
-            f"last of {len(model.layers)} layers"
-        )
-    if not 0 <= frozen_layers < len(model.layers):
-        raise ConfigError(
-            f"model {model.name}: frozen_layers = {frozen_layers} must be 0 or more and leave one of "
-            f"{len(model.layers)} to train"
+            f"{where}: cut {cuts[-1].name} leaves none of {num_layers} layers behind it"
         )

@@ -1,14 +1,15 @@
-"""An edge of a split training: its link, the costs of its batches, and what decides on its cut."""
+"""An edge of a split training: its link, the costs of its batches, and the decider on its cut."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, get_args
 
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
-from socflower.errors import ConfigError, require_range
+from socflower.errors import ConfigError
 
 CloudMode: TypeAlias = Literal["own", "turns", "joined"]
+CLOUD_MODES: tuple[CloudMode, ...] = get_args(CloudMode)
 
 
 class Decider(Protocol):
@@ -28,39 +29,34 @@ class Decider(Protocol):
 class Party:
     """One edge, with its link and the costs of its batches.
 
-    It trains no batch of `away`, ranges of batches during which its user has it; each ends where a span does.
+    `split_plan` is the deployment at the start, and `window` gives K by batch; without it K is the deployment's. `away`
+    are ranges of batches during which the edge's user has it, so that it trains none of them; each ends with a span.
     """
 
     costs: SplitCosts
     bandwidth_profile: BandwidthProfile
-    split_plan: SplitPlan  # at the start
-    window: Callable[[int], int] | None = None  # K by batch; the deployment's where missing
+    split_plan: SplitPlan
+    window: Callable[[int], int] | None = None
     decider: Decider | None = None
     away: tuple[range, ...] = ()
 
     def num_batches(self, first: int, num_batches: int) -> int:
-        """Return how many of a span's batches it trains: those before its user takes it.
+        """Return how many of a span's batches the edge trains: those before its user takes it.
 
-        Raises ConfigError for an absence that ends within the span.
+        Raises `ConfigError` for an absence that ends within the span.
         """
         end = first + num_batches
+        trained = num_batches
         for absence in self.away:
-            if first < absence.stop < end and absence.start < absence.stop:
+            if absence and first < absence.stop < end:
                 raise ConfigError(
-                    f"split training: an edge is away until batch {absence.stop}, within the round of "
-                    f"batches {first} to {end - 1}; it can return where a round begins"
+                    f"split training: an edge is away until batch {absence.stop}, but returns only where a round "
+                    f"begins, not within batches {first} to {end - 1}"
                 )
-        return min(
-            [
-                max(0, absence.start - first)
-                for absence in self.away
-                if absence.start < end <= absence.stop
-            ],
-            default=num_batches,
-        )
+            if absence.start < end <= absence.stop:
+                trained = min(trained, max(0, absence.start - first))
+        return trained
 
     def limit(self, batch: int) -> int:
-        """Return K for a batch; `ConfigError` if it is negative."""
-        limit = self.split_plan.window if self.window is None else self.window(batch)
-        require_range(f"split pipeline: batch {batch}", least=0, K=limit)
-        return limit
+        """Return K for a batch."""
+        return self.split_plan.window if self.window is None else self.window(batch)

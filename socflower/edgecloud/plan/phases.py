@@ -9,32 +9,23 @@ from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
 from socflower.errors import ConfigError
 
 FORWARD_SHARE = 1.0 / (1.0 + BACKWARD_TO_FORWARD)
-"""The share of the forward pass in a training step; estimates a replay in the cloud, of which only the total is known.
-"""
+"""The share of the forward pass in a training step; it estimates a replay in the cloud, where only totals are known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phases:
-    """The seconds that each of the four pipeline stages takes for one batch; infinite where a link is dead."""
+    """The seconds that each of the four pipeline stages takes for one batch; infinite over a dead link."""
 
-    edge_s: float  # T1: forward, replay, backward, update, codec, and the processor's share of the transfers
-    up_s: float = 0.0  # T2
-    cloud_s: float = 0.0  # T3
-    down_s: float = 0.0  # T4
-    latency_s: float = 0.0  # of both directions together; it delays a batch, but occupies no stage
-    hidden_s: float = (
-        0.0  # of edge_s: the part of the edge's transfer work that overlaps with the transfer
-    )
-
-    def __post_init__(self) -> None:
-        for key in ("edge_s", "up_s", "cloud_s", "down_s", "latency_s", "hidden_s"):
-            if not getattr(self, key) >= 0:
-                raise ConfigError(f"phases: {key} = {getattr(self, key)} must be 0 or more")
-        if self.hidden_s > self.edge_s:
-            raise ConfigError(
-                f"phases: hidden_s = {self.hidden_s} is a part of edge_s = {self.edge_s} and cannot be "
-                "more"
-            )
+    # T1: forward, replay, backward, update, codec, and the processor's share of the transfers.
+    edge_s: float
+    # T2 to T4.
+    up_s: float = 0.0
+    cloud_s: float = 0.0
+    down_s: float = 0.0
+    # Of both directions together; latency delays a batch, but occupies no stage.
+    latency_s: float = 0.0
+    # The part of `edge_s` that overlaps with the transfer: the edge's transfer work.
+    hidden_s: float = 0.0
 
     @property
     def longest_s(self) -> float:
@@ -52,14 +43,20 @@ class BatchTimes:
     """The seconds and bytes of one batch at every stage, under a deployment."""
 
     split_plan: SplitPlan
-    forward_s: float  # at the front half: forward pass, encoding
-    step_s: float  # at the back half
-    apply_s: float  # at the front half: replay, backward pass, update
+    # At the front half: forward pass and encoding.
+    forward_s: float
+    # At the back half.
+    step_s: float
+    # At the front half: replay, backward pass, update.
+    apply_s: float
     feature_bytes: float
     gradient_bytes: float
-    trains: bool  # whether anything in front of the cut does
-    sending_s: float = 0.0  # of the front half's processor, while the link carries the features
-    receiving_s: float = 0.0  # of the same, while it carries the gradient; both are taken right after the forward pass
+    # Whether anything in front of the cut is trained.
+    trains: bool
+    # Of the front half's processor, while the link carries the features and the gradient; the processor spends both
+    # right after the forward pass.
+    sending_s: float = 0.0
+    receiving_s: float = 0.0
 
     @property
     def alone(self) -> bool:
@@ -71,15 +68,15 @@ def batch_times(costs: SplitCosts, split_plan: SplitPlan, *, reverse: bool = Fal
     """Return the times of a batch under a deployment (paper §4.4, Eq. 9).
 
     The front half does a forward pass, a second one for the replay if gradients may be late (window > 0, F22), and a
-    backward pass. A frozen front half does only the forward pass, and an empty message comes back. The codec runs at
-    the edge, on what it encodes or decodes; its time in the cloud is neglected (paper §5.2). The cloud's processor
-    serialises messages too, between the link and the step. Without a cut the edge does everything.
+    backward pass. A frozen front half does only the forward pass, and an empty message comes back. The codec counts at
+    the edge; its time in the cloud is neglected (paper §5.2). The cloud's processor serialises messages too, between
+    the link and the step. Without a cut the edge does everything.
 
     In a `reverse` split the back half is at the edge: features are sent down and gradients up, `edge_*` of a cut are
     the edge's back half and `cloud_s` the front half, whose replay costs another forward pass: a third of `cloud_s`,
-    or nothing where it is frozen, since it then has no backward pass.
+    or nothing if it is frozen, since it then has no backward pass.
 
-    Raises ConfigError for a cut that the model does not have.
+    Raises `ConfigError` for a cut that the model does not have.
     """
     if split_plan.cut is None:
         return BatchTimes(split_plan, costs.edge_only_s, 0.0, 0.0, 0.0, 0.0, True)
@@ -88,33 +85,29 @@ def batch_times(costs: SplitCosts, split_plan: SplitPlan, *, reverse: bool = Fal
     gradient_bytes = costs.gradient_bytes(split_plan.cut)
     replays = split_plan.window > 0 and cut.front_trains
     codec_s = cut.feature_elements * costs.codec_s_per_element.get(split_plan.bits, 0.0)
-    message_s = costs.edge_s_per_batch / 2.0  # one goes up, one down
+    # One message goes up, one down.
     features_s, gradient_s = (
         costs.cloud_s_per_batch / 2.0 + num_bytes * costs.cloud_s_per_byte
         for num_bytes in (feature_bytes, gradient_bytes)
     )
     if reverse:
-        forward_share = FORWARD_SHARE if cut.front_trains else 1.0
-        pass_s = cut.cloud_s * forward_share
+        share = FORWARD_SHARE if cut.front_trains else 1.0
+        pass_s = cut.cloud_s * share
         forward_s = pass_s + features_s
-        apply_s = cut.cloud_s * (1.0 - forward_share) + (pass_s if replays else 0.0) + gradient_s
-        step_s = (
-            cut.edge_forward_s
-            + cut.edge_backward_s
-            + codec_s
-            + (feature_bytes + gradient_bytes) * costs.edge_s_per_byte
-            + 2.0 * message_s
-        )
+        apply_s = cut.cloud_s * (1.0 - share) + (pass_s if replays else 0.0) + gradient_s
+        passes_s = cut.edge_forward_s + cut.edge_backward_s + codec_s
+        bytes_s = (feature_bytes + gradient_bytes) * costs.edge_s_per_byte
+        step_s = passes_s + bytes_s + costs.edge_s_per_batch
+        s_per_byte = 0.0
     else:
+        message_s = costs.edge_s_per_batch / 2.0
         forward_s = cut.edge_forward_s + codec_s + message_s
         decode_s = costs.decode_s_per_element.get(costs.gradient_bits, 0.0)
-        apply_s = (
-            (cut.edge_backward_s + cut.feature_elements * decode_s if cut.front_trains else 0.0)
-            + (cut.replay_s if replays else 0.0)
-            + message_s
-        )
+        backward_s = cut.edge_backward_s + cut.feature_elements * decode_s
+        replay_s = cut.replay_s if replays else 0.0
+        apply_s = (backward_s if cut.front_trains else 0.0) + replay_s + message_s
         step_s = cut.cloud_s + features_s + gradient_s
-    s_per_byte = 0.0 if reverse else costs.edge_s_per_byte
+        s_per_byte = costs.edge_s_per_byte
     return BatchTimes(
         split_plan,
         forward_s,
@@ -139,25 +132,23 @@ def phases(
     times = batch_times(costs, split_plan, reverse=reverse)
     if times.alone:
         return Phases(edge_s=times.forward_s)
-    up_bytes, down_bytes = times.feature_bytes, times.gradient_bytes
-    edge_s, cloud_s = (
-        times.forward_s + times.apply_s + times.sending_s + times.receiving_s,
-        times.step_s,
-    )
+    up_bytes = times.feature_bytes
+    down_bytes = times.gradient_bytes
+    edge_s = times.forward_s + times.apply_s + times.sending_s + times.receiving_s
+    cloud_s = times.step_s
     if reverse:
         up_bytes, down_bytes, edge_s, cloud_s = down_bytes, up_bytes, cloud_s, edge_s
-    up_s, down_s = (
-        transfer_s(up_bytes, rates.up_bytes_per_s),
-        transfer_s(down_bytes, rates.down_bytes_per_s),
-    )
+    up_s = transfer_s(up_bytes, rates.up_bytes_per_s)
+    down_s = transfer_s(down_bytes, rates.down_bytes_per_s)
+    hidden_up_s = min(times.sending_s, up_s + rates.latency_s)
+    hidden_down_s = min(times.receiving_s, down_s + rates.latency_s)
     return Phases(
         edge_s=edge_s,
         up_s=up_s,
         cloud_s=cloud_s,
         down_s=down_s,
         latency_s=2.0 * rates.latency_s,
-        hidden_s=min(times.sending_s, up_s + rates.latency_s)
-        + min(times.receiving_s, down_s + rates.latency_s),
+        hidden_s=hidden_up_s + hidden_down_s,
     )
 
 
@@ -182,8 +173,7 @@ def transfer_s(num_bytes: float, bytes_per_s: float) -> float:
 
 def cut_cost(costs: SplitCosts, cut: int) -> CutCost:
     """Return the costs of a cut; `ConfigError` names the range if the model has no such cut."""
-    if not 0 <= cut < len(costs.cuts):
-        raise ConfigError(
-            f"model {costs.model}: has no cut {cut}; its cuts are 0 to {len(costs.cuts) - 1}"
-        )
+    most = len(costs.cuts) - 1
+    if not 0 <= cut <= most:
+        raise ConfigError(f"model {costs.model} has no cut {cut}; its cuts are 0 to {most}")
     return costs.cuts[cut]

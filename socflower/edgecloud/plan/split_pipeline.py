@@ -3,8 +3,8 @@
 A front half is one processor. It does the forward pass of the next batch t while t − t′ ≤ K, where t′ is the oldest
 batch whose gradient is not applied, and applies the gradients that arrived, oldest first. If it may do either, it
 alternates: after an update comes a forward pass. So the batches stay spread over the pipeline, and constant rates give
-exactly F26's period, max(T_M, T_Σ/(K+1)). Applying every arrived gradient first (`apply_first`) makes gradients less
-stale but bunches batches up, which costs time whenever updates are a large part of T_Σ.
+exactly F26's period, max(T_M, T_Σ/(K+1)). To apply every arrived gradient first would make gradients less stale but
+bunch batches up, which costs time whenever updates are a large part of T_Σ.
 
 Links and the back half serve in order of arrival. A move of the cut waits until nothing is in flight; then the layers
 are sent, and the next batch's forward pass begins. The resulting weights are a function of the actions alone.
@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from socflower.cluster import Cluster, Usage
 from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
@@ -21,7 +22,7 @@ from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, Direct
 from socflower.edgecloud.plan.channel import Channel
 from socflower.edgecloud.plan.cost_model import received_weight_bytes
 from socflower.edgecloud.plan.cuts import SplitPlan
-from socflower.edgecloud.plan.party import CloudMode, Decider, Party
+from socflower.edgecloud.plan.party import CLOUD_MODES, CloudMode, Party
 from socflower.edgecloud.plan.phases import BatchTimes, batch_times
 from socflower.edgecloud.plan.timeline_actions import Action, ActionKind
 from socflower.errors import ConfigError, require_range
@@ -38,47 +39,61 @@ from socflower.sim.processes import (
 )
 
 PROBE_BYTES = 65536
-"""What an edge that trains alone sends in each direction to measure whether a cut would pay, if it has a decider."""
+"""An edge that trains alone and has a decider sends so much in each direction, to measure whether a cut would pay."""
 PROBE_INTERVAL_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutMove:
-    """A change of deployment."""
+    """A change of deployment.
 
-    batch: int  # the first under the new one
+    `batch` is the first under the new one. `drain_s` is the time until nothing was in flight, 0 if only the bits
+    change; `migration_s` that of the layers over the link.
+    """
+
+    batch: int
     decided_s: float
     old: SplitPlan
     new: SplitPlan
-    drain_s: float  # until nothing was in flight; 0 where only the bits change
-    migration_s: float  # of the layers over the link
+    drain_s: float
+    migration_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartyTimeline:
-    """The totals of one party; seconds within the whole duration."""
+    """The totals of one party; seconds within the whole duration.
 
-    duration_s: float  # until its last update
-    compute_s: float  # of the edge's processor
-    idle_s: float  # of the same, until the whole training ended
-    sending_s: float  # for which the up link was busy, outages included
+    `duration_s` ends with its last update. `idle_s` is that of the edge's processor until the whole training ended.
+    `sending_s` and `receiving_s` are the seconds for which its links were busy, outages included. `staleness` is by
+    batch, and 0 if the front half is frozen.
+    """
+
+    duration_s: float
+    compute_s: float
+    idle_s: float
+    sending_s: float
     receiving_s: float
     up_bytes: float
     down_bytes: float
-    staleness: tuple[int, ...]  # by batch; 0 where the front half is frozen
+    staleness: tuple[int, ...]
     moves: tuple[CutMove, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """A training in virtual time."""
+    """A training in virtual time.
+
+    `times_s` are when each action was complete, from the start. `usage` is the edges'. `cloud_busy_s` sums over the
+    cloud's processors; in a reverse split it is that of the front halves. `num_batches` is that of each party that is
+    not away.
+    """
 
     actions: tuple[Action, ...]
-    times_s: tuple[float, ...]  # when each action was complete, from the start
+    times_s: tuple[float, ...]
     duration_s: float
-    usage: Usage  # of the edges
-    cloud_busy_s: float  # of all its processors together; in a reverse split, of the front halves
-    num_batches: int  # of each party that is not away
+    usage: Usage
+    cloud_busy_s: float
+    num_batches: int
     parties: tuple[PartyTimeline, ...]
 
 
@@ -91,72 +106,37 @@ def simulate_split(
     cluster: Cluster,
     cloud: CloudMode = "own",
     reverse: bool = False,
-    apply_first: bool = False,
     uplink: BandwidthProfile | None = None,
     cloud_processors: int | None = None,
     label: str = "split training",
 ) -> Timeline:
-    """Let all parties train the batches from `first_batch` on, advance the clock, and return the timeline.
+    """Let all parties train the batches from `first_batch` on, advance the clock, and return the timeline (F26).
 
-    Parameters
-    ----------
-    parties : Party ...
-        The edges, which are the first SoCs of `cluster`; each does `num_batches` batches, less those for which it is
-        away, if the cloud is "own".
-    clock : EventClock
-        Of the same cluster. Its heat and users slow the edges down, and links are as their profiles say at its time.
-    cloud : "own", "turns" or "joined"
-        A cloud half and processor for each party; one half that processes batch b of party 0, of party 1, ... and then
-        batch b + 1; or one whose step on a batch waits for the features of all parties, and takes the longest of their
-        step times.
-    reverse : bool
-        Whether the front half is in the cloud: features are sent down and gradients up.
-    apply_first : bool
-        Whether a front half applies every arrived gradient before the next forward pass.
-    uplink : BandwidthProfile, optional
-        A link that all edges share behind their own ones; its latency is added to theirs.
-    cloud_processors : int, optional
-        How many halves of the cloud "own" work at a time, in the order of asking; default: all.
+    The parties are the first SoCs of `cluster`; each trains `num_batches` batches, less those for which it is away. The
+    clock's heat and users slow them down, and their links are as their profiles say at the clock's time. A `reverse`
+    split has the front halves in the cloud. All edges share `uplink` behind their own links; its latency is added.
 
-    Raises
-    ------
-    ConfigError
-        For invalid settings, for a cut that would move or differ between parties of a shared half or that lose one, and
-        if all parties are away.
-    SocflowerError
-        If a link is lost for good while something is yet to be sent.
+    `cloud` says how the back halves serve: "own" is a half and processor for each party, and `cloud_processors`
+    (default: all) work at a time, in the order of requests; "turns" is one half that processes batch b of party 0, of
+    party 1, and so on, and then batch b + 1; "joined" is one whose step on a batch waits for the features of all
+    parties, and takes the longest of their step times.
+
+    Raises `ConfigError` for invalid settings, for parties that cannot share a half, and if all are away; and
+    `SocflowerError` if a link is lost for good while something is yet to be sent.
     """
-    _check(parties, num_batches, first_batch, cloud, reverse)
+    require_range("split pipeline", least=1, num_batches=num_batches)
+    require_range("split pipeline", least=0, first_batch=first_batch)
+    if not parties:
+        raise ConfigError("split pipeline: no parties; give at least one")
     # A back half with only one party is not shared, so its cut may move, even to edge-only.
-    mode: CloudMode = "own" if len(parties) == 1 else cloud
-    require_range(
-        "split pipeline",
-        least=1,
-        cloud_processors=1 if cloud_processors is None else cloud_processors,
-    )
-    if mode != "own" and cloud_processors is not None:
-        raise ConfigError(
-            f"split pipeline: cloud = {mode!r} has one half and one processor; leave cloud_processors = "
-            f"{cloud_processors} out"
-        )
-    pipeline = _Pipeline(
-        parties,
-        num_batches,
-        first_batch,
-        cluster,
-        mode,
-        reverse,
-        apply_first,
-        uplink,
-        cloud_processors,
-    )
-    present = [
-        index for index, party in enumerate(parties) if party.num_batches(first_batch, num_batches)
-    ]
+    mode: CloudMode = "own" if len(parties) == 1 and cloud in CLOUD_MODES else cloud
+    _check_cloud(parties, mode, reverse, cloud_processors)
+    trained = [party.num_batches(first_batch, num_batches) for party in parties]
+    present = [index for index, count in enumerate(trained) if count]
     if not present:
-        raise ConfigError(
-            f"split pipeline: all parties are away from batch {first_batch} on; one must train"
-        )
+        raise ConfigError(f"split pipeline: all parties are away from batch {first_batch} on")
+    span = range(first_batch, first_batch + num_batches)
+    pipeline = _Pipeline(parties, span, cluster, mode, reverse, uplink, cloud_processors)
     usage = clock.run_processes(pipeline.start, socs=present, label=label)
     return pipeline.timeline(usage)
 
@@ -173,21 +153,18 @@ def round_ends(
     if isinstance(round_epochs, int | float):
         length = max(1, round(round_epochs * batches_per_epoch))
         return tuple(min(end, total) for end in range(length, total + length, length))
-    ends = tuple(round(epoch * batches_per_epoch) for epoch in round_epochs)
-    empty = next(
-        (index for index, end in enumerate(ends) if end <= (ends[index - 1] if index else 0)), None
-    )
-    if empty is not None:
+    ends = [0, *(round(epoch * batches_per_epoch) for epoch in round_epochs)]
+    for number, (before, end) in enumerate(pairwise(ends), 1):
+        if end <= before:
+            raise ConfigError(
+                f"split training: round {number}, to epoch {round_epochs[number - 1]:g}, has none of the edges' "
+                f"{batches_per_epoch} batches an epoch; make rounds longer, or batches smaller"
+            )
+    if ends[-1] != total:
         raise ConfigError(
-            f"split training: round {empty + 1}, to epoch {round_epochs[empty]:g}, would have no batch "
-            f"of the edges' {batches_per_epoch} an epoch; make rounds longer, or batches smaller"
+            f"split training: round_epochs end at {[0, *round_epochs][-1]:g} of {num_epochs} epochs"
         )
-    if not ends or ends[-1] != total:
-        raise ConfigError(
-            f"split training: round_epochs end at {round_epochs[-1] if ends else 0:g} of {num_epochs} "
-            "epochs; the last round ends with the training"
-        )
-    return ends
+    return tuple(ends[1:])
 
 
 def moved(parties: Sequence[Party], timeline: Timeline) -> list[Party]:
@@ -198,40 +175,32 @@ def moved(parties: Sequence[Party], timeline: Timeline) -> list[Party]:
     ]
 
 
-def _check(
-    parties: Sequence[Party], num_batches: int, first_batch: int, cloud: CloudMode, reverse: bool
+def _check_cloud(
+    parties: Sequence[Party], cloud: CloudMode, reverse: bool, cloud_processors: int | None
 ) -> None:
-    if not parties:
-        raise ConfigError("split pipeline: no parties; give at least one")
-    require_range("split pipeline", least=1, num_batches=num_batches)
-    require_range("split pipeline", least=0, first_batch=first_batch)
-    if cloud not in ("own", "turns", "joined"):
-        raise ConfigError(f"split pipeline: cloud = {cloud!r} is unknown; use own, turns or joined")
-    if cloud == "own" or len(parties) == 1:
+    """Raise `ConfigError` for an unknown cloud, and for parties that cannot share its half."""
+    if cloud not in CLOUD_MODES:
+        raise ConfigError(
+            f"split pipeline: cloud = {cloud!r} must be one of {', '.join(CLOUD_MODES)}"
+        )
+    if cloud_processors is not None:
+        require_range("split pipeline", least=1, cloud_processors=cloud_processors)
+    if cloud == "own":
         return
-    if any(party.away for party in parties):
-        raise ConfigError(
-            f"split pipeline: a party is away, and with cloud = {cloud!r} the back half needs every "
-            "party's batch; use own"
-        )
-    if reverse:
-        raise ConfigError(
-            f"split pipeline: a reverse split with cloud = {cloud!r} cannot be: each party has its own "
-            "front half there; use own"
-        )
-    if any(party.split_plan.cut is None for party in parties):
-        raise ConfigError(
-            f"split pipeline: an edge alone beside cloud = {cloud!r} cannot be; give every party a cut"
-        )
-    if any(party.decider is not None for party in parties):
-        raise ConfigError(
-            f"split pipeline: with cloud = {cloud!r} parties share the back half, so none can move its "
-            "cut; leave out the decider"
-        )
-    if cloud == "turns" and len({party.split_plan.cut for party in parties}) > 1:
-        raise ConfigError(
-            "split pipeline: parties that take turns share the back half; give all the same cut"
-        )
+    cuts = {party.split_plan.cut for party in parties}
+    for wrong, why in (
+        (any(party.away for party in parties), "every party's batch is needed, and one is away"),
+        (reverse, "a reverse split cannot be, as each party has its own front half there"),
+        (None in cuts, "an edge cannot be without a cut"),
+        (any(party.decider for party in parties), "no cut can move; leave the decider out"),
+        (cloud == "turns" and len(cuts) > 1, "all parties need the same cut"),
+        (
+            cloud_processors,
+            f"there is one processor; leave cloud_processors = {cloud_processors} out",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(f"split pipeline: with cloud = {cloud!r} {why}")
 
 
 class _Pipeline:
@@ -240,55 +209,46 @@ class _Pipeline:
     def __init__(
         self,
         parties: Sequence[Party],
-        num_batches: int,
-        first_batch: int,
+        span: range,
         cluster: Cluster,
         cloud: CloudMode,
         reverse: bool,
-        apply_first: bool,
         uplink: BandwidthProfile | None,
         cloud_processors: int | None,
     ) -> None:
-        self.num_batches, self.first_batch, self.num_parties = (
-            num_batches,
-            first_batch,
-            len(parties),
-        )
-        self.reverse, self.apply_first = reverse, apply_first
-        self.cloud_busy_s = 0.0
+        self.span = span
+        self.reverse = reverse
         self.uplink = uplink
-        self._parties, self._cluster, self._mode = parties, cluster, cloud
-        self._free = (
-            None
-            if cloud_processors is None
-            else Credits(cloud_processors, "a processor of the cloud")
-        )
+        self.num_parties = len(parties)
+        self.cloud_busy_s = 0.0
+        self._parties = parties
+        self._cluster = cluster
+        self._mode = cloud
+        self._free: Credits | None = None
+        if cloud_processors is not None:
+            self._free = Credits(cloud_processors, "a processor of the cloud")
         self._actions: list[Action] = []
         self._times_s: list[float] = []
-        self._turn = (first_batch, 0)  # the next batch and party, where they take turns
-        self._features: dict[
-            tuple[int, int], float
-        ] = {}  # that wait for others: seconds of the step, by batch, party
+        # The next batch and party, if they take turns.
+        self._turn = (span.start, 0)
+        # Seconds of the step of features that wait for others, by batch and party.
+        self._features: dict[tuple[int, int], float] = {}
         self._start_s = 0.0
 
     def start(self, simulation: Simulation) -> None:
         """Start all processes."""
-        self.simulation, self._start_s = simulation, simulation.now_s
-        shared = self.uplink
-        self.shared_links: dict[Direction, list[Link]] = (
-            {"up": [], "down": []}
-            if shared is None
-            else {
-                "up": [simulation.link("the shared up link", shared.up)],
-                "down": [simulation.link("the shared down link", shared.down)],
-            }
-        )
+        self.simulation = simulation
+        self._start_s = simulation.now_s
+        self.shared_links: dict[Direction, list[Link]] = {"up": [], "down": []}
+        for direction, links in self.shared_links.items():
+            if self.uplink is not None:
+                rates = self.uplink.steps(direction)
+                links.append(simulation.link(f"the shared {direction} link", rates))
         self._fronts = [_Front(self, index, party) for index, party in enumerate(self._parties)]
         for front in self._fronts:
+            gradients = f"gradients of edge {front.index}"
             simulation.start(front.train(), f"edge {front.index}")
-            simulation.start(
-                front.take_gradients(), f"gradients of edge {front.index}", background=True
-            )
+            simulation.start(front.take_gradients(), gradients, background=True)
 
     def edge_compute(self, index: int, seconds: float, name: str) -> Event[float]:
         """Compute on an edge's processors, and return the event of the end of the one that is priced."""
@@ -298,7 +258,13 @@ class _Pipeline:
         main = costs.edge_processor or self._cluster.device_of(index).default_processor
         return self.simulation.compute(self.simulation.processor(index, main), seconds, name)
 
-    def record(self, kind: ActionKind, index: int, batch: int, plan: SplitPlan) -> None:
+    def record(
+        self,
+        kind: ActionKind,
+        index: int,
+        batch: int,
+        plan: SplitPlan,
+    ) -> None:
         """Note an action that is complete now."""
         self._actions.append(Action(kind, index, batch, plan.cut, plan.bits, plan.window))
         self._times_s.append(self.simulation.now_s - self._start_s)
@@ -312,18 +278,22 @@ class _Pipeline:
             return
         self._features[batch, index] = step_s
         if self._mode == "joined":
-            everyone = tuple(range(len(self._parties)))
+            everyone = tuple(range(self.num_parties))
             if all((batch, other) in self._features for other in everyone):
-                self._begin_step(
-                    everyone, batch, max(self._features.pop((batch, other)) for other in everyone)
-                )
+                steps_s = [self._features.pop((batch, other)) for other in everyone]
+                self._begin_step(everyone, batch, max(steps_s))
             return
         while self._turn in self._features:
             batch, index = self._turn
             self._begin_step((index,), batch, self._features.pop(self._turn))
-            self._turn = (batch + 1, 0) if index + 1 == len(self._parties) else (batch, index + 1)
+            self._turn = (batch + 1, 0) if index + 1 == self.num_parties else (batch, index + 1)
 
-    def _begin_step(self, parties: tuple[int, ...], batch: int, step_s: float) -> None:
+    def _begin_step(
+        self,
+        parties: tuple[int, ...],
+        batch: int,
+        step_s: float,
+    ) -> None:
         def end(seconds: float) -> None:
             if not self.reverse:
                 self.cloud_busy_s += seconds
@@ -363,83 +333,192 @@ class _Pipeline:
             duration_s=end_s - self._start_s,
             usage=usage,
             cloud_busy_s=self.cloud_busy_s,
-            num_batches=self.num_batches,
+            num_batches=len(self.span),
             parties=tuple(front.totals(self._start_s, end_s) for front in self._fronts),
         )
+
+
+class _Placement:
+    """Where one party's model is cut, and the moves of the cut that its decider asks for."""
+
+    def __init__(
+        self,
+        party: Party,
+        simulation: Simulation,
+        index: int,
+        reverse: bool,
+    ) -> None:
+        self._party = party
+        self._simulation = simulation
+        self._index = index
+        self._reverse = reverse
+        self._start_s = simulation.now_s
+        self._cut = party.split_plan.cut
+        self._bits = party.split_plan.bits
+        self.moves: list[CutMove] = []
+        # The deployment to move to, and since when.
+        self.pending: tuple[SplitPlan, float] | None = None
+        self._asked_batch: int | None = None
+        self._probed_s = -math.inf
+        self._known: dict[tuple[int | None, int, int], BatchTimes] = {}
+
+    def times(self, limit: int) -> BatchTimes:
+        """Return the times of a batch under the present deployment."""
+        key = (self._cut, self._bits, limit)
+        if key not in self._known:
+            plan = SplitPlan(cut=self._cut, bits=self._bits, window=limit)
+            self._known[key] = batch_times(
+                self._party.costs,
+                plan,
+                reverse=self._reverse,
+            )
+        return self._known[key]
+
+    def must_ask(self, batch: int) -> bool:
+        """Whether the decider has not been asked before this batch."""
+        return self._party.decider is not None and self._asked_batch != batch
+
+    def ask(
+        self, batch: int, limit: int, channels: Sequence[Channel], meter: BandwidthMeter
+    ) -> None:
+        """Ask the decider before a batch; a new width holds at once, a new cut is pending."""
+        self._asked_batch = batch
+        now_s = self._simulation.now_s
+        if self._cut is None:
+            self._probe(channels)
+        for channel in channels:
+            channel.update_meter()
+        speed = self._simulation.speed(self._index)
+        # The speed is 0 if a user has just taken the edge.
+        if not speed or self._party.decider is None:
+            return
+        current = self.times(limit).split_plan
+        new = self._party.decider.decide(batch, meter.rates(now_s), current, limit, speed)
+        if new is None or (new.cut, new.bits) == (self._cut, self._bits):
+            return
+        if new.cut != self._cut:
+            self.pending = (new, now_s)
+            return
+        # Another width needs no drain: each batch carries its own.
+        self._bits = new.bits
+        self._record(batch, current, limit, now_s, now_s)
+
+    def _probe(self, channels: Sequence[Channel]) -> None:
+        now_s = self._simulation.now_s
+        if now_s - self._probed_s < PROBE_INTERVAL_S:
+            return
+        self._probed_s = now_s
+        for channel in channels:
+            if channel.is_empty:
+                channel.send(PROBE_BYTES, "a probe")
+
+    def move(self, batch: int, up: Channel, down: Channel) -> Process[SplitPlan]:
+        """Transfer the layers of the pending move; return the new deployment. Both halves are idle meanwhile."""
+        assert self.pending is not None
+        (new, decided_s), drained_s = self.pending, self._simulation.now_s
+        costs = self._party.costs
+        received_bytes = received_weight_bytes(
+            costs,
+            self._cut,
+            new.cut,
+            reverse=self._reverse,
+        )
+        channel = down if received_bytes > 0 else up
+        yield channel.send(abs(received_bytes), f"layers before batch {batch}")
+        limit = self._party.limit(batch)
+        old = SplitPlan(cut=self._cut, bits=self._bits, window=limit)
+        self._cut = new.cut
+        self._bits = new.bits
+        self.pending = None
+        return self._record(batch, old, limit, decided_s, drained_s)
+
+    def _record(
+        self, batch: int, old: SplitPlan, limit: int, decided_s: float, drained_s: float
+    ) -> SplitPlan:
+        new = self.times(limit).split_plan
+        move = CutMove(
+            batch=batch,
+            decided_s=decided_s - self._start_s,
+            old=old,
+            new=new,
+            drain_s=drained_s - decided_s,
+            migration_s=self._simulation.now_s - drained_s,
+        )
+        self.moves.append(move)
+        return new
 
 
 class _Front:
     """One front half."""
 
     def __init__(self, pipeline: _Pipeline, index: int, party: Party) -> None:
-        self.index, self._party, self._pipeline = index, party, pipeline
-        self._simulation = simulation = pipeline.simulation
-        profile, now_s = party.bandwidth_profile, simulation.now_s
-        self._start_s = now_s
-        shared = pipeline.uplink.rates(now_s) if pipeline.uplink else None
-        self._meter = (
-            None
-            if party.decider is None
-            else BandwidthMeter(first=profile.rates(now_s).behind(shared, pipeline.num_parties))
-        )
-        latency_s = profile.latency_s + (pipeline.uplink.latency_s if pipeline.uplink else 0.0)
-
-        def channel(direction: Direction) -> Channel:
-            own = simulation.link(f"party {index}: its {direction} link", profile.steps(direction))
-            return Channel(
-                simulation,
-                [own, *pipeline.shared_links[direction]],
-                index,
-                direction,
-                latency_s=latency_s,
-                meter=self._meter,
-            )
-
-        self._up, self._down = channel("up"), channel("down")
-        self._out, self._back = (
-            (self._down, self._up) if pipeline.reverse else (self._up, self._down)
-        )
-        self._cut, self._bits = party.split_plan.cut, party.split_plan.bits
-        self._next = self._oldest = pipeline.first_batch
-        self._end = pipeline.first_batch + party.num_batches(
-            pipeline.first_batch, pipeline.num_batches
-        )
+        self.index = index
+        self._party = party
+        self._pipeline = pipeline
+        self._simulation = pipeline.simulation
+        self._placement = _Placement(party, self._simulation, index, pipeline.reverse)
+        self._meter = self._new_meter()
+        self._up, self._down = self._channel("up"), self._channel("down")
+        first = pipeline.span.start
+        # The next batch to go forward, and the oldest whose gradient is not applied.
+        self._next = self._oldest = first
+        self._end = first + party.num_batches(first, len(pipeline.span))
         self._just_applied = False
-        self._gradients: deque[int] = deque()  # that have arrived
+        # Batches whose gradients have arrived.
+        self._gradients: deque[int] = deque()
         self._returning: Queue[tuple[int, Event[None]]] = Queue()
         self._woken: Event[None] | None = None
         self._in_flight: dict[int, BatchTimes] = {}
         self._staleness: list[int] = []
-        self._moves: list[CutMove] = []
-        self._last_asked = (
-            pipeline.first_batch - 1
-        )  # the last batch before which the decider was asked
-        self._pending: tuple[SplitPlan, float] | None = None  # what to move to, and since when
-        self._probed_s = -math.inf
-        self._compute_s = 0.0  # of the edge
-        self.ended_s = now_s
-        self._known: dict[tuple[int | None, int, int], BatchTimes] = {}
+        # Of the edge.
+        self._compute_s = 0.0
+        self.ended_s = self._simulation.now_s
+
+    def _new_meter(self) -> BandwidthMeter | None:
+        if self._party.decider is None:
+            return None
+        uplink = self._pipeline.uplink
+        now_s = self._simulation.now_s
+        shared = uplink.rates(now_s) if uplink else None
+        own = self._party.bandwidth_profile.rates(now_s)
+        return BandwidthMeter(first=own.behind(shared, self._pipeline.num_parties))
+
+    def _channel(self, direction: Direction) -> Channel:
+        profile = self._party.bandwidth_profile
+        uplink = self._pipeline.uplink
+        name = f"party {self.index}: its {direction} link"
+        own = self._simulation.link(name, profile.steps(direction))
+        return Channel(
+            self._simulation,
+            [own, *self._pipeline.shared_links[direction]],
+            self.index,
+            direction,
+            latency_s=profile.latency_s + (uplink.latency_s if uplink else 0.0),
+            meter=self._meter,
+        )
 
     # ------------------------------------------------------------------------------------------------- processes
 
     def train(self) -> Process[None]:
-        """Do all batches; begin the next task as soon as there is one."""
+        """Train all batches; begin the next task as soon as there is one."""
+        placement = self._placement
         while self._oldest < self._end:
-            may_forward, limit = False, 0
-            if self._pending is None and self._next < self._end:
+            may_forward = False
+            limit = 0
+            if placement.pending is None and self._next < self._end:
                 limit = self._party.limit(self._next)
                 may_forward = self._next - self._oldest <= limit
-            if self._gradients and not (
-                may_forward and self._just_applied and not self._pipeline.apply_first
-            ):
+            # After an update comes a forward pass, so that batches stay spread over the pipeline.
+            if self._gradients and not (may_forward and self._just_applied):
                 yield from self._apply()
             elif may_forward:
-                if self._party.decider is not None and self._last_asked < self._next:
-                    self._ask_decider(self._party.decider, limit)
+                if placement.must_ask(self._next) and self._meter is not None:
+                    placement.ask(self._next, limit, (self._up, self._down), self._meter)
                 else:
                     yield from self._forward(limit)
-            elif self._pending is not None and self._oldest == self._next:
-                yield from self._move(*self._pending)
+            elif placement.pending is not None and self._oldest == self._next:
+                plan = yield from placement.move(self._next, self._up, self._down)
+                self._pipeline.record(ActionKind.RECUT, self.index, self._next, plan)
             else:
                 self._woken = Event("a gradient")
                 yield self._woken
@@ -456,21 +535,29 @@ class _Front:
 
     def _forward(self, limit: int) -> Process[None]:
         self._just_applied = False
-        batch, times = self._next, self._batch_times(limit)
+        batch = self._next
+        times = self._placement.times(limit)
         self._in_flight[batch] = times
         self._next += 1
-        yield from self._work(times.forward_s, f"forward {batch}", at_edge=times.alone)
+        yield from self._work(
+            times.forward_s,
+            f"forward {batch}",
+            at_edge=times.alone,
+        )
         self._pipeline.record(ActionKind.FORWARD, self.index, batch, times.split_plan)
         if times.alone:
             self._pipeline.record(ActionKind.STEP, self.index, batch, times.split_plan)
             self._staleness.append(0)
             self._finish(batch)
             return
+
+        def take(_: object) -> None:
+            self._pipeline.take_features(self.index, batch, times.step_s)
+
         # The processor is busy with a transfer while the link carries it, and before it is free for another batch.
         sent: Event[None] = Event("features")
-        all_of(self._out.send(times.feature_bytes, f"batch {batch}"), sent).then(
-            lambda _: self._pipeline.take_features(self.index, batch, times.step_s)
-        )
+        out = self._down if self._pipeline.reverse else self._up
+        all_of(out.send(times.feature_bytes, f"batch {batch}"), sent).then(take)
         if times.sending_s:
             yield from self._work(times.sending_s, f"send {batch}")
         sent.fire()
@@ -483,7 +570,8 @@ class _Front:
         if self._pipeline.reverse:
             self._compute_s += step_s
         self._pipeline.record(ActionKind.STEP, self.index, batch, times.split_plan)
-        arrived = self._back.send(times.gradient_bytes, f"the gradient of batch {batch}")
+        back = self._up if self._pipeline.reverse else self._down
+        arrived = back.send(times.gradient_bytes, f"the gradient of batch {batch}")
         if times.receiving_s:
             arrived = all_of(arrived, self._simulation.timeout(times.receiving_s))
         self._returning.put((batch, arrived))
@@ -497,16 +585,19 @@ class _Front:
         self._finish(batch)
 
     def _finish(self, batch: int) -> None:
-        assert batch == self._oldest, (
-            "gradients come back in the order in which their batches went forward"
-        )
-        self._pipeline.record(
-            ActionKind.APPLY, self.index, batch, self._in_flight.pop(batch).split_plan
-        )
+        assert batch == self._oldest, "gradients return in the order of their batches"
+        plan = self._in_flight.pop(batch).split_plan
+        self._pipeline.record(ActionKind.APPLY, self.index, batch, plan)
         self._oldest += 1
 
-    def _work(self, seconds: float, name: str, *, at_edge: bool = False) -> Process[None]:
-        """Compute where the front half is, or `at_edge`."""
+    def _work(
+        self,
+        seconds: float,
+        name: str,
+        *,
+        at_edge: bool = False,
+    ) -> Process[None]:
+        """Compute at the front half's place, or `at_edge`."""
         if self._pipeline.reverse and not at_edge:
             processor = self._simulation.processor("cloud", f"front {self.index}")
             spent_s = yield from self._pipeline.cloud_work(processor, seconds, name)
@@ -514,79 +605,6 @@ class _Front:
         else:
             spent_s = yield self._pipeline.edge_compute(self.index, seconds, name)
             self._compute_s += spent_s
-
-    def _batch_times(self, limit: int) -> BatchTimes:
-        """Return the times of a batch under the present deployment."""
-        key = (self._cut, self._bits, limit)
-        if key not in self._known:
-            plan = SplitPlan(cut=self._cut, bits=self._bits, window=limit)
-            self._known[key] = batch_times(self._party.costs, plan, reverse=self._pipeline.reverse)
-        return self._known[key]
-
-    # ----------------------------------------------------------------------------------------- moves of the cut
-
-    def _ask_decider(self, decider: Decider, limit: int) -> None:
-        self._last_asked, now_s = self._next, self._simulation.now_s
-        assert self._meter is not None
-        if self._cut is None:
-            self._probe()
-        self._up.update_meter()
-        self._down.update_meter()
-        current = SplitPlan(cut=self._cut, bits=self._bits, window=limit)
-        speed = self._simulation.speed(self.index)
-        if not speed:  # a user has just taken it
-            return
-        new = decider.decide(self._next, self._meter.rates(now_s), current, limit, speed)
-        if new is None or (new.cut, new.bits) == (self._cut, self._bits):
-            return
-        if new.cut == self._cut:
-            # Another width needs no drain: each batch carries its own.
-            self._bits = new.bits
-            self._moves.append(
-                CutMove(
-                    batch=self._next,
-                    decided_s=now_s - self._start_s,
-                    old=current,
-                    new=self._batch_times(limit).split_plan,
-                    drain_s=0.0,
-                    migration_s=0.0,
-                )
-            )
-        else:
-            self._pending = (new, now_s)
-
-    def _probe(self) -> None:
-        now_s = self._simulation.now_s
-        if now_s - self._probed_s < PROBE_INTERVAL_S:
-            return
-        self._probed_s = now_s
-        for channel in (self._up, self._down):
-            if channel.is_empty:
-                channel.send(PROBE_BYTES, "a probe")
-
-    def _move(self, new: SplitPlan, decided_s: float) -> Process[None]:
-        """Transfer layers between the halves; both halves are idle meanwhile."""
-        drained_s = self._simulation.now_s
-        received_bytes = received_weight_bytes(
-            self._party.costs, self._cut, new.cut, reverse=self._pipeline.reverse
-        )
-        channel = self._down if received_bytes > 0 else self._up
-        yield channel.send(abs(received_bytes), f"what moves before batch {self._next}")
-        limit = self._party.limit(self._next)
-        old = SplitPlan(cut=self._cut, bits=self._bits, window=limit)
-        self._cut, self._bits, self._pending = new.cut, new.bits, None
-        plan = self._batch_times(limit).split_plan
-        self._moves.append(
-            CutMove(
-                batch=self._next,
-                decided_s=decided_s - self._start_s,
-                old=old,
-                new=plan,
-                drain_s=drained_s - decided_s,
-                migration_s=self._simulation.now_s - drained_s,
-            )
-        )
-        self._pipeline.record(ActionKind.RECUT, self.index, self._next, plan)
 
     def totals(self, start_s: float, end_s: float) -> PartyTimeline:
         """Return the party's totals of a training from `start_s` to `end_s`."""
@@ -599,5 +617,5 @@ class _Front:
             up_bytes=self._up.num_bytes,
             down_bytes=self._down.num_bytes,
             staleness=tuple(self._staleness),
-            moves=tuple(self._moves),
+            moves=tuple(self._placement.moves),
         )

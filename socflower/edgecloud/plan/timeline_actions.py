@@ -9,17 +9,23 @@ from enum import IntEnum
 from socflower.errors import ConfigError
 
 _FORMAT = 2
-_HEAD = struct.Struct("<BI")  # format, CRC-32 of the actions
-_ACTION = struct.Struct("<BHIHBH")  # kind, party, batch, cut + 1 (0: none), bits, window
+# Format, and the CRC-32 of the actions.
+_HEAD = struct.Struct("<BI")
+# Kind, party, batch, cut + 1 (0: none), bits, window.
+_ACTION = struct.Struct("<BHIHBH")
 
 
 class ActionKind(IntEnum):
     """The steps of a batch, in this order, and the move of a cut between batches."""
 
-    FORWARD = 0  # the front half computes features
-    STEP = 1  # the back half processes them, updates its weights and returns their gradient
-    APPLY = 2  # the front half updates its weights by that gradient
-    RECUT = 3  # layers move between the halves; nothing is in flight, and `batch` is the next to go forward
+    # The front half computes features.
+    FORWARD = 0
+    # The back half processes them, updates its weights and returns their gradient.
+    STEP = 1
+    # The front half updates its weights by that gradient.
+    APPLY = 2
+    # Layers move between the halves; nothing is in flight, and `batch` is the next to go forward.
+    RECUT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +34,8 @@ class Action:
 
     `cut`, `bits` and `window` are those of the batch's forward pass; for a RECUT, those that hold from now on. Window 0
     means that nothing is applied between a batch's forward pass and its gradient, so its graph can be kept. In joined
-    training the STEPs of all parties for a batch are consecutive, in party order, and are a single step. Where the cut
-    is None, the three actions are one training step at the edge.
+    training the STEPs of all parties for a batch are consecutive, in party order, and are a single step. If the cut is
+    None, the three actions are one training step at the edge.
     """
 
     kind: ActionKind
@@ -43,30 +49,27 @@ class Action:
 def encode_actions(actions: Iterable[Action]) -> bytes:
     """Return the actions as bytes, after a format number and a checksum.
 
-    Raises `ConfigError` where a party, batch, cut or window is too large for its field.
+    Raises `ConfigError` if a party, batch, cut or window is too large for its field.
     """
     packed = []
     for action in actions:
         cut = 0 if action.cut is None else action.cut + 1
+        values = (action.kind, action.party, action.batch, cut, action.bits, action.window)
         try:
-            packed.append(
-                _ACTION.pack(
-                    action.kind, action.party, action.batch, cut, action.bits, action.window
-                )
-            )
+            packed.append(_ACTION.pack(*values))
         except struct.error as error:
-            raise ConfigError(f"actions: {action} does not fit into its fields ({error})") from None
+            raise ConfigError(f"actions: {action} does not fit ({error})") from None
     body = b"".join(packed)
     return _HEAD.pack(_FORMAT, zlib.crc32(body)) + body
 
 
 def decode_actions(encoded: bytes) -> tuple[Action, ...]:
     """Return the actions that `encode_actions` wrote; `ConfigError` for anything else."""
-    head, body = encoded[: _HEAD.size], encoded[_HEAD.size :]
+    head = encoded[: _HEAD.size]
+    body = encoded[_HEAD.size :]
     if len(head) < _HEAD.size or head[0] != _FORMAT:
         raise ConfigError(
-            f"actions: begin with {head[:1]!r}, not with format {_FORMAT}; use the same version of "
-            "socflower on both sides"
+            f"actions: format {head[:1]!r}, not {_FORMAT}; use the same socflower on both sides"
         )
     if zlib.crc32(body) != _HEAD.unpack(head)[1] or len(body) % _ACTION.size:
         raise ConfigError("actions: the checksum does not fit; some are lost or changed")

@@ -7,16 +7,15 @@ import torch
 from socflower.edgecloud.half_protocols import Array, Labels, arrays_in
 from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedule, constant_rate
 from socflower.edgecloud.runtime.torch_half import Loss, Passes, TorchHalf, targets_from
-from socflower.errors import ConfigError
 from socflower.model_graph.cut_points import SplitModel
 from socflower.model_graph.tensor_arrays import to_array, to_tensor
 
 
 class TorchBack(TorchHalf):
-    """The layers behind the cut, with a loss of outputs and targets, which is a mean over the batch as in any training.
+    """The layers behind the cut, with a loss of outputs and targets that is a mean over the batch.
 
-    Targets are the labels that travel with features, as int64 if they are whole numbers; or `targets(batch)`, where
-    this half's owner has them (a reverse split). Features of several parties are concatenated along dimension 1.
+    Targets are the labels that travel with features, as int64 if they are whole numbers. In a reverse split this half's
+    owner has them: then they are `targets(batch)`. Features of several parties are concatenated along dimension 1.
     """
 
     def __init__(
@@ -49,12 +48,12 @@ class TorchBack(TorchHalf):
     ) -> tuple[list[Array | None], float]:
         """Do forward, backward and update; return the gradient for each part of the features, and the loss.
 
-        Gradients are those by the weights before the update. Raises ConfigError, with nothing changed, for features
-        or labels that do not fit.
+        Gradients are by the weights before the update. Raises `ConfigError`, with nothing changed, for features or
+        labels that do not fit.
         """
-        trains = self._split.front_trains(self._cut)
+        trains = self.split.front_trains(self._cut)
         self._check_features(batch, features, labels)
-        layout = self._split.cuts[self._cut].layout
+        layout = self.split.cuts[self._cut].layout
         leaves = [to_tensor(part, self._device, layout).requires_grad_(trains) for part in features]
         targets = (
             targets_from(labels, self._device) if self._targets is None else self._targets(batch)
@@ -70,32 +69,27 @@ class TorchBack(TorchHalf):
         if len(leaves) > 1:
             return torch.cat(list(leaves), dim=1)
         # Neither an autograd leaf nor the caller's array may be overwritten.
-        return leaves[0].clone() if self._split.writes_in_place else leaves[0]
+        return leaves[0].clone() if self.split.writes_in_place else leaves[0]
 
     def _gradient(self, leaf: torch.Tensor) -> Array:
         return to_array(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, copy=False)
 
-    def _check_features(self, batch: int, features: Sequence[Array], labels: Labels) -> None:
-        name = self._split.name
-        if self._cut == self._split.num_cuts:
-            raise ConfigError(
-                f"model {name}: the front half has all layers; there is nothing to do with features"
-            )
-        if not features:
-            raise ConfigError(f"model {name}: batch {batch} came without features")
-        expected = self._split.cuts[self._cut].feature_shape
+    def _check_features(
+        self,
+        batch: int,
+        features: Sequence[Array],
+        labels: Labels,
+    ) -> None:
+        expected = self.split.cuts[self._cut].feature_shape
         for part in features:
             if str(part.dtype) != "float32" or (expected and tuple(part.shape[1:]) != expected):
-                raise ConfigError(
-                    f"model {name}: features of batch {batch} are {part.dtype} of shape "
-                    f"{tuple(part.shape)}; at cut {self._cut} they are float32 of shape (samples, "
-                    f"{', '.join(map(str, expected)) or '...'})"
+                raise self._error(
+                    f"features of batch {batch} are {part.dtype} of shape {tuple(part.shape)}; at cut {self._cut} "
+                    f"a sample has {expected} of float32"
                 )
         samples = {part.shape[0] for part in features}
         if self._targets is None:
             samples |= {len(array) for array in arrays_in(labels) if array.ndim} or {0}
         if len(samples) > 1:
-            raise ConfigError(
-                f"model {name}: features and labels of batch {batch} are of different numbers of "
-                f"samples: {', '.join(map(str, sorted(samples)))}"
-            )
+            counts = ", ".join(map(str, sorted(samples)))
+            raise self._error(f"batch {batch} has features and labels of {counts} samples")

@@ -16,7 +16,7 @@ from socflower.edgecloud.stream.frames import (
     SplitChannel,
     SplitRefused,
 )
-from socflower.wire.codecs.quantisation import encode
+from socflower.wire.codecs.quantisation import EncodedTensor, encode
 
 
 class BackLoop:
@@ -32,8 +32,11 @@ class BackLoop:
     def __init__(
         self, state: HalfState[BackHalf], channels: Sequence[SplitChannel], *, joined: bool = False
     ) -> None:
-        self._state, self._half, self._report = state, state.half, state.report
-        self._channels, self._joined = tuple(channels), joined
+        self._state = state
+        self._half = state.half
+        self._report = state.report
+        self._channels = tuple(channels)
+        self._joined = joined
         self._receivers = tuple(FeatureReceiver(channel.peer) for channel in channels)
         FeatureReceiver.restore_all(self._receivers, state.codec)
 
@@ -55,87 +58,97 @@ class BackLoop:
                         self._require_message(party, batch, Goodbye())
                     return
                 case _:
-                    raise self._unexpected(0, message, f"features of batch {batch}")
+                    raise unexpected(self._channels[0], message, f"features of batch {batch}")
 
     def _receive(self, party: int, batch: int) -> Message:
         with self._report.timed("wait_s"):
             return self._channels[party].receive(f"features of batch {batch}")
 
     def _step_all(self, batch: int, first: Features) -> None:
-        losses = []
+        others = range(1, len(self._channels))
+        losses: list[float] = []
         if self._joined:
-            messages = [
-                first,
-                *(self._features(party, batch) for party in range(1, len(self._channels))),
-            ]
+            messages = [first, *(self._features(party, batch) for party in others)]
             losses.append(self._step(batch, range(len(messages)), messages))
         else:
             losses.append(self._step(batch, [0], [first]))
-            for party in range(1, len(self._channels)):
+            for party in others:
                 losses.append(self._step(batch, [party], [self._features(party, batch)]))
         self._report.losses[batch] = math.fsum(losses) / len(losses)
 
     def _features(self, party: int, batch: int) -> Features:
         message = self._receive(party, batch)
         if not isinstance(message, Features):
-            raise self._unexpected(party, message, f"features of batch {batch}")
+            raise unexpected(self._channels[party], message, f"features of batch {batch}")
         return message
 
-    def _step(self, batch: int, parties: Sequence[int], messages: Sequence[Features]) -> float:
+    def _step(
+        self,
+        batch: int,
+        parties: Sequence[int],
+        messages: Sequence[Features],
+    ) -> float:
         """Step once with a batch of one party, or of all joined parties; send each its gradient."""
-        for party, message in zip(parties, messages, strict=True):
+        pairs = list(zip(parties, messages, strict=True))
+        for party, message in pairs:
             self._check(party, batch, message, messages[0])
         with self._report.timed("compute_s"):
-            parts = [
-                self._receivers[party].decode(message)
-                for party, message in zip(parties, messages, strict=True)
-            ]
+            parts = [self._receivers[party].decode(message) for party, message in pairs]
             self._state.begin_change()
             gradients, loss = self._half.step(batch, parts, _labels(messages))
-            answers = [
-                self._gradient(batch, message, part, gradient, loss)
-                for message, part, gradient in zip(messages, parts, gradients, strict=True)
-            ]
+            answers: list[GradientFrame] = []
+            for message, part, gradient in zip(
+                messages,
+                parts,
+                gradients,
+                strict=True,
+            ):
+                encoded = self._encoded(batch, message, part, gradient)
+                answers.append(
+                    GradientFrame(
+                        batch=batch,
+                        encoded=encoded,
+                        loss=loss,
+                    )
+                )
         for party, answer in zip(parties, answers, strict=True):
             self._channels[party].send(answer, wait_for_room=True)
         return loss
 
-    def _check(self, party: int, batch: int, message: Features, first: Features) -> None:
+    def _check(
+        self,
+        party: int,
+        batch: int,
+        message: Features,
+        first: Features,
+    ) -> None:
         peer = self._channels[party].peer
-        if message.batch != batch:
+        cut = self._half.cut
+        if (message.batch, message.cut) != (batch, cut):
             raise SplitRefused(
-                f"{peer} sends batch {message.batch} where {batch} is next; start the span again"
-            )
-        if message.cut != self._half.cut:
-            raise SplitRefused(
-                f"batch {batch}: {peer} cuts at {message.cut}, the back half at {self._half.cut}; give "
-                "both the same cut"
+                f"{peer} sends batch {message.batch} at cut {message.cut}, but batch {batch} at cut {cut} is next"
             )
         if message.ids_digest != first.ids_digest:
             raise SplitRefused(
-                f"batch {batch}: {peer} holds other samples than {self._channels[0].peer}, or the same "
-                "in another order; align the parties' sample ids"
+                f"batch {batch}: {peer} has other samples than {self._channels[0].peer}, or in another order"
             )
 
-    def _gradient(
-        self, batch: int, message: Features, part: Array, gradient: Array | None, loss: float
-    ) -> GradientFrame:
+    def _encoded(
+        self, batch: int, message: Features, part: Array, gradient: Array | None
+    ) -> EncodedTensor | None:
         if gradient is None:
-            return GradientFrame(batch=batch, encoded=None, loss=loss)
-        if gradient.shape != part.shape:
-            raise SplitRefused(
-                f"batch {batch}: the back half gives a gradient of shape {gradient.shape} for features "
-                f"of shape {part.shape}; this is a fault of the half"
-            )
-        encoded = encode(gradient, message.answer_bits, what=f"gradient of batch {batch}")
-        return GradientFrame(batch=batch, encoded=encoded, loss=loss)
+            return None
+        assert gradient.shape == part.shape, "a gradient has the shape of its features"
+        return encode(
+            gradient,
+            message.answer_bits,
+            what=f"gradient of batch {batch}",
+        )
 
     def _save_checkpoint(self, batch: int, mark: Mark) -> None:
-        if mark.batch != batch or mark.cut != self._half.cut:
-            raise SplitRefused(
-                f"{self._channels[0].peer} is at batch {mark.batch} with cut {mark.cut}, the back half "
-                f"at batch {batch} with cut {self._half.cut}; start the span again"
-            )
+        wanted = Mark(batch=batch, cut=self._half.cut)
+        if mark != wanted:
+            raise SplitRefused(f"{self._channels[0].peer} sends {mark}, but {wanted} is next")
         for party in range(1, len(self._channels)):
             self._require_message(party, batch, mark)
         self._state.save_checkpoint(batch, lambda: FeatureReceiver.save_all(self._receivers))
@@ -143,16 +156,14 @@ class BackLoop:
             channel.send(mark, wait_for_room=True)
 
     def _move_cut(self, recut: Recut) -> None:
-        old, channel = self._half.cut, self._channels[0]
+        old = self._half.cut
+        channel = self._channels[0]
         if len(self._channels) > 1:
-            raise SplitRefused(
-                f"{channel.peer} moves the cut of a half that several parties share; leave it be"
-            )
+            raise SplitRefused(f"{channel.peer} moves the cut of a half that parties share")
         if recut.cut == old or (recut.weights is None) != (recut.cut > old):
+            layers = "without" if recut.weights is None else "with"
             raise SplitRefused(
-                f"{channel.peer} moves the cut from {old} to {recut.cut} "
-                f"{'with' if recut.weights is not None else 'without'} layers; see that both run the "
-                "same version"
+                f"{channel.peer} moves the cut from {old} to {recut.cut} {layers} layers"
             )
         self._state.begin_change()
         if recut.weights is not None:
@@ -167,21 +178,19 @@ class BackLoop:
     def _require_message(self, party: int, batch: int, wanted: Message) -> None:
         message = self._receive(party, batch)
         if message != wanted:
-            raise self._unexpected(
-                party,
-                message,
-                f"what {self._channels[0].peer} sent, a {type(wanted).__name__.lower()}, too",
-            )
-
-    def _unexpected(self, party: int, message: Message, wanted: str) -> SplitRefused:
-        return SplitRefused(
-            f"{self._channels[party].peer} sends a {type(message).__name__.lower()} where {wanted} is "
-            "next; see that all run the same version with the same settings"
-        )
+            raise unexpected(self._channels[party], message, f"{_name(wanted)}, as of party 0,")
 
 
 def _labels(messages: Sequence[Features]) -> Labels:
     """Return the labels of the first party that has any."""
-    return next(
-        (message.labels for message in messages if arrays_in(message.labels)), messages[0].labels
-    )
+    labels = [message.labels for message in messages]
+    return next((each for each in labels if arrays_in(each)), labels[0])
+
+
+def _name(message: Message) -> str:
+    return f"a {type(message).__name__.lower()}"
+
+
+def unexpected(channel: SplitChannel, message: Message, wanted: str) -> SplitRefused:
+    """Return the error for a message other than the next one."""
+    return SplitRefused(f"{channel.peer} sends {_name(message)}, but {wanted} is next")

@@ -2,8 +2,8 @@
 
 `epoch_id` is the random name of a stretch of training that all sides of a session began together. A checkpoint is
 identified by the epoch in which it was saved and by its batch, so two sides that have the same checkpoint have halves
-that were trained together. A side can also be ready at a batch without a saved checkpoint: at the beginning of a span,
-when its caller says so.
+that were trained together. A side can also be ready at a batch without a saved checkpoint: at the beginning of a span
+its half is in that state.
 """
 
 import logging
@@ -19,10 +19,8 @@ from socflower.wire.saved_state import DamagedFile, StateKind, StateStore
 _KIND = StateKind(
     name="checkpoint of a split half",
     schema=2,
-    remedy="remove it, and the training goes on from what all sides have",
+    remedy="remove it, and the training continues from a checkpoint that all sides have",
 )
-
-
 _log = logging.getLogger(__name__)
 
 
@@ -36,11 +34,14 @@ class SplitCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedHalf:
-    """What a side saved at a checkpoint."""
+    """The saved state of one side at a checkpoint."""
 
-    half: bytes  # as `Half.save` gave it
-    codec: bytes = b""  # the codec's state per sample, if it has any
-    split_plan: SplitPlan | None = None  # of a front half
+    # As `Half.save` gave it.
+    half: bytes
+    # The codec's state per sample, if it has any.
+    codec: bytes = b""
+    # Of a front half.
+    split_plan: SplitPlan | None = None
 
 
 class CheckpointStore:
@@ -58,12 +59,10 @@ class CheckpointStore:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise ConfigError(
-                f"checkpoints: folder {folder} cannot be used ({error.strerror}); give one that this "
-                "process may write to"
+                f"checkpoints: folder {folder} cannot be used ({error.strerror})"
             ) from None
-        self._store = StateStore(
-            folder, _KIND, prefix="barrier-", suffix=".saved", keep=2, owner=name
-        )
+        files = {"prefix": "checkpoint-", "suffix": ".saved"}
+        self._store = StateStore(folder, _KIND, **files, keep=2, owner=name)
 
     @property
     def keeps(self) -> bool:
@@ -76,31 +75,29 @@ class CheckpointStore:
 
     def save(self, checkpoint: SplitCheckpoint, saved: SavedHalf) -> None:
         """Store a checkpoint atomically, and remove all but the last two."""
-        if self._store is not None:
-            self._store.write(
-                max(self._store.numbers(), default=-1) + 1,
-                {
-                    "checkpoint": asdict(checkpoint),
-                    "half_bytes": len(saved.half),
-                    "split_plan": None if saved.split_plan is None else asdict(saved.split_plan),
-                },
-                (saved.half, saved.codec),
-            )
+        if self._store is None:
+            return
+        state = {
+            "checkpoint": asdict(checkpoint),
+            "half_bytes": len(saved.half),
+            "split_plan": None if saved.split_plan is None else asdict(saved.split_plan),
+        }
+        number = max(self._store.numbers(), default=-1) + 1
+        self._store.write(number, state, (saved.half, saved.codec))
 
     def load(self, checkpoint: SplitCheckpoint) -> SavedHalf:
-        """Return what was saved at a checkpoint; `ConfigError` if it is damaged, of another name or missing."""
+        """Return the state saved at a checkpoint; `ConfigError` if it is damaged, of another name or missing."""
         for found, state, payload in self._entries():
             if found == checkpoint:
-                at, split_plan = state["half_bytes"], state["split_plan"]
+                at = state["half_bytes"]
+                split_plan = state["split_plan"]
                 return SavedHalf(
                     half=bytes(payload[:at]),
                     codec=bytes(payload[at:]),
                     split_plan=None if split_plan is None else SplitPlan(**split_plan),
                 )
-        raise ConfigError(
-            f"checkpoints: none of batch {checkpoint.batch} is whole in "
-            f"{self._store.folder if self._store else 'memory'}; check whether it is the right folder"
-        )
+        folder = self._store.folder if self._store else "memory"
+        raise ConfigError(f"checkpoints: none of batch {checkpoint.batch} is whole in {folder}")
 
     def _entries(self) -> Iterator[tuple[SplitCheckpoint, dict[str, Any], memoryview]]:
         """Yield checkpoint, state and payload of each intact entry, newest first."""
@@ -120,20 +117,15 @@ def common_checkpoint(
 ) -> SplitCheckpoint | None:
     """Return the latest checkpoint up to `last_batch` from which every side can start, or None.
 
-    A side whose half is in that state now matches any epoch. `epoch_id` is empty where this holds for all; otherwise
-    the other sides load the checkpoint of that epoch.
+    A side whose half is in that state now matches any epoch. `epoch_id` is empty if all sides are in that state;
+    otherwise the other sides load the checkpoint of that epoch.
     """
-    best: SplitCheckpoint | None = None
-    for place in sorted(
-        {checkpoint for offer in offers for checkpoint in offer},
-        key=lambda one: (one.batch, one.epoch_id),
-    ):
-        if place.batch > last_batch or (
-            best is not None
-            and (place.batch, place.epoch_id == "") <= (best.batch, best.epoch_id == "")
-        ):
-            continue
-        current = SplitCheckpoint(batch=place.batch)
-        if all(current in offer or (place.epoch_id and place in offer) for offer in offers):
-            best = place
-    return best
+
+    def can_start(place: SplitCheckpoint, offer: Sequence[SplitCheckpoint]) -> bool:
+        return place in offer or SplitCheckpoint(batch=place.batch) in offer
+
+    places = {place for offer in offers for place in offer if place.batch <= last_batch}
+    common = [place for place in places if all(can_start(place, offer) for offer in offers)]
+    # Of one batch the empty epoch comes first, since nothing has to be loaded; then the order of names decides.
+    common.sort(key=lambda place: (-place.batch, place.epoch_id))
+    return common[0] if common else None

@@ -4,10 +4,10 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from threading import Event, Thread, Timer
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -39,7 +39,8 @@ from socflower.wire.secure_channel import (
 )
 
 _METHOD = "/socflower.split.Split/Train"
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 5.0
 _FLUSH_TIMEOUT_S = 5.0
 
 
@@ -53,21 +54,27 @@ class Shaper(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinTerms:
-    """Where a span begins, as agreed by all sides."""
+    """Where a span begins, as agreed by all sides.
+
+    If `start` has an epoch, sides in another state restore this checkpoint; `cut` is that of the cloud's half there.
+    """
 
     epoch_id: str
-    start: SplitCheckpoint  # with an epoch: sides in another state restore this checkpoint
+    start: SplitCheckpoint
     restore_codec: bool
-    cut: int  # of the cloud's half, there
+    cut: int
+
+
+_Outgoing: TypeAlias = "SimpleQueue[tuple[SplitChannel, int] | None]"
 
 
 @dataclass(slots=True)
 class _Call:
-    """One attempt: a gRPC call, its channel, and a queue with what to send after the hello."""
+    """One attempt: a gRPC call, its channel, and a queue with the channel and stream to send after the hello."""
 
     grpc_channel: grpc.Channel
     replies: Any
-    outgoing: "SimpleQueue[tuple[SplitChannel, int] | None]"
+    outgoing: "_Outgoing"
 
     def end(self) -> None:
         self.outgoing.put(None)
@@ -106,15 +113,21 @@ class EdgeConnection:
             dialled.require_private(PLAIN_TEXT)
         if not run_id.isascii() or not run_id.isprintable() or not run_id:
             raise ConfigError(
-                f"run {run_id!r}: a run's name has up to 64 letters, digits, '.', '_' and '-'"
+                f"run {run_id!r}: a name has up to 64 letters, digits, '.', '_' and '-'"
             )
-        self.address, self.run_id, self.party = address, run_id, party
+        self.address = address
+        self.run_id = run_id
+        self.party = party
+        self._cloud = f"the cloud at {address}"
         self.give_up_s = give_up_s
         self._token = check_token(token, f"token of run {run_id}").encode()
-        self._fingerprint, self._limits = fingerprint, limits or Limits()
+        self._fingerprint = fingerprint
+        self._limits = limits or Limits()
         self._credentials = tls.channel_credentials() if tls is not None else None
-        self._up, self._down = up, down
-        self._heartbeat_s, self._patience_s = heartbeat_s, patience_s
+        self._up = up
+        self._down = down
+        self._heartbeat_s = heartbeat_s
+        self._patience_s = patience_s
         self._connection_id = secrets.token_hex(8)
         self._closed = Event()
         self._channel: SplitChannel | None = None
@@ -138,42 +151,41 @@ class EdgeConnection:
             version=PROTOCOL_VERSION,
             fingerprint=self._fingerprint,
             party=self.party,
-            incarnation=self._connection_id,
+            connection_id=self._connection_id,
             front=front,
             first_batch=first_batch,
             num_batches=num_batches,
             credit_bytes=self._limits.credit_bytes,
-            barriers=[
-                wire.Barrier(lineage=place.epoch_id, batch=place.batch) for place in checkpoints
-            ],
+            checkpoints=[wire.Checkpoint(**asdict(place)) for place in checkpoints],
         )
         call, welcome = self._dial_until(hello, lambda: False)
         channel = SplitChannel(
-            f"the cloud at {self.address}",
+            self._cloud,
             SplitMessages(self._limits),
             limits=self._limits,
             patience_s=self._patience_s,
         )
-        stream_id = channel.attach(received=0, used=0, credit_bytes=max(1, welcome.credit_bytes))
-        call.outgoing.put((channel, stream_id))
+        stream_id = _attach(call, channel, welcome)
         self._channel = channel
         if self._closed.is_set():
             self.close()
         resuming = wire.Hello()
         resuming.CopyFrom(hello)
-        resuming.ClearField("barriers")
-        resuming.lineage = welcome.lineage
+        resuming.ClearField("checkpoints")
+        resuming.epoch_id = welcome.epoch_id
+        reader = (call, channel, stream_id, resuming)
         Thread(
             target=self._maintain,
-            args=(call, channel, stream_id, resuming),
+            args=reader,
             name="split-edge",
             daemon=True,
         ).start()
+        start = SplitCheckpoint(batch=welcome.start.batch, epoch_id=welcome.start.epoch_id)
         return channel, JoinTerms(
-            epoch_id=welcome.lineage,
+            epoch_id=welcome.epoch_id,
             cut=welcome.cut,
             restore_codec=welcome.restore_codec,
-            start=SplitCheckpoint(batch=welcome.start.batch, epoch_id=welcome.start.lineage),
+            start=start,
         )
 
     def end_channel(self, channel: SplitChannel) -> None:
@@ -188,10 +200,7 @@ class EdgeConnection:
         channel = self._channel
         if channel is not None:
             channel.fail(
-                StreamLost(
-                    f"run {self.run_id}: the connection to the cloud at {self.address} was closed "
-                    "here"
-                )
+                StreamLost(f"run {self.run_id}: the connection to {self._cloud} was closed here")
             )
 
     # ------------------------------------------------------------------------------------------------------- inside
@@ -201,10 +210,12 @@ class EdgeConnection:
     ) -> None:
         """Read a channel's streams, one after the other, until it fails or is ended."""
         while True:
-            watch = Thread(
-                target=self._end_call_on_detach, args=(call, channel, stream_id), daemon=True
-            )
-            watch.start()
+            ending = (call, channel, stream_id)
+            Thread(
+                target=self._end_call_on_detach,
+                args=ending,
+                daemon=True,
+            ).start()
             failure = self._read_stream(call, channel, stream_id)
             channel.detach(stream_id)
             call.end()
@@ -215,26 +226,31 @@ class EdgeConnection:
             try:
                 resuming.received, resuming.used = channel.received_and_used()
                 call, welcome = self._dial_until(resuming, lambda: channel.failure is not None)
-                stream_id = channel.attach(
-                    received=welcome.received,
-                    used=welcome.used,
-                    credit_bytes=max(1, welcome.credit_bytes),
-                )
-                call.outgoing.put((channel, stream_id))
+                stream_id = _attach(call, channel, welcome)
             except (SplitRefused, StreamLost, StartOver) as error:
                 channel.fail(error)
                 return
             except MalformedBytes as error:
                 call.end()
-                channel.fail(SplitRefused(f"the cloud at {self.address} resumes with {error}"))
+                channel.fail(SplitRefused(f"{self._cloud} resumes with {error}"))
                 return
 
-    def _end_call_on_detach(self, call: _Call, channel: SplitChannel, stream_id: int) -> None:
+    def _end_call_on_detach(
+        self,
+        call: _Call,
+        channel: SplitChannel,
+        stream_id: int,
+    ) -> None:
         """End a call when its stream is detached, even while its reader is waiting."""
         channel.wait_detached(stream_id)
         call.end()
 
-    def _read_stream(self, call: _Call, channel: SplitChannel, stream_id: int) -> Exception | None:
+    def _read_stream(
+        self,
+        call: _Call,
+        channel: SplitChannel,
+        stream_id: int,
+    ) -> Exception | None:
         """Read a stream to its end; return the error if dialling again would not help, or None."""
         try:
             for content in call.replies:
@@ -247,9 +263,9 @@ class EdgeConnection:
         except grpc.RpcError as error:
             return self._fatal_error(error)
         except MalformedBytes as refused:
-            return SplitRefused(f"the cloud at {self.address} sends {refused}")
+            return SplitRefused(f"{self._cloud} sends {refused}")
         except PeerRefused as refused:
-            return SplitRefused(f"the cloud at {self.address}: {refused}")
+            return SplitRefused(f"{self._cloud}: {refused}")
         except SplitRefused as refused:
             return refused
         return None
@@ -258,17 +274,10 @@ class EdgeConnection:
         self, hello: wire.Hello, is_over: Callable[[], bool]
     ) -> tuple[_Call, wire.Welcome]:
         """Dial until the cloud answers, and return its welcome; `StreamLost` after `give_up_s` without."""
-        began_s, pause_s, why = (
-            time.monotonic(),
-            _FIRST_PAUSE_S,
-            "it was not dialled: the connection was closed here",
-        )
-        while True:
-            if self._closed.is_set():
-                raise StreamLost(
-                    f"run {self.run_id}: the cloud at {self.address} is out of reach ({why}); make "
-                    "another connection"
-                )
+        began_s = time.monotonic()
+        pause_s = _FIRST_PAUSE_S
+        why = "it was not dialled: the connection was closed here"
+        while not self._closed.is_set():
             call = self._dial(hello)
             try:
                 return call, self._welcome(call)
@@ -278,18 +287,14 @@ class EdgeConnection:
             except BaseException:
                 call.end()
                 raise
-            if (
-                is_over()
-                or self._closed.is_set()
-                or time.monotonic() + pause_s > began_s + self.give_up_s
-            ):
-                raise StreamLost(
-                    f"run {self.run_id}: the cloud at {self.address} is out of reach, after trying for "
-                    f"{time.monotonic() - began_s:.0f} s ({why}); see to the line and the cloud, then "
-                    "start the span again"
-                )
+            if is_over() or time.monotonic() + pause_s > began_s + self.give_up_s:
+                break
             self._closed.wait(pause_s * self._jitter.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        tried_s = time.monotonic() - began_s
+        raise StreamLost(
+            f"run {self.run_id}: {self._cloud} is out of reach, after trying for {tried_s:.0f} s ({why})"
+        )
 
     def _dial(self, hello: wire.Hello) -> _Call:
         grpc_channel = open_channel(
@@ -298,23 +303,24 @@ class EdgeConnection:
             heartbeat_s=self._heartbeat_s,
             max_message_bytes=4 * LARGEST_FRAME_BYTES,
         )
-        outgoing: SimpleQueue[tuple[SplitChannel, int] | None] = SimpleQueue()
-        authentication = ClientAuthentication(
-            run_caller(self.run_id), self._token, tls=self._credentials is not None
-        )
-        replies = authentication.on(grpc_channel).stream_stream(_METHOD)(
-            self._outgoing(wire.Frame(hello=hello), outgoing)
-        )
-        return _Call(grpc_channel, replies, outgoing)
+        outgoing: _Outgoing = SimpleQueue()
+        caller = run_caller(self.run_id)
+        tls = self._credentials is not None
+        authenticated = ClientAuthentication(
+            caller,
+            self._token,
+            tls=tls,
+        ).on(grpc_channel)
+        messages = self._messages(wire.Frame(hello=hello), outgoing)
+        return _Call(grpc_channel, authenticated.stream_stream(_METHOD)(messages), outgoing)
 
-    def _outgoing(
-        self,
-        hello: wire.Frame,
-        outgoing: "SimpleQueue[tuple[SplitChannel, int] | None]",
-    ) -> Iterator[bytes]:
+    def _messages(self, hello: wire.Frame, outgoing: "_Outgoing") -> Iterator[bytes]:
         yield hello.SerializeToString()
         following = outgoing.get()
-        for frame in following[0].frames(following[1]) if following is not None else ():
+        if following is None:
+            return
+        channel, stream_id = following
+        for frame in channel.frames(stream_id):
             content = frame.SerializeToString()
             if self._up is not None and not self._up.wait(len(content)):
                 return
@@ -332,7 +338,7 @@ class EdgeConnection:
         except grpc.RpcError as error:
             raise self._fatal_error(error) or StreamLost(str(failure_of("it", error))) from None
         except PeerRefused as refused:
-            raise SplitRefused(f"the cloud at {self.address}: {refused}") from None
+            raise SplitRefused(f"{self._cloud}: {refused}") from None
         finally:
             timer.cancel()
         kind = frame.WhichOneof("kind")
@@ -340,7 +346,7 @@ class EdgeConnection:
             raise self._refusal_error(frame.refusal)
         if kind != "welcome":
             raise SplitRefused(
-                f"the cloud at {self.address} answers a greeting with a {kind}; is it another program?"
+                f"{self._cloud} answers a greeting with a {kind}; is it a split cloud?"
             )
         return frame.welcome
 
@@ -348,19 +354,26 @@ class EdgeConnection:
         try:
             return wire.Frame.FromString(content)
         except DecodeError:
-            raise SplitRefused(
-                f"the cloud at {self.address} sends bytes that are no frame; is it another program?"
-            ) from None
+            raise SplitRefused(f"{self._cloud} sends bytes that are no frame") from None
 
     def _refusal_error(self, refusal: wire.Refusal) -> Exception:
         if refusal.code == wire.Refusal.START_OVER:
             return StartOver()
-        return SplitRefused(f"the cloud at {self.address}: {refusal.text}")
+        return SplitRefused(f"{self._cloud}: {refusal.text}")
 
     def _fatal_error(self, error: Any) -> Exception | None:
         """Return the error that ended a call if dialling again would not help, else None."""
-        failure = failure_of(f"the cloud at {self.address}", error)
-        refused = isinstance(failure, PeerRefused | PeerNotTrusted) and not isinstance(
-            failure, HandlerFailed
-        )
-        return SplitRefused(str(failure)) if refused else None
+        failure = failure_of(self._cloud, error)
+        if isinstance(failure, HandlerFailed):
+            return None
+        is_final = isinstance(failure, PeerRefused | PeerNotTrusted)
+        return SplitRefused(str(failure)) if is_final else None
+
+
+def _attach(call: _Call, channel: SplitChannel, welcome: wire.Welcome) -> int:
+    """Let a channel send and receive over a call; return the id of the stream."""
+    stream_id = channel.attach(
+        received=welcome.received, used=welcome.used, credit_bytes=max(1, welcome.credit_bytes)
+    )
+    call.outgoing.put((channel, stream_id))
+    return stream_id

@@ -2,24 +2,26 @@
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from socflower.edgecloud.half_protocols import Array
+from socflower.edgecloud.plan.cuts import Bits
 from socflower.edgecloud.stream.frames import DeltaFeatures, Features, SplitRefused
-from socflower.errors import ConfigError, require_range
+from socflower.errors import ConfigError
+from socflower.field_rules import checked
 from socflower.wire.codecs.delta_coding import DeltaReceiver, DeltaSender
 from socflower.wire.codecs.error_feedback import ErrorFeedback, Form, Scale
-from socflower.wire.codecs.quantisation import BITS, EncodedTensor, Grouping, decode, encode
+from socflower.wire.codecs.quantisation import EncodedTensor, Grouping, decode, encode
 
 _LENGTH = struct.Struct("<Q")
 _SETTINGS = struct.Struct("<Q?")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class FeatureCoding:
     """How features and gradients are coded for the link; the bits of features are the deployment's.
 
@@ -30,16 +32,8 @@ class FeatureCoding:
     grouping: Grouping = "tensor"
     feedback: Form = "none"
     scale: Scale = "paper"
-    delta_bytes: int = 0
-    gradient_bits: int = 32
-
-    def __post_init__(self) -> None:
-        if self.gradient_bits not in BITS:
-            raise ConfigError(
-                f"feature coding: gradient_bits = {self.gradient_bits} is unknown; use one of "
-                f"{', '.join(map(str, BITS))}"
-            )
-        require_range("feature coding", least=0, delta_bytes=self.delta_bytes)
+    delta_bytes: Annotated[int, Field(ge=0)] = 0
+    gradient_bits: Bits = 32
 
 
 EXACT: Final[FeatureCoding] = FeatureCoding()
@@ -64,22 +58,22 @@ class FeatureSender:
         quantum: float | None = None,
     ) -> EncodedTensor | DeltaFeatures:
         """Return the encoded features, and store the error of the encoding; for `quantum` see `encode`."""
-        encoded: EncodedTensor | DeltaFeatures
+        grouping = self._coding.grouping
         if self._delta is not None:
             message, decoded = self._delta.encode(sample_ids, features, bits)
-            encoded = DeltaFeatures(
+            self._feedback.keep(batch, features, decoded)
+            return DeltaFeatures(
                 message=message,
                 sample_ids=sample_ids,
                 memory_bytes=self._coding.delta_bytes,
-                grouping=self._coding.grouping,
+                grouping=grouping,
             )
-            self._feedback.keep(batch, features, decoded)
-            return encoded
+        what = f"features of batch {batch}"
         encoded = encode(
             features,
             bits,
-            grouping=self._coding.grouping,
-            what=f"features of batch {batch}",
+            grouping=grouping,
+            what=what,
             quantum=quantum,
         )
         if self._feedback.form != "none":
@@ -98,11 +92,10 @@ class FeatureSender:
         self._feedback.forget(batch)
 
     def reset(self) -> None:
-        """Remember no sample's features: they are another layer's now."""
-        if self._coding.delta_bytes:
-            self._delta = DeltaSender(
-                max_bytes=self._coding.delta_bytes, grouping=self._coding.grouping
-            )
+        """Discard every sample's features: they are another layer's now."""
+        size = self._coding.delta_bytes
+        if size:
+            self._delta = DeltaSender(max_bytes=size, grouping=self._coding.grouping)
 
     def save(self) -> bytes:
         """Return what `restore` needs; to be called while nothing is in flight."""
@@ -118,7 +111,8 @@ class FeatureReceiver:
     """A back half's side, one for each party. Its delta coding takes at most `largest_delta_bytes` of memory."""
 
     def __init__(self, peer: str, *, largest_delta_bytes: int = 1 << 30) -> None:
-        self._peer, self._largest = peer, largest_delta_bytes
+        self._peer = peer
+        self._largest = largest_delta_bytes
         self._settings: tuple[int, Grouping] | None = None
         self._delta: DeltaReceiver | None = None
 
@@ -134,20 +128,20 @@ class FeatureReceiver:
             raise SplitRefused(f"batch {message.batch} of {self._peer}: {error}") from None
 
     def _delta_receiver(self, memory_bytes: int, grouping: Grouping) -> DeltaReceiver:
-        if self._delta is None or self._settings is None:
+        settings = (memory_bytes, grouping)
+        if self._delta is None:
             if memory_bytes > self._largest:
                 raise ConfigError(
-                    f"delta coding wants {memory_bytes} bytes of memory, where {self._largest} are "
-                    "given; lower delta_bytes"
+                    f"delta coding of {memory_bytes} bytes exceeds {self._largest}; lower delta_bytes"
                 )
-            self._settings = (memory_bytes, grouping)
             self._delta = DeltaReceiver(max_bytes=memory_bytes, grouping=grouping)
-        if self._settings != (memory_bytes, grouping):
+            self._settings = settings
+        if self._settings != settings:
             raise ConfigError("delta coding: its settings have changed; start the span again")
         return self._delta
 
     def reset(self) -> None:
-        """Remember no sample's features: they are another layer's now."""
+        """Discard every sample's features: they are another layer's now."""
         self._settings = self._delta = None
 
     def save(self) -> bytes:
@@ -160,9 +154,8 @@ class FeatureReceiver:
         """Restore the state of a checkpoint; `ConfigError` if it is damaged."""
         if saved:
             memory_bytes, by_sample = _SETTINGS.unpack_from(saved)
-            self._delta_receiver(memory_bytes, "sample" if by_sample else "tensor").restore(
-                saved[_SETTINGS.size :]
-            )
+            receiver = self._delta_receiver(memory_bytes, "sample" if by_sample else "tensor")
+            receiver.restore(saved[_SETTINGS.size :])
 
     @staticmethod
     def save_all(receivers: Sequence["FeatureReceiver"]) -> bytes:

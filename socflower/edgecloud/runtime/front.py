@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from socflower.edgecloud.half_protocols import Array, Labels
 from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedule, constant_rate
 from socflower.edgecloud.runtime.torch_half import Loss, Passes, TorchHalf, targets_from
-from socflower.errors import ConfigError
 from socflower.model_graph.batch_form import Batch, output_of
 from socflower.model_graph.cut_points import SplitModel
 from socflower.model_graph.tensor_arrays import layout_of, to_array, to_tensor
@@ -27,22 +26,23 @@ Samples: TypeAlias = tuple[Batch, Labels, NDArray[np.int64]]
 class _InFlight:
     """A batch whose forward pass is done and whose gradient has not arrived."""
 
-    shape: tuple[int, ...]  # of its features
-    kept: (
-        object | None
-    )  # what the update of the same pass needs, such as a graph, if it was to be kept
-    num_updates: int  # before its forward pass
+    # Of its features.
+    shape: tuple[int, ...]
+    # The state for an update from the same pass, such as a graph, if it was to be kept.
+    kept: object | None
+    # Before its forward pass.
+    num_updates: int
 
 
 class TorchFront(TorchHalf):
     """The layers up to the cut, with a source of batches.
 
     `batches(batch)` returns inputs, labels and sample ids (int64) of a batch, by its number over the whole training. It
-    is called again for a replay, and must return the same, random augmentation included, so that a batch in flight
-    takes no memory. Random numbers in layers depend on `seed`, batch and layer only, so that a replay draws the same
-    ones; parties that should differ need different seeds.
+    is called again for a replay, so that a batch in flight takes no memory; it must return the same, including any
+    random augmentation. Random numbers in layers depend on `seed`, batch and layer only, so a replay draws the same;
+    parties that should differ need different seeds.
 
-    With `cut` after the last one, all layers are in this half, and `train_alone` needs `loss`.
+    With a `cut` after the last one, all layers are in this half, and `train_alone` needs `loss`.
     """
 
     def __init__(
@@ -74,20 +74,10 @@ class TorchFront(TorchHalf):
         self._latest: tuple[int, Samples] | None = None
 
     def forward(self, batch: int, *, keep_graph: bool = False) -> Array:
-        """Return the features (samples, ...) of a batch, computed with the current weights.
-
-        Raises ConfigError for a batch that is in flight already, or if all layers are in this half.
-        """
-        self._require_cut()
-        if batch in self._in_flight:
-            raise ConfigError(
-                f"model {self._split.name}: batch {batch} went forward already and waits for its "
-                "gradient"
-            )
-        samples = self._samples(batch)
-        features, kept = self._first_pass(
-            batch, samples[0], keep=keep_graph and self._split.front_trains(self._cut)
-        )
+        """Return the features (samples, ...) of a batch, computed with the current weights."""
+        inputs, _, _ = self._samples(batch)
+        keep = keep_graph and self.split.front_trains(self._cut)
+        features, kept = self._first_pass(batch, inputs, keep=keep)
         self._in_flight[batch] = _InFlight(tuple(features.shape), kept, self._num_updates)
         return features
 
@@ -107,53 +97,41 @@ class TorchFront(TorchHalf):
     def apply(self, batch: int, gradient: Array | None) -> None:
         """Update the weights by the gradient with respect to a batch's features (F22); None only discards the batch.
 
-        Raises ConfigError, without any change, for a batch that is not in flight, for a gradient of another shape than
-        the features, for a gradient where nothing is trained, and for a kept graph whose weights were updated since.
+        Raises `ConfigError`, without any change, for a gradient of another shape than the features, for a gradient if
+        nothing is trained, and for a kept graph whose weights were updated since.
         """
-        self._require_cut()
-        waiting = self._in_flight.get(batch)
-        name = self._split.name
-        if waiting is None:
-            raise ConfigError(
-                f"model {name}: a gradient came for batch {batch}, which is not under way; those are "
-                f"{sorted(self._in_flight)}"
-            )
-        if gradient is None:
-            del self._in_flight[batch]
-            return
-        if not self._split.front_trains(self._cut):
-            raise ConfigError(
-                f"model {name}: a gradient came for batch {batch}, but everything before cut {self._cut} "
-                "is frozen"
-            )
-        if tuple(gradient.shape) != waiting.shape:
-            raise ConfigError(
-                f"model {name}: the gradient for batch {batch} has shape {tuple(gradient.shape)}, its "
-                f"features have {waiting.shape}"
-            )
-        if waiting.kept is not None and waiting.num_updates != self._num_updates:
-            raise ConfigError(
-                f"model {name}: the graph of batch {batch} was kept, but weights were updated since; "
-                "keep it only where the window is 0"
-            )
-        if waiting.kept is not None:
-            self._update(batch, waiting.kept, gradient)
-        else:
-            self._replay(batch, self._samples(batch)[0], waiting.shape, gradient)
-        self._num_updates += 1
+        waiting = self._in_flight[batch]
+        if gradient is not None:
+            self._check_gradient(batch, waiting, gradient)
+            if waiting.kept is not None:
+                self._update(batch, waiting.kept, gradient)
+            else:
+                self._replay(batch, self._samples(batch)[0], waiting.shape, gradient)
+            self._num_updates += 1
         del self._in_flight[batch]
 
-    def train_alone(self, batch: int) -> float:
-        """Do a whole training step with all layers, and return the loss; `ConfigError` if the model is cut."""
-        if self._cut != self._split.num_cuts or not self._can_compute_loss:
-            raise ConfigError(
-                f"model {self._split.name}: cannot be trained by the front half alone: "
-                + (
-                    "it was given no loss"
-                    if not self._can_compute_loss
-                    else f"it is cut at {self._cut}"
-                )
+    def _check_gradient(
+        self,
+        batch: int,
+        waiting: _InFlight,
+        gradient: Array,
+    ) -> None:
+        if not self.split.front_trains(self._cut):
+            raise self._error(
+                f"a gradient for batch {batch}, but all before cut {self._cut} is frozen"
             )
+        if tuple(gradient.shape) != waiting.shape:
+            raise self._error(
+                f"a gradient of shape {tuple(gradient.shape)} for batch {batch} with features {waiting.shape}"
+            )
+        # Autograd would apply it to weights that are no longer those of its forward pass.
+        if waiting.kept is not None and waiting.num_updates != self._num_updates:
+            raise self._error(
+                f"weights were updated since the graph of batch {batch} was kept; keep graphs only at window 0"
+            )
+
+    def train_alone(self, batch: int) -> float:
+        """Do a whole training step with all layers, which must be in this half, and return the loss."""
         inputs, labels, _ = self._samples(batch)
         loss = self._loss_of(batch, inputs, targets_from(labels, self._device))
         self._optimizer.zero_grad()
@@ -162,14 +140,26 @@ class TorchFront(TorchHalf):
         self._num_updates += 1
         return float(loss.detach())
 
-    def _first_pass(self, batch: int, inputs: Batch, *, keep: bool) -> tuple[Array, object | None]:
-        """Return the features of a batch in a new array, and, with `keep`, what `_update` needs."""
+    def _first_pass(
+        self,
+        batch: int,
+        inputs: Batch,
+        *,
+        keep: bool,
+    ) -> tuple[Array, object | None]:
+        """Return the features of a batch in a new array, and, with `keep`, the state for `_update`."""
         with torch.set_grad_enabled(keep):
             features = self._features(batch, inputs)
         # A copy: the graph may need its result unchanged, and the half may return its inputs.
         return to_array(features), features if keep else None
 
-    def _replay(self, batch: int, inputs: Batch, shape: tuple[int, ...], gradient: Array) -> None:
+    def _replay(
+        self,
+        batch: int,
+        inputs: Batch,
+        shape: tuple[int, ...],
+        gradient: Array,
+    ) -> None:
         """Repeat the pass of a batch with the present weights, and update them."""
         with _preserve_buffers(self._layers()):
             features = self._features(batch, inputs)
@@ -179,23 +169,23 @@ class TorchFront(TorchHalf):
     def _update(self, batch: int, kept: object, gradient: Array) -> None:
         """Update the weights by a gradient with respect to the features of a pass that was kept."""
         features = cast(torch.Tensor, kept)
+        tensor = to_tensor(gradient, self._device, layout_of(features))
         self._optimizer.zero_grad()
-        torch.autograd.backward(
-            [features], [to_tensor(gradient, self._device, layout_of(features))]
-        )
+        torch.autograd.backward([features], [tensor])
         self._optimizer.step(batch)
-        self._optimizer.zero_grad()  # frees the gradients' memory between batches
+        # Frees the gradients' memory between batches.
+        self._optimizer.zero_grad()
 
-    def _require_shape(self, batch: int, shape: tuple[int, ...], first: tuple[int, ...]) -> None:
+    def _require_shape(
+        self,
+        batch: int,
+        shape: tuple[int, ...],
+        first: tuple[int, ...],
+    ) -> None:
         if shape != first:
-            raise ConfigError(
-                f"model {self._split.name}: batch {batch} is another one in its replay, with features "
-                f"{shape} for {first}; its source must repeat itself"
+            raise self._error(
+                f"batch {batch} has features {first}, but {shape} in its replay; its source must repeat itself"
             )
-
-    @property
-    def _can_compute_loss(self) -> bool:
-        return self._passes.loss is not None or self._passes.train_step is not None
 
     def _features(self, batch: int, inputs: Batch) -> torch.Tensor:
         """Return the features of a batch, which cross in float32 also under autocast."""
@@ -205,15 +195,14 @@ class TorchFront(TorchHalf):
         return cast(torch.Tensor, features).float()
 
     def _require_taken(self, layers: torch.nn.Module, inputs: Batch) -> None:
-        """Raise ConfigError for entries of a dict that `forward` does not take."""
+        """Raise `ConfigError` for entries of a dict that `forward` does not take."""
         if not isinstance(inputs, Mapping):
             return
         taken = inspect.signature(layers.forward).parameters
         strange = [key for key in inputs if key not in taken]
         if strange and not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
-            raise ConfigError(
-                f"model {self._split.name}: takes {', '.join(taken)}, and the batch has {strange[0]!r} "
-                "as well; leave it out of the data, in a collate_fn"
+            raise self._error(
+                f"takes {', '.join(taken)}, not {strange[0]!r}; leave it out of the data, in a collate_fn"
             )
 
     def _samples(self, batch: int) -> Samples:
@@ -222,27 +211,16 @@ class TorchFront(TorchHalf):
             self._latest = (batch, self._batches(batch))
         return self._latest[1]
 
-    def _require_cut(self) -> None:
-        if self._cut == self._split.num_cuts:
-            raise ConfigError(
-                f"model {self._split.name}: has all layers here, and no features to send; use "
-                "train_alone()"
-            )
-
     def _require_idle(self) -> None:
         if self._in_flight:
-            raise ConfigError(
-                f"model {self._split.name}: the cut cannot move while batches {sorted(self._in_flight)} "
-                "wait for their gradients; apply those first"
+            raise self._error(
+                f"the cut cannot move while batches {sorted(self._in_flight)} are in flight"
             )
 
     def _progress(self) -> list[list[int]]:
         kept = [batch for batch, waiting in self._in_flight.items() if waiting.kept is not None]
         if kept:
-            raise ConfigError(
-                f"model {self._split.name}: the front half cannot be saved while the graphs of batches "
-                f"{kept} are kept; apply their gradients first"
-            )
+            raise self._error(f"cannot be saved while the graphs of batches {kept} are kept")
         return [[batch, *waiting.shape] for batch, waiting in self._in_flight.items()]
 
     def _resume(self, progress: Sequence[Sequence[int]]) -> None:
@@ -255,10 +233,10 @@ class TorchFront(TorchHalf):
 @contextmanager
 def _preserve_buffers(module: torch.nn.Module) -> Iterator[None]:
     """Restore the buffers of layers in training mode afterwards: they were updated by this batch already."""
+    trained = [part for part in module.modules() if part.training]
     buffers = {
         buffer: buffer.detach().clone()
-        for part in module.modules()
-        if part.training
+        for part in trained
         for buffer in part.buffers(recurse=False)
     }
     try:

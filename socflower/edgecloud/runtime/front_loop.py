@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from socflower.edgecloud.half_protocols import FrontHalf
 from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
-from socflower.edgecloud.links.bandwidth_profile import LinkRates
+from socflower.edgecloud.links.bandwidth_profile import Direction, LinkRates
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.party import Decider
+from socflower.edgecloud.runtime.back_loop import unexpected
 from socflower.edgecloud.runtime.feature_path import EXACT, FeatureCoding, FeatureSender
 from socflower.edgecloud.runtime.half_state import AppliedMove, HalfState
 from socflower.edgecloud.runtime.replay_window import ReplayWindow
@@ -27,18 +28,23 @@ from socflower.errors import ConfigError, require_range
 from socflower.wire.codecs.quantisation import decode
 from socflower.wire.frame_channel import SentMessage
 
-_MAX_TRANSFERS = 100_000  # in a report
+# In a report.
+_MAX_TRANSFERS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecisionInput:
-    """The inputs of a decision between two batches."""
+    """The inputs of a decision between two batches.
 
-    batch: int  # the next to go forward
-    split_plan: SplitPlan  # with the window of this batch
-    transfers: tuple[SentMessage, ...]  # that have ended since the last decision
-    in_flight: tuple[float, int] | None  # begin (on the channel's clock) and bytes
-    now_s: float  # on that clock
+    `batch` is the next to go forward, and `split_plan` has its window. `transfers` have ended since the last decision;
+    `in_flight` are begin and bytes of the message under way. Times are of the channel's clock.
+    """
+
+    batch: int
+    split_plan: SplitPlan
+    transfers: tuple[SentMessage, ...]
+    in_flight: tuple[float, int] | None
+    now_s: float
 
 
 class MeasuredDecider:
@@ -51,35 +57,31 @@ class MeasuredDecider:
     def __init__(
         self, decider: Decider, first_rates: LinkRates | None = None, first_batch: int = 0
     ) -> None:
-        self._decider, self._first_rates, self._first_batch = decider, first_rates, first_batch
+        self._decider = decider
+        self._first_rates = first_rates
+        self._first_batch = first_batch
         self._meter: BandwidthMeter | None = None
 
     def __call__(self, inputs: DecisionInput) -> SplitPlan | None:
         """Return the new deployment, or None to keep the present one."""
         for transfer in inputs.transfers:
+            num_bytes = transfer.num_bytes
+            seconds = transfer.seconds
             if self._meter is None:
-                rate = transfer.num_bytes / max(transfer.seconds, 1e-9)
-                self._meter = BandwidthMeter(
-                    first=self._first_rates or LinkRates(up_bytes_per_s=rate, down_bytes_per_s=rate)
-                )
-            self._meter.add_transfer(
-                "up" if transfer.sent else "down",
-                transfer.num_bytes,
-                transfer.seconds,
-                transfer.at_s,
-            )
+                rate = num_bytes / max(seconds, 1e-9)
+                same = LinkRates(up_bytes_per_s=rate, down_bytes_per_s=rate)
+                self._meter = BandwidthMeter(first=self._first_rates or same)
+            direction: Direction = "up" if transfer.sent else "down"
+            self._meter.add_transfer(direction, num_bytes, seconds, transfer.at_s)
         if self._meter is None:
             return None
         if inputs.in_flight is None:
             self._meter.clear_in_flight("up")
         else:
             self._meter.set_in_flight("up", *inputs.in_flight)
-        return self._decider.decide(
-            self._first_batch + inputs.batch,
-            self._meter.rates(inputs.now_s),
-            inputs.split_plan,
-            inputs.split_plan.window,
-        )
+        batch = self._first_batch + inputs.batch
+        plan = inputs.split_plan
+        return self._decider.decide(batch, self._meter.rates(inputs.now_s), plan, plan.window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,35 +113,49 @@ class FrontPlan:
     def __post_init__(self) -> None:
         if self.split_plan.cut is None:
             raise ConfigError(
-                "front plan: a deployment without a cut needs no cloud; train at the edge alone instead"
+                "front plan: without a cut no cloud is needed; train at the edge alone"
             )
-        require_range("front plan", least=0, checkpoint_batches=self.checkpoint_batches)
+        require_range(
+            "front plan",
+            least=0,
+            checkpoint_batches=self.checkpoint_batches,
+        )
 
 
 class FrontLoop:
     """Trains batches `first` to `stop` − 1 with a front half, over a channel to the back half.
 
-    Where it may do either, it alternates: after an update comes a forward pass, if the window allows; otherwise a
-    gradient that has arrived is applied. Applying all arrived gradients first would bunch batches up while link and
-    back half are idle, and take up to 1.7 times as long as F26 predicts (see `cost_model.training_s`). There is no
-    forward pass while another batch waits for the link: it would not arrive sooner, take memory, and be staler. So the
-    features of at most one batch wait here, besides those in flight. The loop never waits for room, so it always reads
-    (see `frame_channel`). Errors are raised as they occur: `StreamLost`, `SplitRefused`, `StartOver`, and `ConfigError`
-    of the half.
+    If it may do either, it alternates: after an update comes a forward pass, if the window allows; otherwise a gradient
+    that has arrived is applied. To apply all arrived gradients first would bunch batches up while link and back half
+    are idle, and take up to 1.7 times as long as F26 predicts (see `cost_model.training_s`). There is no forward pass
+    while another batch waits for the link: its features would take memory and become stale without arriving sooner. So
+    the features of at most one batch wait here, besides those in flight. The loop never waits for room, so it always
+    reads (see `frame_channel`). Errors are raised as they occur: `StreamLost`, `SplitRefused`, `StartOver`, and
+    `ConfigError` of the half.
     """
 
-    def __init__(self, state: HalfState[FrontHalf], channel: SplitChannel, plan: FrontPlan) -> None:
-        self._state, self._half, self._report = state, state.half, state.report
-        self._channel, self._plan = channel, plan
+    def __init__(
+        self,
+        state: HalfState[FrontHalf],
+        channel: SplitChannel,
+        plan: FrontPlan,
+    ) -> None:
+        self._state = state
+        self._half = state.half
+        self._report = state.report
+        self._channel = channel
+        self._plan = plan
         self._split_plan = state.split_plan or plan.split_plan
         self._sender = FeatureSender(plan.coding)
         self._sender.restore(state.codec)
         self._window = ReplayWindow(self._split_plan.window)
         self._shapes: dict[int, tuple[int, ...]] = {}
-        self._requested_cut: int | None = None  # the cut to move to, once nothing is in flight
+        # The cut to move to, once nothing is in flight.
+        self._requested_cut: int | None = None
         self._requested_at_s = 0.0
         self._decided_batch = -1
-        self._unseen_transfers: list[SentMessage] = []  # not passed to a decision yet
+        # Not passed to a decision yet.
+        self._unseen_transfers: list[SentMessage] = []
         self._checkpointed_batch = -1
 
     def run(self, first: int, stop: int) -> None:
@@ -148,38 +164,37 @@ class FrontLoop:
         self._save_checkpoint(batch)
         if self._split_plan.cut is not None and self._split_plan.cut != self._half.cut:
             self._request_cut(self._split_plan.cut)
-        updated = False  # since the last forward pass
+        # Whether an update was done since the last forward pass.
+        updated = False
         while batch < stop or not self._window.drained:
             allowed = batch < stop and self._may_forward(batch) and not self._must_drain(batch)
             # While another batch waits for the link, computing this one has no benefit yet.
             ready = allowed and self._channel.is_idle
             message = None if ready and updated else self._channel.poll()
-            if message is not None:
-                self._apply(message)
-                updated = True
-            elif ready:
+            if message is None and ready:
                 self._forward(batch)
                 batch += 1
                 updated = False
-            elif allowed or not self._window.drained:
-                what = f"gradient of batch {self._window.oldest}"
-                with self._report.timed("wait_s"):
-                    message = (
-                        self._channel.receive_or_idle(what)
-                        if allowed
-                        else self._channel.receive(what)
-                    )
-                if message is not None:
-                    self._apply(message)
-                    updated = True
-            elif self._requested_cut is not None:
+                continue
+            if message is None and (allowed or not self._window.drained):
+                message = self._wait(allowed)
+            elif message is None and self._requested_cut is not None:
                 self._move_cut(self._requested_cut, batch)
-            else:
+            elif message is None:
                 self._save_checkpoint(batch)
+            if message is not None:
+                self._apply(message)
+                updated = True
         if self._checkpointed_batch != stop:
             self._save_checkpoint(stop)
         self._report.split_plan = self._state.split_plan = self._split_plan
         self._channel.send(Goodbye())
+
+    def _wait(self, allowed: bool) -> Message | None:
+        """Return the next message; None if a forward pass is allowed and the link is idle before one comes."""
+        what = f"gradient of batch {self._window.oldest}"
+        with self._report.timed("wait_s"):
+            return self._channel.receive_or_idle(what) if allowed else self._channel.receive(what)
 
     def _must_drain(self, batch: int) -> bool:
         self._ask_decider(batch)
@@ -197,126 +212,128 @@ class FrontLoop:
         if self._decided_batch == batch:
             return
         self._decided_batch = batch
-        seen, self._unseen_transfers = tuple(self._unseen_transfers), []
-        chosen = self._plan.decide(
-            DecisionInput(
-                batch=batch,
-                split_plan=replace(self._split_plan, window=self._window_of(batch)),
-                transfers=seen,
-                in_flight=self._channel.in_flight(),
-                now_s=time.monotonic(),
-            )
+        seen = tuple(self._unseen_transfers)
+        self._unseen_transfers = []
+        inputs = DecisionInput(
+            batch=batch,
+            split_plan=replace(self._split_plan, window=self._window_of(batch)),
+            transfers=seen,
+            in_flight=self._channel.in_flight(),
+            now_s=time.monotonic(),
         )
+        chosen = self._plan.decide(inputs)
         if chosen is None:
             return
         if chosen.cut is None:
             raise ConfigError(
-                f"batch {batch}: the decision is to train at the edge alone, which a stream cannot; "
-                "leave edge-only out while a span runs"
+                f"batch {batch}: within a span the decision cannot be edge-only training"
             )
         self._split_plan = replace(chosen, cut=self._split_plan.cut)
         if chosen.cut != self._half.cut:
             self._request_cut(chosen.cut)
 
     def _request_cut(self, cut: int) -> None:
-        self._requested_cut, self._requested_at_s = cut, time.monotonic()
+        self._requested_cut = cut
+        self._requested_at_s = time.monotonic()
 
     def _window_of(self, batch: int) -> int:
-        return (
-            self._split_plan.window if self._plan.window_of is None else self._plan.window_of(batch)
-        )
+        window_of = self._plan.window_of
+        return self._split_plan.window if window_of is None else window_of(batch)
 
     def _may_forward(self, batch: int) -> bool:
         self._window.resize(self._window_of(batch))
         return self._window.may_forward()
 
     def _forward(self, batch: int) -> None:
+        half = self._half
         self._state.begin_change()
         with self._report.timed("compute_s"):
-            features = self._half.forward(batch, keep_graph=self._window.limit == 0)
-            sample_ids = self._half.sample_ids(batch)
-            encoded = self._sender.encode(
-                batch, features, sample_ids, self._split_plan.bits, self._half.feature_quantum
-            )
+            features = half.forward(batch, keep_graph=self._window.limit == 0)
+            sample_ids = half.sample_ids(batch)
+            bits = self._split_plan.bits
+            quantum = half.feature_quantum
+            encoded = self._sender.encode(batch, features, sample_ids, bits, quantum)
         self._window.forward(batch)
-        self._shapes[batch], self._report.feature_bytes[batch] = features.shape, encoded.num_bytes
-        self._channel.send(
-            Features(
-                batch=batch,
-                cut=self._half.cut,
-                encoded=encoded,
-                labels=self._half.labels(batch),
-                ids_digest=digest_of_ids(sample_ids),
-                answer_bits=self._plan.coding.gradient_bits,
-            )
+        self._shapes[batch] = features.shape
+        self._report.feature_bytes[batch] = encoded.num_bytes
+        message = Features(
+            batch=batch,
+            cut=half.cut,
+            encoded=encoded,
+            labels=half.labels(batch),
+            ids_digest=digest_of_ids(sample_ids),
+            answer_bits=self._plan.coding.gradient_bits,
         )
+        self._channel.send(message)
 
     def _apply(self, message: Message) -> None:
         if not isinstance(message, GradientFrame):
             raise self._unexpected(message, f"the gradient of batch {self._window.oldest}")
-        staleness = self._window.close(message.batch)
-        shape = self._shapes.pop(message.batch)
-        gradient = None
+        batch = message.batch
+        encoded = message.encoded
+        staleness = self._window.close(batch)
+        shape = self._shapes.pop(batch)
+        if encoded is not None and encoded.shape != shape:
+            raise SplitRefused(
+                f"batch {batch}: {self._channel.peer} sends a gradient of shape {encoded.shape} for features {shape}"
+            )
         with self._report.timed("compute_s"):
-            if message.encoded is not None:
-                if message.encoded.shape != shape:
-                    raise SplitRefused(
-                        f"batch {message.batch}: {self._channel.peer} sends a gradient of shape "
-                        f"{message.encoded.shape} for features of shape {shape}; see that both have the "
-                        "same model"
-                    )
-                gradient = self._sender.correct(message.batch, decode(message.encoded))
+            gradient = None
+            if encoded is not None:
+                gradient = self._sender.correct(batch, decode(encoded))
             else:
-                self._sender.forget(message.batch)
-            self._half.apply(message.batch, gradient)
-        self._report.staleness[message.batch] = staleness
-        self._report.losses[message.batch] = message.loss
+                self._sender.forget(batch)
+            self._half.apply(batch, gradient)
+        self._report.staleness[batch] = staleness
+        self._report.losses[batch] = message.loss
         if self._plan.progress is not None:
             self._plan.progress(
-                Progress(batch=message.batch, loss=message.loss, staleness=staleness)
+                Progress(
+                    batch=batch,
+                    loss=message.loss,
+                    staleness=staleness,
+                )
             )
 
     def _move_cut(self, cut: int, batch: int) -> None:
         """Move layers to or from the other half; nothing is in flight."""
         old = self._half.cut
+        what = f"answer to the move of the cut to {cut}"
+        gives = cut < old
         self._state.begin_change()
-        self._channel.send(
-            Recut(cut=cut, weights=self._half.export_layers(cut) if cut < old else None)
-        )
+        weights = self._half.export_layers(cut) if gives else None
+        self._channel.send(Recut(cut=cut, weights=weights))
         with self._report.timed("wait_s"):
-            answer = self._channel.receive(f"answer to the move of the cut to {cut}")
-        if (
-            not isinstance(answer, Recut)
-            or answer.cut != cut
-            or (answer.weights is None) != (cut < old)
-        ):
-            raise self._unexpected(answer, f"its part of the move of the cut to {cut}")
+            answer = self._channel.receive(what)
+        fits = isinstance(answer, Recut) and answer.cut == cut
+        if not isinstance(answer, Recut) or not fits or (answer.weights is None) != gives:
+            raise self._unexpected(answer, f"its {what}")
         if answer.weights is not None:
             self._half.import_layers(cut, answer.weights)
         self._sender.reset()
-        self._split_plan, self._requested_cut = replace(self._split_plan, cut=cut), None
-        self._report.moves.append(
-            AppliedMove(
-                batch=batch,
-                old=old,
-                new=cut,
-                gave=cut < old,
-                seconds=time.monotonic() - self._requested_at_s,
-            )
+        self._split_plan = replace(self._split_plan, cut=cut)
+        self._requested_cut = None
+        seconds = time.monotonic() - self._requested_at_s
+        move = AppliedMove(
+            batch=batch,
+            old=old,
+            new=cut,
+            gave=gives,
+            seconds=seconds,
         )
+        self._report.moves.append(move)
 
     def _save_checkpoint(self, batch: int) -> None:
-        """Save both halves; nothing is in flight. The back half saves first, so it has all that this one has."""
-        self._channel.send(Mark(batch=batch, cut=self._half.cut))
+        """Save both halves; nothing is in flight. The back half saves first, so it has all checkpoints of this half."""
+        mark = Mark(batch=batch, cut=self._half.cut)
+        what = f"word that batch {batch} is saved"
+        self._channel.send(mark)
         with self._report.timed("wait_s"):
-            answer = self._channel.receive(f"word that batch {batch} is saved")
-        if answer != Mark(batch=batch, cut=self._half.cut):
-            raise self._unexpected(answer, f"word that batch {batch} is saved")
+            answer = self._channel.receive(what)
+        if answer != mark:
+            raise self._unexpected(answer, what)
         self._state.save_checkpoint(batch, self._sender.save, self._split_plan)
         self._checkpointed_batch = batch
 
     def _unexpected(self, message: Message, wanted: str) -> SplitRefused:
-        return SplitRefused(
-            f"{self._channel.peer} sends a {type(message).__name__.lower()} where {wanted} is next; "
-            "see that both run the same version"
-        )
+        return unexpected(self._channel, message, wanted)

@@ -30,14 +30,20 @@ def constant_rate(batch: int) -> float:
 def torch_schedule(scheduler: SchedulerFn, num_batches: int) -> Schedule:
     """Return the factors of a torch scheduler as a schedule: `scheduler(optimizer, num_batches)`, as in `FP32Trainer`.
 
-    Raises ConfigError for a scheduler that follows the loss, sets absolute rates, or changes more than the rate: each
+    Raises `ConfigError` for a scheduler that follows the loss, sets absolute rates, or changes more than the rate: each
     half knows the batch's number only.
     """
     factors, doubled = (_rates(scheduler, num_batches, rate) for rate in (1.0, 2.0))
-    if any(abs(twice - 2.0 * once) > 1e-9 for once, twice in zip(factors, doubled, strict=True)):
+    if any(
+        abs(twice - 2.0 * once) > 1e-9
+        for once, twice in zip(
+            factors,
+            doubled,
+            strict=True,
+        )
+    ):
         raise ConfigError(
-            "split training: the scheduler sets rates of its own, whatever the optimiser's; use one that "
-            "scales it, such as CosineAnnealingLR"
+            "split training: the scheduler sets absolute rates; use one that scales the optimiser's"
         )
     return lambda batch: factors[min(batch, num_batches - 1)]
 
@@ -45,7 +51,9 @@ def torch_schedule(scheduler: SchedulerFn, num_batches: int) -> Schedule:
 def _rates(scheduler: SchedulerFn, num_batches: int, rate: float) -> list[float]:
     probe = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=rate, momentum=0.9)
     (group,) = probe.param_groups
-    made, rates = scheduler(probe, num_batches), list[float]()
+    made = scheduler(probe, num_batches)
+    rates = list[float]()
+    where = f"split training: {type(made).__name__}"
     for _ in range(num_batches):
         rates.append(float(group["lr"]))
         probe.step()
@@ -53,14 +61,10 @@ def _rates(scheduler: SchedulerFn, num_batches: int, rate: float) -> list[float]
             made.step()
         except TypeError:
             raise ConfigError(
-                f"split training: {type(made).__name__} follows the loss, which the edge learns too "
-                "late; use a scheduler of the batch's number"
+                f"{where} follows the loss, which the edge learns too late; use one of the batch's number"
             ) from None
     if group["momentum"] != 0.9:
-        raise ConfigError(
-            f"split training: {type(made).__name__} changes momentum as well, which halves cannot "
-            "follow; use a scheduler of the rate alone"
-        )
+        raise ConfigError(f"{where} changes momentum too; use a scheduler of the rate alone")
     return rates
 
 
@@ -92,34 +96,32 @@ class HalfOptimizer:
     ) -> None:
         """Set the weights to update: weights that stay keep their state, the state of new ones is in `taken`."""
         state = {**self.state(), **(taken or {})}
-        unique = {
-            id(weight): (name, weight)
-            for name, weight in reversed(list(weights.items()))
-            if isinstance(weight, nn.Parameter) and weight.requires_grad
-        }
-        self._weights = dict(reversed(unique.values()))  # a tied weight under its first name
+        named: dict[str, nn.Parameter] = {}
+        first_names: dict[int, str] = {}
+        for name, weight in weights.items():
+            if isinstance(weight, nn.Parameter) and weight.requires_grad:
+                # A tied weight is updated under its first name, at the place of its last one.
+                first = first_names.setdefault(id(weight), name)
+                named.pop(first, None)
+                named[first] = weight
+        self._weights = named
+        self._rates = []
         # torch optimisers do not accept an empty list of weights.
-        self._optimizer = self._factory(list(self._weights.values())) if self._weights else None
-        if self._optimizer is not None:
-            require_no_closure(self._optimizer, "split training")
-            held = {
-                id(weight) for group in self._optimizer.param_groups for weight in group["params"]
-            }
-            if held != {id(weight) for weight in self._weights.values()}:
-                raise ConfigError(
-                    f"optimizer: {type(self._optimizer).__name__} does not hold just the weights that it "
-                    "is made for; give it all that its function is called with, and freeze what is not "
-                    "to be trained by requires_grad_(False)"
-                )
-        self._rates = (
-            [float(group["lr"]) for group in self._optimizer.param_groups]
-            if self._optimizer
-            else []
-        )
+        self._optimizer = self._factory(list(named.values())) if named else None
+        if self._optimizer is None:
+            return
+        require_no_closure(self._optimizer, "split training")
+        groups = self._optimizer.param_groups
+        if {id(weight) for group in groups for weight in group["params"]} != set(first_names):
+            raise ConfigError(
+                f"optimizer: {type(self._optimizer).__name__} must hold the weights with which its function is "
+                "called; exclude some by requires_grad_(False)"
+            )
+        self._rates = [float(group["lr"]) for group in groups]
         for key, array in state.items():
             name, _, entry = key.partition(SEPARATOR)
-            if self._optimizer is not None and name in self._weights:
-                self._optimizer.state[self._weights[name]][entry] = self._tensor(name, entry, array)
+            if name in named:
+                self._optimizer.state[named[name]][entry] = self._tensor(named[name], array)
 
     def zero_grad(self) -> None:
         """Reset gradients to None."""
@@ -132,7 +134,11 @@ class HalfOptimizer:
             return
         factor = self._schedule(batch)
         require_range(f"schedule: batch {batch}", least=0, factor=factor)
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+        for group, rate in zip(
+            self._optimizer.param_groups,
+            self._rates,
+            strict=True,
+        ):
             group["lr"] = rate * factor
         if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._weights.values(), self._max_grad_norm)
@@ -143,24 +149,22 @@ class HalfOptimizer:
         if self._optimizer is None:
             return {}
         arrays: dict[str, NDArray[Any]] = {}
-        for name in self._weights if names is None else names:
-            weight = self._weights.get(name)
-            for entry, value in (
-                self._optimizer.state.get(weight, {}).items() if weight is not None else ()
-            ):
-                if value is None:  # for example the momentum of SGD without momentum
-                    continue
-                if not isinstance(value, torch.Tensor):
+        wanted = (
+            self._weights if names is None else [name for name in names if name in self._weights]
+        )
+        for name in wanted:
+            for entry, value in self._optimizer.state.get(self._weights[name], {}).items():
+                if isinstance(value, torch.Tensor):
+                    arrays[f"{name}{SEPARATOR}{entry}"] = np.array(value.detach().cpu().numpy())
+                # The momentum of SGD without momentum is None.
+                elif value is not None:
                     raise ConfigError(
-                        f"optimizer: {type(self._optimizer).__name__} keeps {entry} as "
-                        f"{type(value).__name__}, which cannot move with a layer; use one whose state "
-                        "is tensors, such as SGD or Adam"
+                        f"optimizer: {type(self._optimizer).__name__} keeps {entry} as {type(value).__name__}, which "
+                        "cannot move with a layer; use SGD or Adam"
                     )
-                arrays[f"{name}{SEPARATOR}{entry}"] = np.array(value.detach().cpu().numpy())
         return arrays
 
-    def _tensor(self, name: str, entry: str, array: NDArray[Any]) -> torch.Tensor:
-        weight = self._weights[name]
+    def _tensor(self, weight: nn.Parameter, array: NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(np.array(array))
         # Adam keeps its step count on the CPU, unless it is capturable or fused.
         groups = self._optimizer.param_groups if self._optimizer is not None else []

@@ -1,4 +1,4 @@
-"""One side of a split training over a network: its half, from where it can go on, and the report of its span."""
+"""One side of a split training over a network: its half, its checkpoints, and the report of its span."""
 
 import math
 import time
@@ -20,11 +20,14 @@ HalfT = TypeVar("HalfT", bound=Half)
 class AppliedMove:
     """A move of the cut."""
 
-    batch: int  # the first one at the new cut
+    # The first one at the new cut.
+    batch: int
     old: int
     new: int
-    seconds: float  # with the draining of the window
-    gave: bool  # the front half gave layers away
+    # With the draining of the window.
+    seconds: float
+    # Whether the front half exported layers.
+    gave: bool
 
 
 @dataclass(slots=True)
@@ -33,21 +36,20 @@ class LoopReport(Traffic):
 
     first_batch: int = 0
     num_batches: int = 0
-    losses: dict[int, float] = field(
-        default_factory=dict
-    )  # by batch; with several parties in turns: their mean
-    staleness: dict[int, int] = field(
-        default_factory=dict
-    )  # by batch: newest forward − its own, when applied (F23)
-    feature_bytes: dict[int, int] = field(
-        default_factory=dict
-    )  # by batch, at the front half; encoded, without labels
-    compute_s: float = 0.0  # in the half and in the codec
-    wait_s: float = 0.0  # for the other side
+    # By batch: the loss (with several parties in turns: their mean); the newest batch forward minus this one when its
+    # gradient was applied (F23); and the bytes of encoded features at the front half, without labels.
+    losses: dict[int, float] = field(default_factory=dict)
+    staleness: dict[int, int] = field(default_factory=dict)
+    feature_bytes: dict[int, int] = field(default_factory=dict)
+    # In the half and in the codec.
+    compute_s: float = 0.0
+    # For the other side.
+    wait_s: float = 0.0
     num_rollbacks: int = 0
     moves: list[AppliedMove] = field(default_factory=list)
     transfers: list[SentMessage] = field(default_factory=list)
-    split_plan: SplitPlan | None = None  # at the end, of a front half
+    # At the end, of a front half.
+    split_plan: SplitPlan | None = None
 
     @contextmanager
     def timed(self, what: Literal["compute_s", "wait_s"]) -> Iterator[None]:
@@ -66,29 +68,35 @@ def mean_loss(*reports: LoopReport) -> float:
 
 
 class HalfState(Generic[HalfT]):
-    """A half, the batch before which it stands, and its checkpoints; the loops keep it up to date.
+    """A half, the batch before which its state is, and its checkpoints; the loops keep it up to date.
 
     `batch` is None between two checkpoints: then the other side may have another state. `lock` is held while the half
     is read from another thread, so that a loop does not change it meanwhile.
     """
 
-    def __init__(self, half: HalfT, store: CheckpointStore, batch: int | None = 0) -> None:
-        self.half, self.store, self.batch = half, store, batch
+    def __init__(
+        self,
+        half: HalfT,
+        store: CheckpointStore,
+        batch: int | None = 0,
+    ) -> None:
+        self.half = half
+        self.store = store
+        self.batch = batch
         self.lock = RLock()
         self.report = LoopReport()
         self.epoch_id = ""
-        self.codec = b""  # state of the coding of features at the place where the span begins
-        self.split_plan: SplitPlan | None = (
-            None  # with which a front half continues; None: as its plan says
-        )
-        self.checkpoint_s = time.monotonic()  # when it last reached a checkpoint
+        # The state of the coding of features when the span begins.
+        self.codec = b""
+        # The deployment with which a front half continues; None: as its plan says.
+        self.split_plan: SplitPlan | None = None
+        # When it last reached a checkpoint.
+        self.checkpoint_s = time.monotonic()
 
     def checkpoints(self) -> list[SplitCheckpoint]:
-        """Return from where this side can begin: its stored checkpoints, and the state that it is in."""
-        return [
-            *self.store.checkpoints(),
-            *([] if self.batch is None else [SplitCheckpoint(batch=self.batch)]),
-        ]
+        """Return the checkpoints from which this side can begin: the stored ones and its present state."""
+        stored = list(self.store.checkpoints())
+        return stored if self.batch is None else [*stored, SplitCheckpoint(batch=self.batch)]
 
     def restore(self, place: SplitCheckpoint, *, restore_codec: bool) -> None:
         """Restore a checkpoint from the store, unless the half is in that state."""
@@ -105,7 +113,7 @@ class HalfState(Generic[HalfT]):
             self.split_plan = replace(self.split_plan, cut=self.half.cut)
 
     def begin_change(self) -> None:
-        """Note that the half changes, so that it stands before no batch until the next checkpoint."""
+        """Note that the half changes, so that its state is that before no batch until the next checkpoint."""
         with self.lock:
             self.batch = None
 
@@ -114,10 +122,12 @@ class HalfState(Generic[HalfT]):
     ) -> None:
         """Store the half as it is before a batch; `codec` returns the state of the coding of features."""
         if self.store.keeps:
-            self.store.save(
-                SplitCheckpoint(batch=batch, epoch_id=self.epoch_id),
-                SavedHalf(half=self.half.save(), codec=codec(), split_plan=split_plan),
+            saved = SavedHalf(
+                half=self.half.save(),
+                codec=codec(),
+                split_plan=split_plan,
             )
+            self.store.save(SplitCheckpoint(batch=batch, epoch_id=self.epoch_id), saved)
         with self.lock:
             self.batch = batch
         self.checkpoint_s = time.monotonic()

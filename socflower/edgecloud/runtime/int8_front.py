@@ -12,7 +12,6 @@ from socflower.edgecloud.half_protocols import Array
 from socflower.edgecloud.runtime.front import Samples, TorchFront
 from socflower.edgecloud.runtime.half_optimizer import SEPARATOR
 from socflower.edgecloud.runtime.torch_half import Loss, Passes
-from socflower.errors import ConfigError
 from socflower.model_graph.batch_form import Batch, form_of
 from socflower.model_graph.cut_points import SplitModel
 from socflower.model_graph.parts import layer_seed
@@ -31,17 +30,17 @@ class Int8Front(TorchFront):
 
     `progress(batch)` in [0, 1] is the fraction of training done before a batch. Features are int8 values times a power
     of two, the `feature_quantum`; gradients are rounded to int8 as they arrive. A batch is replayed like in FP32, with
-    the present int8 weights. Exponents are searched in every first pass of a batch that is replayed, so that each batch
-    counts once in the exponent trackers.
+    the present int8 weights (F22). Exponents are searched in the first pass of a batch and not in its replay, so each
+    batch counts once in the exponent trackers.
 
     A layer that comes from the other half is rounded to int8 under an integer update, and its momentum is discarded;
     under FP32 updates weights and momentum move unchanged, both ways.
     """
 
-    _engine: Int8Model | None = (
-        None  # built at its first use, and again after weights or layers were replaced
-    )
-    _updated = False  # the engine's parameters are newer than the tensors
+    # Built at its first use, and again after weights or layers were replaced.
+    _engine: Int8Model | None = None
+    # Whether the engine's parameters are newer than the tensors.
+    _updated = False
 
     def __init__(
         self,
@@ -54,7 +53,8 @@ class Int8Front(TorchFront):
         seed: int = 0,
         loss: Loss | None = None,
     ) -> None:
-        self._trainer, self._progress_at = trainer, progress
+        self._trainer = trainer
+        self._progress_at = progress
         self._exponents: Mapping[str, int] = {}
         self._trackers: list[Any] = []
         self._kept_batch: int | None = None
@@ -70,22 +70,19 @@ class Int8Front(TorchFront):
             seed=seed,
             passes=Passes(loss=loss),
         )
-        self._int8()  # so that an operator without an integer form is refused before anything starts
+        # An operator without an integer form is refused here, before anything starts.
+        self._int8()
 
     @property
     def feature_quantum(self) -> float | None:
-        """The power of two of which the last features are multiples."""
+        """The last features are multiples of this power of two."""
         return self._quantum
 
     def train_alone(self, batch: int) -> float:
-        """Do a whole training step with all layers, and return the loss; `ConfigError` if the model is cut."""
-        if self._cut != self._split.num_cuts:
-            raise ConfigError(
-                f"model {self._split.name}: cannot be trained by the front half alone: it is cut at "
-                f"{self._cut}"
-            )
+        """Do a whole training step with all layers, which must be in this half, and return the loss."""
         inputs, labels, _ = self._samples(batch)
-        engine, progress = self._int8(), self._progress_at(batch)
+        engine = self._int8()
+        progress = self._progress_at(batch)
         with self._passing(batch):
             result = engine.train_step(
                 self._images(inputs),
@@ -100,17 +97,36 @@ class Int8Front(TorchFront):
 
     # ------------------------------------------------------------------------------------------------------ passes
 
-    def _first_pass(self, batch: int, inputs: Batch, *, keep: bool) -> tuple[Array, object | None]:
-        return self._pass(batch, inputs, keep=keep, replay=False), batch if keep else None
+    def _first_pass(
+        self,
+        batch: int,
+        inputs: Batch,
+        *,
+        keep: bool,
+    ) -> tuple[Array, object | None]:
+        return self._pass(
+            batch,
+            inputs,
+            keep=keep,
+            replay=False,
+        ), batch if keep else None
 
-    def _replay(self, batch: int, inputs: Batch, shape: tuple[int, ...], gradient: Array) -> None:
+    def _replay(
+        self,
+        batch: int,
+        inputs: Batch,
+        shape: tuple[int, ...],
+        gradient: Array,
+    ) -> None:
         features = self._pass(batch, inputs, keep=True, replay=True)
         self._require_shape(batch, features.shape, shape)
         self._update(batch, batch, gradient)
 
     def _update(self, batch: int, kept: object, gradient: Array) -> None:
-        engine, progress = self._int8(), self._progress_at(batch)
-        if self._kept_batch != batch:  # the pass of a later batch took its memory
+        engine = self._int8()
+        progress = self._progress_at(batch)
+        if self._kept_batch != batch:
+            # The pass of a later batch took its memory.
             self._pass(batch, self._samples(batch)[0], keep=True, replay=True)
         self._kept_batch = None
         shape = engine.graph.shape_of(engine.graph.output)
@@ -121,22 +137,34 @@ class Int8Front(TorchFront):
         )
         self._updated = True
 
-    def _pass(self, batch: int, inputs: Batch, *, keep: bool, replay: bool) -> Array:
-        engine, self._kept_batch = self._int8(), None
-        with self._passing(batch):  # operators in FP32 draw the batch's random numbers
+    def _pass(
+        self,
+        batch: int,
+        inputs: Batch,
+        *,
+        keep: bool,
+        replay: bool,
+    ) -> Array:
+        engine = self._int8()
+        self._kept_batch = None
+        images = self._images(inputs)
+        how = {"keep": keep, "replay": replay}
+        # Operators in FP32 draw the batch's random numbers.
+        with self._passing(batch):
             real, exponent = engine.forward(
-                self._images(inputs), seed=self._layer_seed(batch), keep=keep, replay=replay
+                images,
+                seed=self._layer_seed(batch),
+                **how,
             )
-        self._updated = True  # BatchNorm's running statistics
-        self._kept_batch, self._quantum = batch if keep else None, 2.0**exponent
-        return real.reshape(len(real), *self._split.cuts[self._cut].feature_shape)
+        # BatchNorm's running statistics have changed.
+        self._updated = True
+        self._kept_batch = batch if keep else None
+        self._quantum = 2.0**exponent
+        return real.reshape(len(real), *self.split.cuts[self._cut].feature_shape)
 
     def _images(self, inputs: Batch) -> NDArray[np.float32]:
         if not isinstance(inputs, torch.Tensor):
-            raise ConfigError(
-                f"model {self._split.name}: int8 training takes images in one tensor, the data give "
-                f"{form_of(inputs)}; train in FP32"
-            )
+            raise self._error(f"int8 training takes one tensor of images, not {form_of(inputs)}")
         return np.ascontiguousarray(inputs.numpy(), dtype=np.float32)
 
     def _layer_seed(self, batch: int) -> int:
@@ -148,47 +176,43 @@ class Int8Front(TorchFront):
         """Return the engine of the present layers and tensors."""
         if self._engine is not None:
             return self._engine
-        alone = self._cut == self._split.num_cuts
+        alone = self._cut == self.all_layers_cut
         if alone and self._passes.loss is not functional.cross_entropy:
-            raise ConfigError(
-                f"model {self._split.name}: with all layers in int8 the loss is softmax cross-entropy; "
-                "keep the cut before the last layer, or train in FP32"
-            )
+            raise self._error("with all layers in int8 the loss must be softmax cross-entropy")
+        shape = self.split.samples(1).shape[1:]
         engine = self._trainer.model(
-            self._layers(), self._split.samples(1).shape[1:], exponents=self._exponents, head=alone
+            self._layers(),
+            shape,
+            exponents=self._exponents,
+            head=alone,
         )
         known = {node.name for node in engine.graph.nodes}
         engine.trackers.restore([entry for entry in self._trackers if entry[0] in known])
-        import_velocities(
-            engine.graph,
-            engine.parameters,
-            {key.removesuffix(_MOMENTUM): array for key, array in self._optimizer.state().items()},
-        )
+        state = self._optimizer.state()
+        velocities = {key.removesuffix(_MOMENTUM): array for key, array in state.items()}
+        import_velocities(engine.graph, engine.parameters, velocities)
         self._engine = engine
         return engine
 
     def _write_back(self) -> None:
-        """Copy what the engine has trained to the tensors."""
+        """Copy the engine's trained parameters to the tensors."""
         if self._engine is None or not self._updated:
             return
         for name, array in self._engine.arrays().items():
             self._tensors[name].data.copy_(torch.from_numpy(array))
         velocities = export_velocities(self._engine.graph, self._engine.parameters)
-        self._optimizer.set_weights(
-            self._own_tensors(), {f"{name}{_MOMENTUM}": array for name, array in velocities.items()}
-        )
+        momentum = {f"{name}{_MOMENTUM}": array for name, array in velocities.items()}
+        self._optimizer.set_weights(self._own_tensors(), momentum)
         self._updated = False
 
     def _drop_engine(self) -> None:
-        """Have the engine built anew, from the tensors, with the same exponents."""
+        """Let the engine be built again at its next use, from the tensors, with the same exponents."""
         if self._engine is not None:
             self._write_back()
             state = self._arithmetic_state()
-            self._exponents, self._trackers, self._engine = (
-                state["exponents"],
-                state["trackers"],
-                None,
-            )
+            self._engine = None
+            self._exponents = state["exponents"]
+            self._trackers = state["trackers"]
 
     def _array(self, name: str) -> NDArray[Any]:
         self._write_back()
@@ -206,10 +230,8 @@ class Int8Front(TorchFront):
         self._drop_engine()
         momentum = {key: array for key, array in (taken or {}).items() if key.endswith(_MOMENTUM)}
         super()._move_to(cut, momentum if self._has_momentum else {})
-        own = set(self._names(cut))
-        self._exponents = {
-            name: exponent for name, exponent in self._exponents.items() if name in own
-        }
+        own = self._names(cut)
+        self._exponents = {name: each for name, each in self._exponents.items() if name in own}
 
     def _arithmetic_state(self) -> dict[str, Any]:
         if self._engine is None:
@@ -221,7 +243,8 @@ class Int8Front(TorchFront):
 
     def _restore_arithmetic(self, state: Mapping[str, Any]) -> None:
         self._drop_engine()
-        self._exponents, self._trackers = state.get("exponents", {}), state.get("trackers", [])
+        self._exponents = state["exponents"]
+        self._trackers = state["trackers"]
 
     def _resume(self, progress: Sequence[Sequence[int]]) -> None:
         super()._resume(progress)

@@ -1,22 +1,21 @@
 """The half with the model's input on CPU and NPU at once: of each batch part in FP32, part in int8 (F9 to F12)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
 from socflower.edgecloud.half_protocols import Array
 from socflower.edgecloud.runtime.front import Samples, TorchFront
 from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedule, constant_rate
 from socflower.edgecloud.runtime.torch_half import Passes
-from socflower.errors import ConfigError
+from socflower.field_rules import OneOf, checked
 from socflower.model_graph.batch_form import Batch, form_of
 from socflower.model_graph.cut_points import SplitModel
 from socflower.model_graph.graph import in_mode
-from socflower.plain_numbers import plain_numbers
 from socflower.precision.cpu_share import (
     MIXING_RULES,
     accuracy_floor,
@@ -27,38 +26,28 @@ from socflower.precision.cpu_share import (
 from socflower.training.int8_layers import STATISTICS, Int8Layers
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True)
+@checked
 class MixedEdge:
     """How an edge divides a batch between its CPU and its NPU.
 
     `npu_ratios` is beta by party. alpha is the mean cosine between the features of the FP32 and the int8 half in
-    evaluation mode, of `held_out` inputs, or without them of the inputs at hand; it is measured once by each half, so
-    in an app at the beginning of each round.
+    evaluation mode (F9), of `held_out` inputs, or without them of the inputs at hand. Each half measures it once, so an
+    app measures it at the beginning of each round.
     """
 
-    npu_ratios: Sequence[float]
-    rule: str = "paper"
+    npu_ratios: Annotated[Sequence[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1)]
+    rule: Annotated[str, OneOf(MIXING_RULES)] = "paper"
     held_out: Tensor | None = None
     unsupported: Literal["refuse", "fp32"] = "refuse"
-
-    def __post_init__(self) -> None:
-        if self.rule not in MIXING_RULES:
-            raise ConfigError(
-                f"MixedEdge: rule = {self.rule!r}; use one of {', '.join(MIXING_RULES)}"
-            )
-        if not self.npu_ratios:
-            raise ConfigError("MixedEdge: npu_ratios is empty; give beta of each edge")
-        for beta in self.npu_ratios:
-            cpu_share(self.rule, 1.0, beta)  # raises outside [0, 1]
 
 
 class MixedFront(TorchFront):
     """The layers up to the cut, whose FP32 masters the optimiser of the CPU updates.
 
-    In each pass the NPU's part of the samples goes through an int8 copy, rounded from the present masters at random by
-    the batch's seed. Gradients of both parts are summed, as the batch's mean: nothing replaces the masters while
-    batches are in flight. Each processor normalises its own part; running statistics are the mean of both by samples.
+    In each pass the NPU's part of the samples goes through an int8 copy, which is rounded from the present masters at
+    random, by the batch's seed. The gradients of both parts are summed to the batch's mean, so nothing replaces the
+    masters while batches are in flight. Each processor normalises its own part; running statistics are the mean of
+    both, weighted by samples.
     """
 
     _npu: Int8Layers | None = None
@@ -76,39 +65,43 @@ class MixedFront(TorchFront):
         seed: int = 0,
         passes: Passes | None = None,
     ) -> None:
-        self._edge, self._beta = edge, edge.npu_ratios[min(party, len(edge.npu_ratios) - 1)]
+        self._edge = edge
+        self._beta = edge.npu_ratios[min(party, len(edge.npu_ratios) - 1)]
         self.alpha: float | None = None
         self._trackers: list[Any] = []
         super().__init__(
             split, cut, batches, optimizer, schedule=schedule, seed=seed, passes=passes
         )
         if self._beta and edge.rule != "fp32":
-            self._int8()  # so that an operator without an integer form is refused before anything starts
+            # An operator without an integer form is refused here, before anything starts.
+            self._int8()
 
-    def _first_pass(self, batch: int, inputs: Batch, *, keep: bool) -> tuple[Array, object | None]:
+    def _first_pass(
+        self,
+        batch: int,
+        inputs: Batch,
+        *,
+        keep: bool,
+    ) -> tuple[Array, object | None]:
         # Always replayed: the engine keeps one pass, and a replay with the same masters has the same bits.
         return super()._first_pass(batch, inputs, keep=False)
 
     def _features(self, batch: int, inputs: Batch) -> Tensor:
         if not isinstance(inputs, Tensor):
-            raise ConfigError(
-                f"model {self._split.name}: int8 training takes images in one tensor, the data give "
-                f"{form_of(inputs)}; train in FP32"
-            )
+            raise self._error(f"int8 training takes one tensor of images, not {form_of(inputs)}")
         num_cpu = self._num_cpu(inputs)
         if num_cpu == len(inputs):
             return super()._features(batch, inputs)
-        statistics = {
-            name: tensor
-            for name, tensor in self._tensors.items()
-            if name.endswith(STATISTICS) and name in self._own_tensors()
-        }
+        own = self._own_tensors()
+        statistics = {name: each for name, each in own.items() if name.endswith(STATISTICS)}
         before = {name: tensor.clone() for name, tensor in statistics.items()}
-        npu, parts = self._int8(), list[Tensor]()
+        npu = self._int8()
+        parts = list[Tensor]()
         if num_cpu:
             parts.append(super()._features(batch, inputs[:num_cpu]))
         else:
             self._count_batch()
+        # The NPU normalises with the statistics before the CPU's part changed them.
         npu.round_masters(before, batch)
         with self._passing(batch):
             parts.append(npu.forward(inputs[num_cpu:], batch))
@@ -122,22 +115,22 @@ class MixedFront(TorchFront):
 
     @property
     def _feature_shape(self) -> tuple[int, ...]:
-        if self._cut < self._split.num_cuts:
-            return self._split.cuts[self._cut].feature_shape
-        return (-1,)  # logits
+        if self._cut < self.all_layers_cut:
+            return self.split.cuts[self._cut].feature_shape
+        # Logits.
+        return (-1,)
 
     def _num_cpu(self, inputs: Tensor) -> int:
         """Return how many samples of a batch the CPU takes (F11)."""
         rule = self._edge.rule
+        held_out = self._edge.held_out
         if not self._beta or rule == "fp32":
             return len(inputs)
         if self.alpha is None:
-            self.alpha = self._measured_alpha(
-                inputs if self._edge.held_out is None else self._edge.held_out
-            )
-        return cpu_samples(
-            len(inputs), cpu_share(rule, self.alpha, self._beta), accuracy_floor(rule, self.alpha)
-        )
+            self.alpha = self._measured_alpha(inputs if held_out is None else held_out)
+        share = cpu_share(rule, self.alpha, self._beta)
+        floor = accuracy_floor(rule, self.alpha)
+        return cpu_samples(len(inputs), share, floor)
 
     def _measured_alpha(self, inputs: Tensor) -> float:
         """Compare the features of both processors (F9), on the same weights and running statistics."""
@@ -148,7 +141,7 @@ class MixedFront(TorchFront):
         return confidence(fp32, self._int8().evaluate(inputs).flatten(1).numpy())
 
     def _count_batch(self) -> None:
-        """Count a batch that the CPU has no part of."""
+        """Count a batch whose samples all go to the NPU."""
         for name, tensor in self._own_tensors().items():
             if name.endswith("num_batches_tracked"):
                 tensor += 1
@@ -157,7 +150,7 @@ class MixedFront(TorchFront):
         if self._npu is None:
             self._npu = Int8Layers(
                 self._layers(),
-                self._split.samples(1).shape[1:],
+                self.split.samples(1).shape[1:],
                 self._feature_shape,
                 seed=self._seed,
                 unsupported=self._edge.unsupported,
@@ -166,16 +159,15 @@ class MixedFront(TorchFront):
         return self._npu
 
     def _move_to(self, cut: int, taken: Mapping[str, NDArray[Any]] | None = None) -> None:
-        self._trackers, self._npu = self._arithmetic_state()["trackers"], None
+        self._trackers = self._arithmetic_state()["trackers"]
+        self._npu = None
         super()._move_to(cut, taken)
 
     def _arithmetic_state(self) -> dict[str, Any]:
-        return {
-            "alpha": self.alpha,
-            "trackers": self._trackers
-            if self._npu is None
-            else self._npu.engine.trackers.to_json(),
-        }
+        trackers = self._trackers if self._npu is None else self._npu.engine.trackers.to_json()
+        return {"alpha": self.alpha, "trackers": trackers}
 
     def _restore_arithmetic(self, state: Mapping[str, Any]) -> None:
-        self.alpha, self._trackers, self._npu = state.get("alpha"), state.get("trackers", []), None
+        self.alpha = state["alpha"]
+        self._trackers = state["trackers"]
+        self._npu = None

@@ -27,7 +27,12 @@ class BatchSpan:
     num_batches: int
 
     def __post_init__(self) -> None:
-        require_range("span", least=0, first_batch=self.first_batch, num_batches=self.num_batches)
+        require_range(
+            "span",
+            least=0,
+            first_batch=self.first_batch,
+            num_batches=self.num_batches,
+        )
 
     @property
     def stop(self) -> int:
@@ -46,9 +51,9 @@ def train_front(
     """Train a span with the front half here and the back half in the cloud, and return a report.
 
     `half` must be in the state before `span.first_batch`; on return it is trained on the span, and both halves are
-    saved. With a `folder`, checkpoints are stored there, from which an edge that was killed continues: called again
-    with the same arguments it restores `half`, and `first_batch` of the report tells from where. Raises `SplitRefused`,
-    `StreamLost`, and whatever the half raises.
+    saved. With a `folder`, checkpoints are stored there. An edge that was killed continues from them if it calls this
+    with the same arguments: `half` is restored, and `first_batch` of the report is the batch from which it continued.
+    Raises `SplitRefused`, `StreamLost`, and whatever the half raises.
     """
     state = HalfState(half, _store(connection, folder, "front"), span.first_batch)
     return _train(
@@ -105,8 +110,7 @@ def _train(
             state.epoch_id = terms.epoch_id
             if state.half.cut != terms.cut:
                 raise SplitRefused(
-                    f"run {connection.run_id}: the edge's half is cut at {state.half.cut}, the cloud's "
-                    f"at {terms.cut}; make both at the same cut"
+                    f"run {connection.run_id}: the edge cuts at {state.half.cut}, the cloud at {terms.cut}"
                 )
             first = terms.start.batch
             report.first_batch = min(first, report.first_batch) if report.losses else first
@@ -117,8 +121,8 @@ def _train(
             report.num_rollbacks += 1
             if time.monotonic() > state.checkpoint_s + connection.give_up_s:
                 raise StreamLost(
-                    f"run {connection.run_id}: had to begin anew again and again for "
-                    f"{connection.give_up_s:g} s; see whether another edge uses the same party number"
+                    f"run {connection.run_id}: started over for {connection.give_up_s:g} s without a checkpoint; does "
+                    "another edge use the same party number?"
                 ) from None
             time.sleep(_PAUSE_S)
         finally:

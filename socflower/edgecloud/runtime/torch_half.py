@@ -35,6 +35,9 @@ HalfStep: TypeAlias = Callable[[nn.Module, Any, Any], torch.Tensor]
 """A function of layers, what they take (features, or the model's inputs) and labels that returns the mean loss."""
 
 _STATE = "half of a split model"
+# Prefixes of names of saved arrays.
+_WEIGHT = "weight "
+_OF_OPTIMIZER = "state "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +49,12 @@ class Passes:
     max_grad_norm: float | None = None
     autocast: torch.dtype | None = None
 
-    def loss_of(self, layers: nn.Module, argument: Any, labels: Any) -> torch.Tensor:
+    def loss_of(
+        self,
+        layers: nn.Module,
+        argument: Any,
+        labels: Any,
+    ) -> torch.Tensor:
         """Return the loss of `train_step`, or that of the layers' outputs."""
         if self.train_step is not None:
             return self.train_step(layers, argument, labels)
@@ -60,9 +68,9 @@ class TorchHalf:
     It owns the split model and frees the tensors of the other half, which are empty from then on: a thin edge has
     memory for its own layers only. Each half needs its own `SplitModel.copy()`.
 
-    Frozen parameters stay where they are, once `load` was given weights without them: then neither weights nor layers
-    that move nor saved states have them, and a half that gains frozen layers copies them from the model that its split
-    model is a copy of.
+    Once `load` was given weights without the frozen parameters, `keeps_frozen` is set and these stay in place: weights,
+    layers that move and saved states leave them out, and a half that gains frozen layers copies them from the original
+    of its split model.
     """
 
     def __init__(
@@ -79,20 +87,21 @@ class TorchHalf:
     ) -> None:
         split.check(cut)
         self._side: Literal["front", "back"] = side
-        self._split = split
+        self.split = split
         self._cut = cut
         self._seed = seed
-        self._device = torch.device(device)
         self._passes = passes
-        self._optimizer = HalfOptimizer(optimizer, schedule, max_grad_norm=passes.max_grad_norm)
+        self._device = torch.device(device)
+        self._optimizer = HalfOptimizer(
+            optimizer,
+            schedule,
+            max_grad_norm=passes.max_grad_norm,
+        )
         self._tensors = split.tensors()
         self._frozen = frozenset(frozen_parameters(split.model))
-        self._keeps_frozen = False
+        self.keeps_frozen = False
         if any(tensor.shape != split.specs[name].shape for name, tensor in self._tensors.items()):
-            raise ConfigError(
-                f"model {split.name}: is another half's already; give each half a copy() of the split "
-                "model"
-            )
+            raise self._error("belongs to another half; give each half a copy()")
         self._release_tensors(set(self._tensors) - set(self._names(cut)))
         split.model.to(self._device)
         self._tensors = split.tensors()
@@ -105,14 +114,9 @@ class TorchHalf:
         return self._cut
 
     @property
-    def split(self) -> SplitModel:
-        """The model and its cuts."""
-        return self._split
-
-    @property
     def all_layers_cut(self) -> int:
         """The cut after the last layer: all layers are in the front half."""
-        return self._split.num_cuts
+        return self.split.num_cuts
 
     @property
     def state_bytes(self) -> float:
@@ -122,12 +126,11 @@ class TorchHalf:
     def export_layers(self, cut: int) -> Weights:
         """Move the cut so that this half loses layers; return their tensors and optimiser state (`name::key`).
 
-        Raises ConfigError for a cut that does not exist or lies in the other half, and while a batch is in flight.
+        Raises `ConfigError` for a cut that does not exist or lies in the other half, and while a batch is in flight.
         """
         moving = self._moving(cut, gives=True)
-        given = {name: self._array(name) for name in self._sent(moving)} | self._optimizer.state(
-            moving
-        )
+        given = {name: self._array(name) for name in self._sent(moving)}
+        given |= self._optimizer.state(moving)
         self._move_to(cut)
         self._release_tensors(set(moving))
         return given
@@ -135,26 +138,17 @@ class TorchHalf:
     def import_layers(self, cut: int, weights: Weights) -> None:
         """Move the cut and add the layers that the other half exported.
 
-        Raises ConfigError, with nothing changed, if they do not fit.
+        Raises `ConfigError`, with nothing changed, if they do not fit.
         """
         moving = self._moving(cut, gives=False)
         state = {key: array for key, array in weights.items() if SEPARATOR in key}
-        self._check_tensors(
-            {key: array for key, array in weights.items() if key not in state}, moving
-        )
-        unknown = [key for key in state if key.partition(SEPARATOR)[0] not in moving]
-        if unknown:
-            raise ConfigError(
-                f"model {self._split.name}: optimiser state {unknown[0]!r} is of no layer that moves "
-                f"to cut {cut}"
-            )
+        tensors = {key: array for key, array in weights.items() if key not in state}
+        self._check_tensors(tensors, moving)
+        for key in state:
+            if key.partition(SEPARATOR)[0] not in moving:
+                raise self._error(f"no layer that moves to cut {cut} has optimiser state {key!r}")
         self._fill_all(moving, weights)
         self._move_to(cut, state)
-
-    @property
-    def keeps_frozen(self) -> bool:
-        """Whether its frozen parameters are the model's own, and not sent."""
-        return self._keeps_frozen
 
     def weights(self) -> Weights:
         """Return copies of this half's weights and buffers, by their names in the whole model.
@@ -166,8 +160,8 @@ class TorchHalf:
     def load(self, weights: Weights) -> None:
         """Set this half's weights and buffers, for example to a mean over clients; optimiser state does not change.
 
-        Tensors of the other half are ignored, so that a whole model's weights may be passed. Frozen parameters may be
-        left out, all of them. Raises ConfigError, with nothing changed, where a tensor is missing or has another shape.
+        Tensors of the other half are ignored, so that a whole model's weights may be passed. All frozen parameters may
+        be left out. Raises `ConfigError`, with nothing changed, if a tensor is missing or has another shape.
         """
         own = self._names(self._cut)
         self._check_tensors({name: array for name, array in weights.items() if name in own}, own)
@@ -177,60 +171,44 @@ class TorchHalf:
         """Return everything that `restore` needs, without code: weights, buffers, optimiser state, cut.
 
         Learning rates follow from batch numbers and random numbers from the seed, so neither is saved. Raises
-        ConfigError while a batch with a kept graph is in flight.
+        `ConfigError` while a batch with a kept graph is in flight.
         """
         header = {
             "side": self._side,
-            "fingerprint": self._split.fingerprint(),
+            "fingerprint": self.split.fingerprint(),
             "cut": self._cut,
             "progress": self._progress(),
-            "frozen_sha256": self._base_digest if self._keeps_frozen else "",
+            "frozen_sha256": self._base_digest if self.keeps_frozen else "",
             "arithmetic": self._arithmetic_state(),
         }
-        return to_bytes(
-            _STATE,
-            header,
-            {
-                **{f"weight {name}": array for name, array in self.weights().items()},
-                **{f"state {key}": array for key, array in self._optimizer.state().items()},
-            },
-        )
+        arrays = {f"{_WEIGHT}{name}": array for name, array in self.weights().items()}
+        arrays |= {f"{_OF_OPTIMIZER}{key}": array for key, array in self._optimizer.state().items()}
+        return to_bytes(_STATE, header, arrays)
 
     def restore(self, saved: bytes) -> None:
         """Restore what `save` returned; `ConfigError`, with nothing changed, for another half or model."""
-        name = self._split.name
-        content, stored = from_bytes(_STATE, saved)
-        if (content["side"], content["fingerprint"]) != (self._side, self._split.fingerprint()):
-            raise ConfigError(
-                f"model {name}: saved is the {content['side']} half of model "
-                f"{content['fingerprint'][:12]}, this is the {self._side} half of "
-                f"{self._split.fingerprint()[:12]}"
+        header, stored = from_bytes(_STATE, saved)
+        if (header["side"], header["fingerprint"]) != (self._side, self.split.fingerprint()):
+            saved_of = f"the {header['side']} half of model {header['fingerprint'][:12]}"
+            own = f"the {self._side} half of {self.split.fingerprint()[:12]}"
+            raise self._error(f"saved is {saved_of}, this is {own}")
+        cut = int(header["cut"])
+        self.split.check(cut)
+        arrays, state = (_without(prefix, stored) for prefix in (_WEIGHT, _OF_OPTIMIZER))
+        own_names = self._names(cut)
+        self._check_tensors(arrays, own_names)
+        if header["frozen_sha256"] not in ("", self._base_digest):
+            raise self._error(
+                "its frozen parameters are not those it was saved with; load the same ones in model_fn"
             )
-        cut = int(content["cut"])
-        self._split.check(cut)
-        arrays, state = (
-            {
-                key.removeprefix(prefix): array
-                for key, array in stored.items()
-                if key.startswith(prefix)
-            }
-            for prefix in ("weight ", "state ")
-        )
-        own = self._names(cut)
-        self._check_tensors(arrays, own)
-        kept = content.get("frozen_sha256", "")  # not in states of earlier versions
-        if kept and kept != self._base_digest:
-            raise ConfigError(
-                f"model {name}: its frozen parameters are not those that it was saved with; load the "
-                "same ones in model_fn, or start a new training"
-            )
-        self._release_tensors(set(self._tensors) - set(own))
-        self._fill_all(own, arrays)
-        self._keeps_frozen = bool(kept)
-        self._optimizer.set_weights({})  # discards the previous state
+        self._release_tensors(set(self._tensors) - set(own_names))
+        self._fill_all(own_names, arrays)
+        self.keeps_frozen = bool(header["frozen_sha256"])
+        # Discards the optimiser's previous state.
+        self._optimizer.set_weights({})
         self._move_to(cut, state)
-        self._resume(content["progress"])
-        self._restore_arithmetic(content.get("arithmetic", {}))
+        self._resume(header["progress"])
+        self._restore_arithmetic(header["arithmetic"])
 
     def _require_idle(self) -> None:
         """Raise ConfigError while a batch is in flight."""
@@ -250,25 +228,23 @@ class TorchHalf:
         """Restore what `_arithmetic_state` returned."""
 
     def _names(self, cut: int) -> tuple[str, ...]:
-        return (
-            self._split.front_names(cut) if self._side == "front" else self._split.back_names(cut)
-        )
+        return self.split.front_names(cut) if self._side == "front" else self.split.back_names(cut)
 
     def _own_tensors(self) -> dict[str, torch.Tensor]:
         return {name: self._tensors[name] for name in self._names(self._cut)}
 
     def _moving(self, cut: int, *, gives: bool) -> tuple[str, ...]:
-        self._split.check(cut)
+        self.split.check(cut)
         self._require_idle()
-        shrinks = cut <= self._cut if self._side == "front" else cut >= self._cut
-        grows = cut >= self._cut if self._side == "front" else cut <= self._cut
-        if not (shrinks if gives else grows):
-            raise ConfigError(
-                f"model {self._split.name}: the {self._side} half, cut at {self._cut}, cannot "
-                f"{'give away' if gives else 'take'} layers by moving to {cut}"
+        towards_front = cut <= self._cut if gives else cut >= self._cut
+        towards_back = cut >= self._cut if gives else cut <= self._cut
+        if not (towards_front if self._side == "front" else towards_back):
+            verb = "export" if gives else "import"
+            raise self._error(
+                f"the {self._side} half, cut at {self._cut}, cannot {verb} layers by moving to {cut}"
             )
-        before, after = set(self._names(self._cut)), set(self._names(cut))
-        return tuple(name for name in self._tensors if name in before ^ after)
+        changed = set(self._names(self._cut)) ^ set(self._names(cut))
+        return tuple(name for name in self._tensors if name in changed)
 
     def _move_to(self, cut: int, taken: Mapping[str, NDArray[Any]] | None = None) -> None:
         self._cut = cut
@@ -279,89 +255,82 @@ class TorchHalf:
     def _passing(self, batch: int) -> Iterator[nn.Module]:
         """Yield this half's layers in training mode, with the random streams of a batch."""
         layers = self._layers()
-        # In this order: the exclusive holder of the lock forks the generator, and would wait for a half at the lock.
-        with (
-            CAPTURE_LOCK.shared(),
-            random_streams(self._seed, batch) if self._split.random_layers else nullcontext(),
-            torch.autocast(self._device.type, self._passes.autocast)
-            if self._passes.autocast
-            else nullcontext(),
-        ):
+        autocast = self._passes.autocast
+        draws = random_streams(self._seed, batch) if self.split.random_layers else nullcontext()
+        narrow = torch.autocast(self._device.type, autocast) if autocast else nullcontext()
+        # The lock comes first: its exclusive holder forks the generator, and would wait for a half that waits for it.
+        with CAPTURE_LOCK.shared(), draws, narrow:
             yield layers
 
     def _loss_of(self, batch: int, argument: Batch, labels: Any) -> torch.Tensor:
-        """Return the loss of a batch, from what this half's first layer takes and the labels as tensors."""
+        """Return the loss of a batch, from the argument of this half's first layer and the labels as tensors."""
         with self._passing(batch) as layers:
-            loss = self._passes.loss_of(
-                layers, on_device(argument, self._device), on_device(labels, self._device)
-            )
-        require_loss(loss, self._split.name)
+            taken = on_device(argument, self._device)
+            targets = on_device(labels, self._device)
+            loss = self._passes.loss_of(layers, taken, targets)
+        require_loss(loss, self.split.name)
         return loss
 
     def _layers(self) -> nn.Module:
         if self._module is None:
-            front = self._side == "front"
-            self._module = self._split.front(self._cut) if front else self._split.back(self._cut)
-        self._split.set_training_mode()
+            made = self.split.front if self._side == "front" else self.split.back
+            self._module = made(self._cut)
+        self.split.set_training_mode()
         return self._module
 
     def _check_tensors(self, arrays: Weights, names: Sequence[str]) -> None:
-        model = self._split.name
-        missing, strange = set(names) - set(arrays), set(arrays) - set(names)
-        if missing == self._frozen & set(names) and (
-            self._split.origin or self._split.graph is None
-        ):
+        missing = set(names) - set(arrays)
+        strange = set(arrays) - set(names)
+        has_base = self.split.origin is not None or self.split.graph is None
+        if has_base and missing == self._frozen & set(names):
             missing = set()
         if missing or strange:
-            wrong = (
-                f"{min(missing)!r} is missing"
-                if missing
-                else f"{min(strange)!r} is of other layers"
-            )
-            raise ConfigError(
-                f"model {model}: the {self._side} half needs {len(names)} tensors; {wrong}"
-            )
+            wrong = f"{min(missing | strange)!r} is {'missing' if missing else 'of other layers'}"
+            raise self._error(f"the {self._side} half needs {len(names)} tensors; {wrong}")
         for name, array in arrays.items():
-            form = self._split.specs[name]
-            # From an empty array, since only the type is needed.
-            dtype = (
-                torch.from_numpy(np.empty(0, array.dtype)).dtype
-                if array.dtype.kind in "biufc"
-                else array.dtype
-            )
-            if tuple(array.shape) != tuple(form.shape) or dtype != form.dtype:
-                raise ConfigError(
-                    f"model {model}: {name} is {array.dtype} of shape {tuple(array.shape)}, it should be "
-                    f"{str(form.dtype).removeprefix('torch.')} of shape {tuple(form.shape)}"
+            wanted = self.split.specs[name]
+            shape = tuple(wanted.shape)
+            dtype = str(wanted.dtype).removeprefix("torch.")
+            if (tuple(array.shape), str(array.dtype)) != (shape, dtype):
+                raise self._error(
+                    f"{name} is {array.dtype} of shape {tuple(array.shape)}, not {dtype} of shape {shape}"
                 )
+
+    def _error(self, text: str) -> ConfigError:
+        return ConfigError(f"model {self.split.name}: {text}")
 
     @cached_property
     def _base_digest(self) -> str:
-        """The digest of the frozen parameters of the model that this half was made of."""
-        return frozen_digest((self._split.origin or self._split).model)
+        """The digest of the frozen parameters of the model from which this half was made."""
+        return frozen_digest((self.split.origin or self.split).model)
 
     def _sent(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if not (self._keeps_frozen and name in self._frozen)]
+        kept = self._frozen if self.keeps_frozen else frozenset()
+        return [name for name in names if name not in kept]
 
     def _fill_all(self, names: Iterable[str], weights: Weights) -> None:
-        """Set tensors to `weights`, and frozen parameters that are not among them to those of the model's origin."""
+        """Set tensors to `weights`; frozen parameters that are not among them to those of the model's origin."""
         if frozen := self._frozen & set(names):
-            self._keeps_frozen = not frozen <= set(weights)
-        base = {} if self._split.origin is None else self._split.origin.tensors()
+            self.keeps_frozen = not frozen <= set(weights)
+        base = {} if self.split.origin is None else self.split.origin.tensors()
         for name in names:
             if name in weights:
                 self._fill(name, weights[name])
-            elif self._tensors[name].shape != self._split.specs[name].shape:
+            elif self._tensors[name].shape != self.split.specs[name].shape:
                 self._fill(name, to_array(base[name], copy=False))
 
     def _array(self, name: str) -> NDArray[Any]:
         return to_array(self._tensors[name])
 
     def _fill(self, name: str, array: NDArray[Any]) -> None:
-        tensor, form = self._tensors[name], self._split.specs[name]
+        tensor = self._tensors[name]
+        form = self.split.specs[name]
         if tensor.shape != form.shape:
             tensor.data = torch.empty_strided(
-                form.shape, form.stride(), dtype=form.dtype, device=self._device
+                form.shape,
+                form.stride(),
+                dtype=form.dtype,
+                device=self._device,
             )
         tensor.data.copy_(to_tensor(array, self._device))
 
@@ -374,17 +343,20 @@ class TorchHalf:
 
 def require_loss(loss: object, model: str) -> None:
     """Raise `ConfigError` for a loss that is not one number that depends on the model."""
-    if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
-        form = (
-            f"a tensor of shape {tuple(loss.shape)}"
-            if isinstance(loss, torch.Tensor)
-            else type(loss).__name__
-        )
-        without = "" if getattr(loss, "requires_grad", True) else " without a gradient"
-        raise ConfigError(
-            f"model {model}: the loss is {form}{without}; it must be one number that depends on the "
-            "outputs"
-        )
+    if not isinstance(loss, torch.Tensor):
+        wrong = f"of type {type(loss).__name__}"
+    elif loss.ndim:
+        wrong = f"a tensor of shape {tuple(loss.shape)}"
+    elif not loss.requires_grad:
+        wrong = "without a gradient"
+    else:
+        return
+    raise ConfigError(f"model {model}: the loss is {wrong}, not one number of the outputs")
+
+
+def _without(prefix: str, arrays: Weights) -> Weights:
+    """Return the arrays whose names have the prefix, without it."""
+    return {name[len(prefix) :]: each for name, each in arrays.items() if name.startswith(prefix)}
 
 
 def targets_from(labels: Labels, device: torch.device) -> Any:

@@ -45,25 +45,21 @@ def run_token(operator_token: str, run_id: str) -> str:
 
 def read_token(path: Path) -> str:
     """Return the token in a file; `ConfigError` if it cannot be read or is invalid."""
+    where = f"token file {path}"
     try:
-        return check_token(path.read_text("utf-8-sig").strip(), f"token file {path}")
+        return check_token(path.read_text("utf-8-sig").strip(), where)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"token file {path}: cannot be read ({error}); name the text file that the cloud was started "
-            "with"
+            f"{where}: cannot be read ({error}); name that of `socflower cloud`"
         ) from None
 
 
 def check_token(token: str, where: str) -> str:
     """Return the token; `ConfigError` if it is too short or cannot be sent in a header."""
-    if (
-        len(token) < _MIN_TOKEN_LENGTH
-        or not token.isascii()
-        or not token.isprintable()
-        or " " in token
-    ):
+    printable = token.isascii() and token.isprintable() and " " not in token
+    if not printable or len(token) < _MIN_TOKEN_LENGTH:
         raise ConfigError(
-            f"{where}: a token has at least {_MIN_TOKEN_LENGTH} printable ASCII characters without "
-            "blanks; make one with `openssl rand -hex 32`"
+            f"{where}: a token has at least {_MIN_TOKEN_LENGTH} printable ASCII characters without blanks; make one "
+            "with `openssl rand -hex 32`"
         )
     return token

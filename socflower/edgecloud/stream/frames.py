@@ -47,13 +47,23 @@ class StartOver(Exception):
     """Not a failure: the other side or a party has lost its state, so all join again and agree on a checkpoint."""
 
 
+def check_version(version: int, peer: str) -> None:
+    """Raise `SplitRefused` for a peer of another version of the protocol."""
+    if version != PROTOCOL_VERSION:
+        raise SplitRefused(
+            f"the cloud has version {PROTOCOL_VERSION} of the split protocol, the {peer} {version}; install the same "
+            "socflower on both"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaFeatures:
     """Delta-coded features, with all that the other end needs to decode them."""
 
     message: DeltaMessage
     sample_ids: NDArray[np.int64]
-    memory_bytes: int  # of either end
+    # Of either end.
+    memory_bytes: int
     grouping: Grouping
 
     @property
@@ -70,8 +80,10 @@ class Features:
     cut: int
     encoded: EncodedTensor | DeltaFeatures
     labels: Labels
-    ids_digest: bytes  # of `digest_of_ids`: parties must have the same samples
-    answer_bits: int = 32  # width of the gradient that comes back
+    # Of `digest_of_ids`: parties must have the same samples.
+    ids_digest: bytes
+    # Width of the gradient that comes back.
+    answer_bits: int = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +122,7 @@ SplitChannel: TypeAlias = FrameChannel[Message]
 
 @checked
 class Limits(ChannelLimits):
-    """Limits on what a side sends in one part and accepts, in bytes."""
+    """Limits on the parts that a side sends, and on the messages that it accepts, in bytes."""
 
     max_tensor_bytes: Annotated[int, Field(ge=1)] = 256 << 20
     max_weights_bytes: Annotated[int, Field(ge=1)] = 4 << 30
@@ -135,63 +147,63 @@ class SplitMessages:
         head = wire.Head()
         match message:
             case Features():
-                body = _put_features(head.tensor, message.encoded)
-                # Ids come last, so that labels lie between.
-                arrays: list[NDArray[Any]] = []
-                form = _labels_form(message.labels, arrays)
-                place = len(body) - isinstance(message.encoded, DeltaFeatures)
-                body[place:place] = [array_to_bytes(array) for array in arrays]
-                head.tensor.batch, head.tensor.cut = message.batch, message.cut
-                head.tensor.ids_digest, head.tensor.answer_bits = (
-                    message.ids_digest,
-                    message.answer_bits,
-                )
-                head.tensor.labels_form = "" if form == 0 else json.dumps(form)
-                head.tensor.labels.extend(
-                    wire.Block(dtype=array_type(array, "labels"), shape=array.shape)
-                    for array in arrays
-                )
+                body = _put_batch(head.tensor, message)
             case GradientFrame():
-                head.tensor.gradient, head.tensor.batch, head.tensor.loss = (
-                    True,
-                    message.batch,
-                    message.loss,
-                )
+                tensor = head.tensor
+                tensor.gradient = True
+                tensor.batch = message.batch
+                tensor.loss = message.loss
                 if message.encoded is not None:
-                    body = [_put_encoded(head.tensor.plain, message.encoded)]
+                    body = [_put_encoded(tensor.plain, message.encoded)]
             case Recut():
-                head.recut.cut, head.recut.gives = message.cut, message.weights is not None
+                head.recut.cut = message.cut
+                head.recut.gives = message.weights is not None
                 if message.weights is not None:
                     body = [*pack_arrays(message.weights)]
             case Mark():
-                head.mark.batch, head.mark.cut = message.batch, message.cut
+                head.mark.batch = message.batch
+                head.mark.cut = message.cut
             case Goodbye():
                 head.goodbye.SetInParent()
         return head.SerializeToString(), body
 
     def begin(self, head: bytes, num_bytes: int) -> Callable[[memoryview], Message]:
-        """Return what makes the message of its body; `MalformedBytes` if it is too large or invalid."""
+        """Return the function that makes the message from its body; `MalformedBytes` if it is too large or invalid."""
         try:
             parsed = wire.Head.FromString(head)
         except DecodeError:
             raise MalformedBytes("a message whose head cannot be read") from None
-        kind, tensor = parsed.WhichOneof("kind"), parsed.tensor
+        kind = parsed.WhichOneof("kind")
+        tensor = parsed.tensor
+        limits = self._limits
         if kind is None:
             raise MalformedBytes("a message of an unknown kind")
-        largest = {
-            "tensor": self._limits.max_tensor_bytes,
-            "recut": self._limits.max_weights_bytes,
-        }.get(kind, 0)
-        check_size(num_bytes, f"a {kind}", largest)
-        if kind == "tensor" and not tensor.gradient and tensor.answer_bits not in BITS:
-            raise MalformedBytes(f"features that want a gradient at {tensor.answer_bits} bits")
-        if (
-            kind == "tensor"
-            and not tensor.gradient
-            and tensor.HasField("plain") == tensor.HasField("delta")
-        ):
-            raise MalformedBytes("features that are neither plain nor coded by sample, or both")
+        largest = {"tensor": limits.max_tensor_bytes, "recut": limits.max_weights_bytes}
+        check_size(num_bytes, f"a {kind}", largest.get(kind, 0))
+        if kind == "tensor" and not tensor.gradient:
+            if tensor.answer_bits not in BITS:
+                raise MalformedBytes(f"features that want a gradient at {tensor.answer_bits} bits")
+            if tensor.HasField("plain") == tensor.HasField("delta"):
+                raise MalformedBytes("features that are not either plain or coded by sample")
         return partial(_decode, parsed)
+
+
+def _put_batch(tensor: wire.Tensor, message: Features) -> list[bytes | memoryview]:
+    """Write a batch into a head, and return the pieces of the body: features, labels, ids."""
+    body = _put_features(tensor, message.encoded)
+    arrays: list[NDArray[Any]] = []
+    form = _labels_form(message.labels, arrays)
+    # Ids come last, so that labels lie between.
+    place = len(body) - isinstance(message.encoded, DeltaFeatures)
+    body[place:place] = [array_to_bytes(array) for array in arrays]
+    tensor.batch = message.batch
+    tensor.cut = message.cut
+    tensor.ids_digest = message.ids_digest
+    tensor.answer_bits = message.answer_bits
+    tensor.labels_form = "" if form == 0 else json.dumps(form)
+    for array in arrays:
+        tensor.labels.append(wire.Block(dtype=array_type(array, "labels"), shape=array.shape))
+    return body
 
 
 def _decode(head: wire.Head, body: memoryview) -> Message:
@@ -202,44 +214,54 @@ def _decode(head: wire.Head, body: memoryview) -> Message:
         return Goodbye()
     if kind == "recut":
         if not head.recut.gives and body.nbytes:
-            raise MalformedBytes("a move of the cut that gives nothing but has weights")
+            raise MalformedBytes("a move of the cut with weights, but without layers")
         return Recut(cut=head.recut.cut, weights=unpack_arrays(body) if head.recut.gives else None)
-    tensor, cursor = head.tensor, _Cursor(body)
-    if tensor.gradient:
-        gradient = _encoded(tensor.plain, cursor) if tensor.HasField("plain") else None
-        cursor.require_end()
-        return GradientFrame(batch=tensor.batch, loss=tensor.loss, encoded=gradient)
-    delta = tensor.delta
+    tensor = head.tensor
+    cursor = _Cursor(body)
     plain = _encoded(tensor.plain, cursor) if tensor.HasField("plain") else None
+    if tensor.gradient:
+        message: Message = GradientFrame(
+            batch=tensor.batch,
+            loss=tensor.loss,
+            encoded=plain,
+        )
+    else:
+        message = _features(tensor, plain, cursor)
+    cursor.require_end()
+    return message
+
+
+def _features(tensor: wire.Tensor, plain: EncodedTensor | None, cursor: "_Cursor") -> Features:
+    """Return features whose body, after those that are `plain`, is still to be read."""
+    delta = tensor.delta
     first = _encoded(delta.first, cursor) if delta.HasField("first") else None
     change = _encoded(delta.change, cursor) if delta.HasField("change") else None
-    labels = _labels(
-        tensor,
-        [
-            array_from_bytes(
-                block.dtype, block.shape, cursor.next(array_num_bytes(block.dtype, block.shape))
-            )
-            for block in tensor.labels
-        ],
-    )
+    arrays: list[NDArray[Any]] = []
+    for block in tensor.labels:
+        piece = cursor.next(array_num_bytes(block.dtype, block.shape))
+        arrays.append(array_from_bytes(block.dtype, block.shape, piece))
     sample_ids = np.frombuffer(cursor.next(8 * delta.num_ids), "<i8").astype(np.int64)
-    cursor.require_end()
-    return Features(
-        batch=tensor.batch,
-        cut=tensor.cut,
-        labels=labels,
-        ids_digest=tensor.ids_digest,
-        answer_bits=tensor.answer_bits,
-        encoded=plain
-        if plain is not None
-        else DeltaFeatures(
-            message=DeltaMessage(
-                count=delta.count, digest=delta.digest, first=first, change=change
-            ),
+    encoded: EncodedTensor | DeltaFeatures | None = plain
+    if encoded is None:
+        message = DeltaMessage(
+            count=delta.count,
+            digest=delta.digest,
+            first=first,
+            change=change,
+        )
+        encoded = DeltaFeatures(
+            message=message,
             sample_ids=sample_ids,
             memory_bytes=delta.memory_bytes,
             grouping="sample" if delta.by_sample else "tensor",
-        ),
+        )
+    return Features(
+        batch=tensor.batch,
+        cut=tensor.cut,
+        labels=_labels(tensor, arrays),
+        ids_digest=tensor.ids_digest,
+        answer_bits=tensor.answer_bits,
+        encoded=encoded,
     )
 
 
@@ -254,39 +276,39 @@ def _labels_form(labels: Labels, arrays: list[NDArray[Any]]) -> Any:
 
 
 def _labels(tensor: wire.Tensor, arrays: Sequence[NDArray[Any]]) -> Labels:
-    """Return labels in the form that they were sent in; tuples are lists."""
+    """Return labels in the form in which they were sent; tuples are lists."""
 
     def filled(form: Any) -> Labels:
         if isinstance(form, dict):
             return {key: filled(part) for key, part in form.items()}
         return [filled(part) for part in form] if isinstance(form, list) else arrays[form]
 
+    form = tensor.labels_form
     try:
-        return filled(json.loads(tensor.labels_form or "0"))
+        return filled(json.loads(form or "0"))
     except (ValueError, TypeError, IndexError, RecursionError):
-        raise MalformedBytes(
-            f"{len(arrays)} arrays of labels in the form {tensor.labels_form[:40]!r}"
-        ) from None
+        raise MalformedBytes(f"{len(arrays)} arrays of labels in the form {form[:40]!r}") from None
 
 
 class _Cursor:
     """The read position in a body."""
 
     def __init__(self, body: memoryview) -> None:
-        self._body, self._at = body, 0
+        self._body = body
+        self._at = 0
 
     def next(self, num_bytes: int) -> memoryview:
         piece = self._body[self._at : self._at + num_bytes]
         if piece.nbytes != num_bytes:
-            raise MalformedBytes(
-                f"a tensor whose body of {self._body.nbytes} bytes is too short for what it says"
-            )
+            raise MalformedBytes(f"a tensor whose body of {self._body.nbytes} bytes is too short")
         self._at += num_bytes
         return piece
 
     def require_end(self) -> None:
-        if self._at != self._body.nbytes:
-            raise MalformedBytes(f"a tensor with {self._body.nbytes - self._at} bytes too many")
+        """Raise `MalformedBytes` for bytes that nothing read."""
+        left = self._body.nbytes - self._at
+        if left:
+            raise MalformedBytes(f"a tensor with {left} bytes too many")
 
 
 def _put_features(
@@ -295,20 +317,21 @@ def _put_features(
     """Write features into a head and return the pieces of the body, ids at the end."""
     if isinstance(encoded, EncodedTensor):
         return [_put_encoded(tensor.plain, encoded)]
-    message, delta = encoded.message, tensor.delta
-    delta.count, delta.digest, delta.num_ids = (
-        message.count,
-        message.digest,
-        len(encoded.sample_ids),
-    )
-    delta.memory_bytes, delta.by_sample = encoded.memory_bytes, encoded.grouping == "sample"
+    message = encoded.message
+    delta = tensor.delta
+    delta.count = message.count
+    delta.digest = message.digest
+    delta.num_ids = len(encoded.sample_ids)
+    delta.memory_bytes = encoded.memory_bytes
+    delta.by_sample = encoded.grouping == "sample"
     parts = ((delta.first, message.first), (delta.change, message.change))
     pieces = [_put_encoded(target, part) for target, part in parts if part is not None]
     return [*pieces, array_to_bytes(np.asarray(encoded.sample_ids, np.int64))]
 
 
 def _put_encoded(target: wire.Encoded, encoded: EncodedTensor) -> bytes | memoryview:
-    target.bits, target.num_bytes = encoded.bits, memoryview(encoded.payload).nbytes
+    target.bits = encoded.bits
+    target.num_bytes = memoryview(encoded.payload).nbytes
     target.shape.extend(encoded.shape)
     target.low.extend(encoded.low)
     target.high.extend(encoded.high)

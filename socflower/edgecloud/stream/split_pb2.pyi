@@ -97,59 +97,59 @@ class Frame(_message.Message):
     part: _framing_pb2.Part
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., credit: _Optional[_Union[_framing_pb2.Credit, _Mapping]] = ..., part: _Optional[_Union[_framing_pb2.Part, _Mapping]] = ...) -> None: ...
 
-class Barrier(_message.Message):
-    __slots__ = ("lineage", "batch")
-    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+class Checkpoint(_message.Message):
+    __slots__ = ("epoch_id", "batch")
+    EPOCH_ID_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
-    lineage: str
+    epoch_id: str
     batch: int
-    def __init__(self, lineage: _Optional[str] = ..., batch: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch_id: _Optional[str] = ..., batch: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("version", "fingerprint", "party", "incarnation", "front", "first_batch", "num_batches", "barriers", "lineage", "received", "used", "credit_bytes")
+    __slots__ = ("version", "fingerprint", "party", "connection_id", "front", "first_batch", "num_batches", "checkpoints", "epoch_id", "received", "used", "credit_bytes")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PARTY_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CONNECTION_ID_FIELD_NUMBER: _ClassVar[int]
     FRONT_FIELD_NUMBER: _ClassVar[int]
     FIRST_BATCH_FIELD_NUMBER: _ClassVar[int]
     NUM_BATCHES_FIELD_NUMBER: _ClassVar[int]
-    BARRIERS_FIELD_NUMBER: _ClassVar[int]
-    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_ID_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     USED_FIELD_NUMBER: _ClassVar[int]
     CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     version: int
     fingerprint: str
     party: int
-    incarnation: str
+    connection_id: str
     front: bool
     first_batch: int
     num_batches: int
-    barriers: _containers.RepeatedCompositeFieldContainer[Barrier]
-    lineage: str
+    checkpoints: _containers.RepeatedCompositeFieldContainer[Checkpoint]
+    epoch_id: str
     received: int
     used: int
     credit_bytes: int
-    def __init__(self, version: _Optional[int] = ..., fingerprint: _Optional[str] = ..., party: _Optional[int] = ..., incarnation: _Optional[str] = ..., front: bool = ..., first_batch: _Optional[int] = ..., num_batches: _Optional[int] = ..., barriers: _Optional[_Iterable[_Union[Barrier, _Mapping]]] = ..., lineage: _Optional[str] = ..., received: _Optional[int] = ..., used: _Optional[int] = ..., credit_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., fingerprint: _Optional[str] = ..., party: _Optional[int] = ..., connection_id: _Optional[str] = ..., front: bool = ..., first_batch: _Optional[int] = ..., num_batches: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., epoch_id: _Optional[str] = ..., received: _Optional[int] = ..., used: _Optional[int] = ..., credit_bytes: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("lineage", "start", "restore_codec", "received", "used", "credit_bytes", "cut")
-    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("epoch_id", "start", "restore_codec", "received", "used", "credit_bytes", "cut")
+    EPOCH_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     RESTORE_CODEC_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     USED_FIELD_NUMBER: _ClassVar[int]
     CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
-    lineage: str
-    start: Barrier
+    epoch_id: str
+    start: Checkpoint
     restore_codec: bool
     received: int
     used: int
     credit_bytes: int
     cut: int
-    def __init__(self, lineage: _Optional[str] = ..., start: _Optional[_Union[Barrier, _Mapping]] = ..., restore_codec: bool = ..., received: _Optional[int] = ..., used: _Optional[int] = ..., credit_bytes: _Optional[int] = ..., cut: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch_id: _Optional[str] = ..., start: _Optional[_Union[Checkpoint, _Mapping]] = ..., restore_codec: bool = ..., received: _Optional[int] = ..., used: _Optional[int] = ..., credit_bytes: _Optional[int] = ..., cut: _Optional[int] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("code", "text")

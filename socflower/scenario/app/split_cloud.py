@@ -120,8 +120,8 @@ def status_table(sessions: Sequence[Mapping[str, Any]]) -> Table | str:
 def _state(session: Mapping[str, Any]) -> str:
     if session["waiting"]:
         return f"{len(session['waiting'])} of {session['num_parties']} edges are here"
-    if session["stands_at"] is not None:
-        return f"before batch {session['stands_at']}"
+    if session["batch"] is not None:
+        return f"before batch {session['batch']}"
     last = session["last_batch"]
     return "training" if last is None else f"training, batch {last} done"
 

@@ -277,7 +277,7 @@ class LeftOver(Tagger):
         ({"shared": ["mask"]}, "shared = ['mask']"),
         (
             {"loss": lambda outputs, labels: outputs},
-            "the loss is a tensor of shape (3, 5, 4); it must be",
+            "the loss is a tensor of shape (3, 5, 4)",
         ),
         ({"train_step": token_loss}, "train_step"),
         ({"autocast": torch.float16}, "autocast = torch.float16"),

@@ -247,7 +247,7 @@ class EdgeSide(Side):
             "token": task.token,
             "window": task.windows[0],
             "num_batches": task.num_batches,
-            "folder": str(folder / "barriers"),
+            "folder": str(folder / "checkpoints"),
             "pause_s": 0.02,
             "weights": str(self.weights_file),
             "heartbeat_s": 4.0,

@@ -1,6 +1,7 @@
 """Calls for a challenge need no token: they may hold no thread, and a flood of them is logged."""
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -29,7 +30,11 @@ def test_challenges_whose_request_never_comes_hold_no_thread() -> None:
         assert ends[0] == grpc.StatusCode.OK
         assert session_status(replace(cloud.operator, timeout_s=20.0)) == []
         ended.set()
-        line = next(line for line in cloud.lines if "challenges" in line)
+        deadline_s = time.monotonic() + 20
+        while not (found := [line for line in cloud.lines if "challenges" in line]):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        line = found[0]
         assert "split cloud" in line and "32" in line and "127.0.0.1:" in line
 
 

@@ -116,7 +116,7 @@ def test_a_killed_cloud_continues_from_its_checkpoint_and_nothing_differs(
     restarter.join(30)
     assert report.num_rollbacks >= 1 and sorted(report.losses) == list(range(30))
     assert cloud.trained(front, 30)
-    assert session_status(cloud.operator)[0]["barriers"] == [25, 30]
+    assert session_status(cloud.operator)[0]["checkpoints"] == [25, 30]
 
 
 def test_a_killed_edge_continues_from_its_checkpoint_and_nothing_differs(
@@ -241,11 +241,11 @@ def hello(**changes: Any) -> wire.Frame:
     settings = {
         "version": PROTOCOL_VERSION,
         "fingerprint": FINGERPRINT,
-        "incarnation": "x",
+        "connection_id": "x",
         "front": True,
         "num_batches": 5,
         "credit_bytes": 1 << 20,
-        "barriers": [wire.Barrier(batch=0)],
+        "checkpoints": [wire.Checkpoint(batch=0)],
     }
     return wire.Frame(hello=wire.Hello(**settings | changes))
 

@@ -1,14 +1,11 @@
 """The bandwidth meter: right on constant links, quick to notice that one carries nothing any more."""
 
-import math
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
 from tests.edgecloud.plan.tables import link
-from tests.one_line import refused
 
 FIRST = link(1e6, 2e6, 0.05)
 
@@ -109,16 +106,3 @@ def test_an_outage_is_not_believed_longer_than_the_memory() -> None:
     for step in range(1, 51):
         meter.add_transfer("up", 1e5, 0.1 + 0.05, 600.0 + 0.15 * step)
     assert up(meter, 608.0) > 0.6e6
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("memory_s", 0.0), ("silence_s", math.inf), ("min_bytes", -1.0)]
-)
-def test_settings_that_cannot_be_are_refused(key: str, value: float) -> None:
-    refused(lambda: BandwidthMeter(**{"first": FIRST, key: value}), key, f"{value:g}")
-
-
-@pytest.mark.parametrize(("num_bytes", "seconds"), [(-1.0, 1.0), (1.0, math.nan), (1.0, -1.0)])
-def test_transfers_that_cannot_be_are_refused(num_bytes: float, seconds: float) -> None:
-    meter = BandwidthMeter(first=FIRST)
-    refused(lambda: meter.add_transfer("up", num_bytes, seconds, 1.0), f"{num_bytes}", f"{seconds}")

@@ -176,7 +176,6 @@ def test_staleness_never_exceeds_the_window_and_every_batch_is_done_once_in_orde
         cloud=cloud,
         start_s=data.draw(st.floats(0, 30)),
         reverse=reverse,
-        apply_first=data.draw(st.booleans()),
     )
     check(timeline, parties, first, num_batches)
     if cloud != "own":
@@ -231,10 +230,8 @@ def placed(split_plan: SplitPlan) -> tuple[int | None, int]:
 
 
 @settings(max_examples=50)
-@given(data=st.data(), reverse=st.booleans(), apply_first=st.booleans())
-def test_all_happens_as_early_as_its_order_allows(
-    data: st.DataObject, reverse: bool, apply_first: bool
-) -> None:
+@given(data=st.data(), reverse=st.booleans())
+def test_all_happens_as_early_as_its_order_allows(data: st.DataObject, reverse: bool) -> None:
     """A recurrence over the front half's own order: no server waits while it could work."""
     party = Party(
         costs=data.draw(costs()),
@@ -243,9 +240,7 @@ def test_all_happens_as_early_as_its_order_allows(
         split_plan=SplitPlan(cut=1, bits=8),
     )
     start_s = data.draw(st.sampled_from([0.0, 7.5]))
-    timeline = simulate_split(
-        [party], 25, reverse=reverse, apply_first=apply_first, start_s=start_s
-    )
+    timeline = simulate_split([party], 25, reverse=reverse, start_s=start_s)
     out, back = ("down", "up") if reverse else ("up", "down")
     link_, late_s = party.bandwidth_profile, party.bandwidth_profile.latency_s
     front_s = out_s = cloud_s = back_s = start_s
@@ -382,14 +377,6 @@ def party_of(
     return constant_of(one or tiny(), SplitPlan(cut=cut, window=window), rates)
 
 
-def test_to_apply_first_bunches_batches_up() -> None:
-    """f = 1, an update of 2, 4 s elsewhere, K = 1: taking turns F26's 3.5 s a batch, else 4.5 s."""
-    party = party_of(tiny(1.0, 1.0, 0.0), 1, link(1e9, 1e9, 2.0))
-    for apply_first, wanted_s in ((False, 3500), (True, 4500)):
-        timeline = simulate_split([party], 1000, apply_first=apply_first)
-        assert timeline.duration_s == pytest.approx(wanted_s, rel=0.01)
-
-
 def test_parties_do_not_slow_each_other_down_but_for_what_they_share() -> None:
     fast = party_of(tiny(0.1, 0.1, 1.0), 4, link(1e4))
     slow = replace(fast, costs=tiny(2.0, 2.0, 1.0))
@@ -477,7 +464,6 @@ ALONE = Wandering([SplitPlan(cut=None)])
         ({"cloud": "turns"}, {"split_plan": SplitPlan(cut=1)}, ["same cut"]),
         ({"cloud": "turns"}, {"decider": BROAD}, ["'turns'", "decider"]),
         ({"cloud": "turns"}, {"away": (range(3),)}, ["'turns'", "away"]),
-        ({}, {"window": lambda batch: 1 - batch}, ["batch 2", "K = -1"]),
         ({}, {"split_plan": SplitPlan(cut=7)}, ["cut 7", "0 to 1"]),
         ({}, {"decider": ALONE}, ["model_weight_bytes"]),
         ({"num_batches": 8}, {"away": (range(3),)}, ["batch 3", "0 to 7"]),

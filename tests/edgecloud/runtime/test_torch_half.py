@@ -203,21 +203,13 @@ def test_loading_sets_own_weights_only() -> None:
         refused(lambda wrong=wrong: front.load(wrong), "0.bias", named)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    ("call", "named"),
-    [
-        (lambda front: front.apply(4, np.zeros((4, 8), np.float32)), ["batch 4", "[3]"]),
-        (lambda front: front.apply(3, np.zeros((2, 2), np.float32)), ["batch 3", "(2, 2)"]),
-        (lambda front: front.forward(3), ["batch 3"]),
-        (lambda front: front.export_layers(0), ["[3]"]),
-        (lambda front: front.train_alone(4), ["cut at 1"]),
-    ],
-)
-def test_calls_that_do_not_fit_are_refused_and_change_nothing(call: Any, named: list[str]) -> None:
+def test_calls_that_do_not_fit_are_refused_and_change_nothing() -> None:
     front, _ = halves(chain_split(), 1, sgd)
     front.forward(3)
     before = front.save()
-    refused(lambda: call(front), *named)
+    strange = np.zeros((2, 2), np.float32)
+    refused(lambda: front.apply(3, strange), "batch 3", "(2, 2)")
+    refused(lambda: front.export_layers(0), "[3]")
     assert front.save() == before
 
 
@@ -244,7 +236,6 @@ def test_a_source_that_does_not_repeat_itself_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("features", "num_labels", "named"),
     [
-        ([], 4, ["batch 0", "features"]),
         ([np.zeros((4, 8))], 4, ["float64"]),
         ([np.zeros((4, 7), np.float32)], 4, ["(4, 7)", "cut 1", "8"]),
         ([np.zeros((4, 8), np.float32)], 5, ["4, 5"]),

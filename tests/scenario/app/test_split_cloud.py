@@ -172,7 +172,7 @@ def test_a_program_of_a_user_is_served_until_a_signal_and_again_with_its_session
         socflower, arguments, address, lambda: session_status(operator()), signal.SIGINT
     )
     assert again.status == 0 and "made" not in again.err
-    assert [(one["run_id"], one["stands_at"]) for one in sessions] == [("mine-0", 0)]
+    assert [(one["run_id"], one["batch"]) for one in sessions] == [("mine-0", 0)]
 
 
 @pytest.mark.slow
@@ -244,7 +244,7 @@ def test_a_cloud_that_requires_certificates_is_reached_with_one_and_without_refu
         opened = server_app_client(tmp_path, program).open(task, {})
         assert opened.address == service.address
         (session,) = json.loads(socflower(*status, *shown, "--json").out)["sessions"]
-        assert (session["run_id"], session["stands_at"]) == (opened.run, 0)
+        assert (session["run_id"], session["batch"]) == (opened.run, 0)
         assert opened.run in socflower(*status, *shown).out
 
 
@@ -342,8 +342,8 @@ def test_a_token_is_made_once_and_is_its_owners(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"stands_at": 7}, "before batch 7"),
-        ({"stands_at": 7, "waiting": [1]}, "1 of 2 edges are here"),
+        ({"batch": 7}, "before batch 7"),
+        ({"batch": 7, "waiting": [1]}, "1 of 2 edges are here"),
         ({}, "training"),
         ({"last_batch": 9}, "training, batch 9 done"),
         ({"error": "it broke"}, "it broke"),
@@ -355,7 +355,7 @@ def test_the_status_of_a_session_fits_into_a_narrow_terminal(
     session = {
         "run_id": "run-0123abcd-1",
         "num_parties": 2,
-        "stands_at": None,
+        "batch": None,
         "waiting": [],
         "last_batch": None,
         "received_bytes": 2_000_000,

@@ -89,5 +89,5 @@ def test_the_world_of_the_moving_link_follows_the_seed() -> None:
     links = [edge_links(load_scenario(path, [f"seed={seed}"]), 1) for seed in (1, 2, 3)]
     assert len({link[0].up.bytes_per_s for link in links}) == 3
     assert all(
-        link[0].rate("up", 340.0) == 0.0 for link in links
+        link[0].up.rate(340.0) == 0.0 for link in links
     )  # the loss is a loss in each of them
