@@ -1,4 +1,4 @@
-"""Plans by brute force: every grouping, cut and allocation of small pipeline problems, as oracles for planners."""
+"""Plans by brute force over all groupings, cuts and allocations of small problems: references for planners."""
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, permutations
@@ -49,9 +49,9 @@ def plans_of_order(
     rule: InFlight = ASTEROID,
     all_shares: bool = False,
 ) -> Iterator[PipelinePlan]:
-    """Yield every plan whose stages take the devices in this order, all of them unless their best share is 0.
+    """Yield every plan whose stages take the devices in this order; devices with a best share of 0 are left out.
 
-    Each stage has its best allocation, or, with `all_shares`, every allocation within the budgets in turn.
+    Each stage has its best allocation or, with `all_shares`, every allocation within the budgets.
     """
     num_layers = problem.model.num_layers
     for num_stages in range(1, min(len(order), num_layers) + 1):
@@ -71,7 +71,7 @@ def plans_of(
     rule: InFlight = ASTEROID,
     all_shares: bool = False,
 ) -> Iterator[PipelinePlan]:
-    """Yield the plans whose stages have so many devices of the order and so many layers."""
+    """Yield the plans whose stages have `widths` devices of the order and `depths` layers."""
     choices: list[list[Stage]] = []
     begin = first = 0
     counts = rule.counts(len(widths), problem.num_micro_batches)

@@ -1,4 +1,4 @@
-"""The published examples of PipeDream's and DAPPLE's planners: their profiles, and the plans that they print for them.
+"""Published examples of the planners of PipeDream and DAPPLE: their profiles and the plans that they print.
 
 Sources: the repositories msr-fiddle/pipedream (`profiler/image_classification/profiles/vgg16/graph.txt`, MIT License;
 plans printed by its `optimizer_graph_hierarchical.py` with `--activation_compression_ratio 1` and the default of
@@ -109,7 +109,7 @@ BERT48: Profile = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """A problem of equal workers, and its published plan as (last layer, replicas)."""
+    """A problem with equal workers, and its published plan as (last layer, replicas) of each stage."""
 
     name: str
     problem: PipelineProblem
@@ -142,7 +142,7 @@ class Example:
 
 
 def examples() -> tuple[Example, ...]:
-    """Return the published examples that have a chain of layers and a printed plan."""
+    """Return the published examples with a chain of layers and a printed plan."""
     return (
         _example(
             "VGG-16, 4 workers, 1 GB/s",
@@ -210,7 +210,7 @@ def _example(
     per_server: int | None = None,
     server_bytes_per_s: float | None = None,
 ) -> Example:
-    """Return an example; seconds and bytes are in proportion to the samples, as both planners take them."""
+    """Return an example; seconds and bytes are proportional to the samples, as in both planners."""
     kind = Device(
         name="gpu",
         idle_w=50.0,
