@@ -134,7 +134,8 @@ def _growth(
 
     `exchanged_s` computes by hand the part of an epoch that grows with the boards.
     """
-    few, many = (200, 25), (2400, 200)  # boards and servers
+    # Boards and servers.
+    few, many = (200, 25), (2400, 200)
     small_s, small = _fastest(lambda: epoch(*setting(*few)), 3)
     large_s, large = _fastest(lambda: epoch(*setting(*many)), 1)
     grown_s = exchanged_s(*many) - exchanged_s(*few)

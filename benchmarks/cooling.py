@@ -79,7 +79,8 @@ CASES = (
             ("CPU and NPU", 256, MixedPricing(rule="normalised")),
         )
     ),
-    # SoCs that compute all the time depend on their clocks alone, so this comes closest to the paper's bound.
+    # SoCs that compute all the time depend on their clocks alone, so this comes closest to the
+    # paper's bound.
     RackWork(
         name="ResNet-18, 60 of 60 SoCs, CPU, each alone",
         model="resnet18",

@@ -15,7 +15,8 @@ from benchmarks.harness import Row, main, measure_interleaved, more_is_better
 from benchmarks.int8_settings import describe_peers, one_thread, rows_of, settings
 from socflower import _int8
 
-Shape = tuple[int, int, int]  # rows, columns, depth
+# Rows, columns, depth.
+Shape = tuple[int, int, int]
 
 SHAPES: dict[str, Shape] = {
     "square": (1024, 1024, 1024),

@@ -121,7 +121,8 @@ def _transient_rows() -> list[Row]:
     ]
     for rpm in (8300.0, 11000.0, 14000.0):
         cooling_min = cooling_s(fan_table_experiment(), rpm) / 60.0
-        # The paper gives no number for its "high fan speed": only 11,000 rpm, the first fast one, must be within.
+        # The paper gives no number for its "high fan speed": only 11,000 rpm, the first fast one,
+        # must be within.
         rows.append(
             less_is_better(
                 f"all clocks back, {rpm:,.0f} rpm, predicted",

@@ -46,8 +46,8 @@ class AccuracyCase:
 
 
 FP32 = "fp32"
-# NITI's gradient bits are 5, 4, 3. Fewer bits are a smaller step, which suits short trainings better. With 0 bits
-# or fewer, only the pseudo-stochastic carry changes a weight.
+# NITI's gradient bits are 5, 4, 3. Fewer bits are a smaller step, which suits short trainings
+# better. With 0 bits or fewer, only the pseudo-stochastic carry changes a weight.
 NITI_321 = replace(NITI, name="niti, bits 3-2-1", update=IntegerUpdate(bits=(3, 2, 1)))
 NITI_210 = replace(NITI, name="niti, bits 2-1-0", update=IntegerUpdate(bits=(2, 1, 0)))
 ALGORITHMS: dict[str, TrainingAlgorithm] = {

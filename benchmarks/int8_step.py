@@ -86,7 +86,8 @@ def step_rows(kernel: str, name: str, quick: bool) -> list[Row]:
     steps[_EAGER] = _torch_training(torch, _module(name), data)
     if not quick:
         steps[_COMPILED] = _torch_training(torch, _module(name), data, compiled=True)
-    # A turn has many short steps: a single one of a few milliseconds would find its peer's data in the caches.
+    # A turn has many short steps: a single one of a few milliseconds would find its peer's data in
+    # the caches.
     turn = 20 if name == "lenet5" else 1
     turns = [repeated(one, turn) for one in steps.values()]
     times = measure_interleaved(turns, repeats=7 if quick else 11, warmup=1)

@@ -149,7 +149,8 @@ def _overhead(interval: float, rounds: int) -> Row:
         bare = BareLoop(engine.strategy)
         engine.step()
         bare.step()
-        # Compared after one round: the averages are rounded differently, and training amplifies the difference.
+        # Compared after one round: the averages are rounded differently, and training amplifies the
+        # difference.
         ok = _equal(engine.arrays, bare.weights)
         pairs = [(engine.step(), bare.step()) for _ in range(rounds)]
     ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))

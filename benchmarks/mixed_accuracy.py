@@ -30,13 +30,15 @@ SEEDS = (1, 2, 3)
 NITI, HALVES = "niti", "fp32-in-halves"
 METHODS: dict[str, list[str]] = {
     **{rule: [f"precision.rule={rule}"] for rule in MIXING_RULES},
-    # Small steps suit short trainings best (benchmarks/int8_accuracy.py). Mixed precision holds out as many samples.
+    # Small steps suit short trainings best (benchmarks/int8_accuracy.py). Mixed precision holds out
+    # as many samples.
     NITI: [
         "precision.arithmetic=int8",
         "precision.gradient_bits=[2, 1, 0]",
         "precision.held_out=128",
     ],
-    # FP32 on twice the SoCs in as many groups shows what half the batch per SoC costs a network with BatchNorm.
+    # FP32 on twice the SoCs in as many groups shows what half the batch per SoC costs a network
+    # with BatchNorm.
     HALVES: ["precision.rule=fp32", "cluster.boards=13", "strategy.socs=64"],
 }
 FIVE_RULES = (*MIXING_RULES, NITI)

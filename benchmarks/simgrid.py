@@ -290,7 +290,8 @@ def shares_row(replay: Replay) -> Row:
     num_bytes, rate = 40_000_000, 1e8
     cluster = parse_cluster({"boards": [2, 1], "soc_bytes_per_s": rate}, where="benchmark")
     builder = GraphBuilder()
-    for target in (1, 2):  # over two links and over four
+    # Over two links and over four.
+    for target in (1, 2):
         builder.transfer(f"to {target}", 0, target, num_bytes, num_messages=0)
     graph = builder.build(range(3))
     ours_s = clock_ends_s(graph, replace(cluster, message_s=0.0))[0]

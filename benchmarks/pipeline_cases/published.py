@@ -178,8 +178,8 @@ def examples() -> tuple[Example, ...]:
             micro_batch_size=480,
             num_micro_batches=4,
         ),
-        # Two servers of 8 GPUs: 130 GB/s inside, 25 Gbps between; its runtime has 25 of 51 parts of the graph in the
-        # first stage, embeddings and layers 0 to 22.
+        # Two servers of 8 GPUs: 130 GB/s inside, 25 Gbps between; its runtime has 25 of 51 parts of
+        # the graph in the first stage, embeddings and layers 0 to 22.
         _example(
             "BERT-48, 2 x 8 workers, 25 Gbps",
             BERT48,

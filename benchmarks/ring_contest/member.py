@@ -200,8 +200,8 @@ def _measured(contest: Contest, rank: int, trainees: list[Trainee]) -> list[Time
     ]
     for trainee in trainees:
         trainee.step(*batches[0])
-    # Compared after one step: sums of more than two members are rounded in another order, and an activation that
-    # changes its sign for that reason makes a difference a thousand times as large.
+    # Compared after one step: sums of more than two members are rounded in another order, and an
+    # activation that changes its sign for that reason makes a difference a thousand times as large.
     differences = [_difference(trainee.model, trainees[0].model) for trainee in trainees]
     done = [0] * len(trainees)
     rows: list[list[tuple[float, float, float, float, int]]] = [[] for _ in trainees]

@@ -166,7 +166,8 @@ def _cluster(cell: Cell, devices: Mapping[int, Device], message_s: float) -> Clu
         uplink_bit_per_s=cell.rack.uplink_bit_per_s,
     )
     cluster = rack.cluster()
-    # A board has devices of one kind. Measured devices differ by chance alone, so the slowest one stands for its board.
+    # A board has devices of one kind. Measured devices differ by chance alone, so the slowest one
+    # stands for its board.
     boards = tuple(
         replace(board, device=max((devices[soc] for soc in cluster.socs_of(index)), key=_slowness))
         for index, board in enumerate(cluster.boards)

@@ -25,7 +25,8 @@ from benchmarks.truth_cells.prediction import Calibration, Constants, predict, s
 from benchmarks.truth_cells.soc import Meeting, calibrate, serve, train
 from tests.testbed.rack_process import enter_network
 
-_NEW_NETWORK, _NEW_MOUNTS = 0x40000000, 0x00020000  # CLONE_NEWNET, CLONE_NEWNS
+# CLONE_NEWNET, CLONE_NEWNS.
+_NEW_NETWORK, _NEW_MOUNTS = 0x40000000, 0x00020000
 _HEAD_START_S = 0.3
 _MEETING_S = 60.0
 _FORK = multiprocessing.get_context("fork")

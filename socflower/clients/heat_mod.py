@@ -61,7 +61,8 @@ _STEPS = "socflower-heat-steps"
 _LOAD_WINDOW_S = 0.6
 """Load is a difference of counters, so the first reading of a machine has none."""
 
-_PRECONDITION_FAILED = 6  # Flower's error code for a mod that did not forward a message
+# Flower's error code for a mod that did not forward a message.
+_PRECONDITION_FAILED = 6
 _DEFAULT_LIMITS = HeatLimits()
 
 
@@ -128,7 +129,8 @@ class _HeatCheck:
 
     reading: Reading
     refusal: str | None
-    notes: tuple[str, ...]  # about a stuck sensor
+    # Says that a sensor is stuck.
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,9 +143,8 @@ class _HeatMod:
     read_timeout_s: float
     sleep: Callable[[float], object]
     clock: Callable[[], float]
-    sources: dict[int | None, GuardedSource] = field(
-        default_factory=dict
-    )  # by node, or one for all
+    # The guarded source of each node, or one for all nodes under None.
+    sources: dict[int | None, GuardedSource] = field(default_factory=dict)
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         category = message.metadata.message_type.partition(".")[0]
@@ -213,7 +214,8 @@ class _HeatMod:
         """Repeat the check until the device may train or `max_pause_s` are over; return the seconds held too."""
         began_s, slept_s = self.clock(), 0.0
         while True:
-            held_s = max(slept_s, self.clock() - began_s)  # ends also if the clock does not advance
+            # The loop must also end if the clock does not advance.
+            held_s = max(slept_s, self.clock() - began_s)
             left_s = self.limits.max_pause_s - held_s
             if check.refusal is None or left_s <= 0.0:
                 return check, held_s
@@ -254,7 +256,8 @@ class LocalSensors:
 
     def __init__(self, sensors: HeatSource) -> None:
         self._sensors = sensors
-        self._notes = sensors.read().notes  # the source reports each note once
+        # The source reports each note once.
+        self._notes = sensors.read().notes
         time.sleep(_LOAD_WINDOW_S)
 
     def read(self) -> Reading:
@@ -355,7 +358,8 @@ def _pauses_between_steps(enabled: bool) -> Iterator[None]:
         return
 
     def after_step(*_: object) -> None:
-        guard = current_guard()  # of the stepping thread: None if an app trains in other threads
+        # The guard belongs to a thread: an app that trains in another thread has none.
+        guard = current_guard()
         if guard is not None:
             guard.step_done()
 
@@ -378,7 +382,8 @@ def _sampled(guard: HeatGuard, interval_s: float) -> Iterator[None]:
     thread = Thread(target=sample, name="heat-sampler", daemon=True)
     try:
         thread.start()
-    except RuntimeError as error:  # no thread can be started: train with fewer readings
+    except RuntimeError as error:
+        # Without a thread the training continues with fewer readings.
         log(INFO, "heat mod: no samples while the client works (%s)", error)
         yield
         return

@@ -91,7 +91,8 @@ _NODE_KEYS = (
 """All node config keys that are read here; others belong to the app, unless they are similar to one of these."""
 
 _OWN_PREFIXES = ("ring-", "cloud-", "preempt-", "heat-")
-_MIN_SIMILARITY = 0.85  # `difflib` ratio from which a key counts as misspelled
+# The ratio of `difflib` from which a key counts as misspelled.
+_MIN_SIMILARITY = 0.85
 
 
 class MissingSetting(KeyError, ConfigError):
@@ -139,7 +140,8 @@ class ReadSettings:
     maker: str
     mods: Sequence[Mod] = ()
     extra_keys: Sequence[str] = ()
-    declared: frozenset[str] = field(init=False)  # `extra_keys`, and the keys of known mods
+    # The union of `extra_keys` and the keys of known mods.
+    declared: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.extra_keys, str) or not all(

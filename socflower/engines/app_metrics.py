@@ -49,23 +49,27 @@ class RoundLog:
     """The rounds of one app: metrics, and clock, energy and bytes at the end of each."""
 
     def __init__(self, clock: EventClock, on_round: OnRound = lambda entry: None) -> None:
-        self.strategy: str | None = None  # name of the class that was started last
-        self.plan: dict[str, Any] | None = None  # of its groups in the first round
-        self.arrays: ArrayRecord | None = None  # of the last result
-        self.devices: TrainedDevices | None = None  # of the clients that trained
-        self.priced_in = (
-            FP32.arithmetic
-        )  # the arithmetic that the strategy prices, as of `DeviceReport`
-        self.num_pushed = (
-            0  # messages of training and evaluation that were pushed, which have no price
-        )
-        self.threads: set[int] = set()  # that exchanged messages
+        # The class that was started last.
+        self.strategy: str | None = None
+        # The strategy's groups in the first round.
+        self.plan: dict[str, Any] | None = None
+        # The arrays of the last result.
+        self.arrays: ArrayRecord | None = None
+        # The devices of the clients that trained.
+        self.devices: TrainedDevices | None = None
+        # The arithmetic that the strategy prices, as of `DeviceReport`.
+        self.priced_in = FP32.arithmetic
+        # Messages of training and evaluation that were pushed, which have no price.
+        self.num_pushed = 0
+        # The threads that exchanged messages.
+        self.threads: set[int] = set()
         self._clock, self._on_round, self._started_s = clock, on_round, perf_counter()
         self._rounds: dict[int, dict[str, Any]] = {}
         self._replies: dict[tuple[str, int], list[Metrics]] = {}
         self._open: int | None = None
         self._groups: GroupRoundStrategy | None = None
-        self._returned = ""  # what a `start` returned that is no Result
+        # The class of a value of `start` that is not a Result.
+        self._returned = ""
 
     @property
     def has_groups(self) -> bool:
@@ -182,9 +186,8 @@ class RoundLog:
             named("loss", entry, (SERVER, EVALUATE)) is not None for entry in self._rounds.values()
         )
         for number, entry in sorted(self._rounds.items()):
-            last = {
-                key: entry.get(key, value) for key, value in last.items()
-            }  # of a round without messages
+            # A round without messages has no metrics.
+            last = {key: entry.get(key, value) for key, value in last.items()}
             document = {**self._document(entry), **last, "events": by_round.pop(number, [])}
             if evaluates_loss:
                 document["loss"] = _judged("loss", entry)[0]
@@ -372,7 +375,8 @@ class MeteredGrid(ForwardingGrid):
         rounds.devices = devices
         self._rounds, self._messages = rounds, messages
         self._pushed: dict[str, Message] = {}
-        self._lock = RLock()  # an app may exchange messages in several threads
+        # An app may exchange messages in several threads.
+        self._lock = RLock()
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None

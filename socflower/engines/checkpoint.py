@@ -20,7 +20,8 @@ _ROUND = StateKind(name="checkpoint", schema=4, remedy="start anew with --fresh"
 _SPANS = StateKind(name="trace of a round", schema=2, remedy="start anew with --fresh")
 # Fields with arrays; "/outer/" begins their names, as no tensor's.
 _BESIDE = ("outer", "servers", "feedback")
-_NUM_KEPT = 2  # the newest, and the previous one in case the newest is damaged
+# The newest, and the previous one in case the newest is damaged.
+_NUM_KEPT = 2
 
 # These change neither weights nor virtual time.
 _FREE_KEYS = ("name", "question", "compare", "expect", "folder")
@@ -32,34 +33,36 @@ class Checkpoint:
 
     server_round: int
     num_rounds: int
-    scenario: Mapping[str, Any]  # resolved
+    # The resolved scenario.
+    scenario: Mapping[str, Any]
     engine: str
     versions: Mapping[str, str]
-    rounds: list[dict[str, Any]]  # of the result, from round 0
+    # The rounds of the result, from round 0.
+    rounds: list[dict[str, Any]]
     clock: Mapping[str, Any]
     arrays: Mapping[str, NDArray[Any]]
     warm_up: Mapping[str, Any] | None = None
-    without_state: list[int] = field(
-        default_factory=list
-    )  # groups dropped in the round; they may lack momentum
-    away: list[int] = field(default_factory=list)  # SoCs that no work was planned for
-    planned_without: list[int] = field(
-        default_factory=list
-    )  # SoCs that the round was planned without
-    balance: Mapping[str, Any] = field(default_factory=dict)  # state of re-balancing
-    outer: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # moments of an outer strategy
-    servers: Mapping[str, NDArray[Any]] = field(
-        default_factory=dict
-    )  # models of servers, where they differ
-    feedback: Mapping[str, NDArray[Any]] = field(
-        default_factory=dict
-    )  # of compression of leaders' models
+    # Groups dropped in the round; they may lack momentum.
+    without_state: list[int] = field(default_factory=list)
+    # SoCs without planned work.
+    away: list[int] = field(default_factory=list)
+    # SoCs that the round was planned without.
+    planned_without: list[int] = field(default_factory=list)
+    # The state of re-balancing.
+    balance: Mapping[str, Any] = field(default_factory=dict)
+    # The moments of an outer strategy.
+    outer: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    # The models of servers, if they differ.
+    servers: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    # The state of the compression of leaders' models.
+    feedback: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     resumed_from: list[int] = field(default_factory=list)
-    trained_on: Mapping[str, list[int]] = field(
-        default_factory=dict
-    )  # SoCs by the device that trained them last
-    training: str = ""  # its id in the state folders of nodes
-    trace_parts: list[int] = field(default_factory=list)  # rounds whose spans are in separate files
+    # SoCs by the device that trained them last.
+    trained_on: Mapping[str, list[int]] = field(default_factory=dict)
+    # The training's id in the state folders of nodes.
+    training: str = ""
+    # Rounds whose spans are in separate files.
+    trace_parts: list[int] = field(default_factory=list)
 
 
 class CheckpointFolder:
@@ -148,7 +151,8 @@ class CheckpointFolder:
                 **beside,
                 arrays={name: array for name, array in arrays.items() if not name.startswith("/")},
             )
-        except MalformedBytes as error:  # forged; the digest is no signature
+        except MalformedBytes as error:
+            # The file is forged: its digest is not a signature.
             raise DamagedFile(
                 f"{self._rounds.path(server_round)} is damaged ({error})", _ROUND.remedy
             ) from None
@@ -193,7 +197,8 @@ class Checkpointing:
 
     kept: CheckpointFolder
     engine: str
-    resume_after: int | None = None  # the round of the checkpoint to resume from; None: start anew
+    # The round of the checkpoint to resume from; None: start a new training.
+    resume_after: int | None = None
 
     def after(self, checkpoint: Checkpoint | None) -> "Checkpointing":
         """Return the same for a run that resumes from a checkpoint, or starts anew without one."""

@@ -18,8 +18,10 @@ class Dependency:
     """A package with a known tested version."""
 
     name: str
-    installed: str | None  # None: not installed
-    allowed: SpecifierSet  # empty if every version is allowed
+    # None if the package is not installed.
+    installed: str | None
+    # Empty if every version is allowed.
+    allowed: SpecifierSet
     tested: str
 
     @property

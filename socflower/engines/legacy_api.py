@@ -129,7 +129,8 @@ def bounded_waits(num_nodes: int) -> Iterator[None]:
             )
         return original(self, num_clients, timeout)
 
-    # Flower makes the manager itself, so its class is all that can be changed from here; mypy cannot allow that.
+    # Flower makes the manager itself, so its class is all that can be changed from here; mypy
+    # cannot allow that.
     SimpleClientManager.wait_for = wait_for  # type: ignore[method-assign]
     try:
         yield

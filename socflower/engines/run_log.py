@@ -209,7 +209,8 @@ def scalars(entry: Mapping[str, Any]) -> dict[str, float]:
         for name, value in _numbers(entry).items()
         if name not in ("round", "num_rounds")
     }
-    if (by_tier := entry["bytes"]) is not None:  # of an app of which nothing has a price
+    # An app without prices has no such value.
+    if (by_tier := entry["bytes"]) is not None:
         values["bytes"] = float(sum(by_tier.values()))
         values |= {f"bytes_{tier}": float(num_bytes) for tier, num_bytes in by_tier.items()}
     for source in ("server", "evaluate", "train"):
@@ -256,6 +257,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _new_file(path: Path) -> TextIO:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileNotFoundError):  # a link's target stays as it is
+    # A link's target stays as it is.
+    with suppress(FileNotFoundError):
         path.unlink()
     return path.open("w", encoding="utf-8", newline="")

@@ -86,7 +86,8 @@ def gpu_resources(num_workers: int, kind: str, count: int) -> str:
 
 
 def _gpus() -> tuple[str, int]:
-    from socflower.model_graph.torch_device import accelerator, num_devices  # imports torch
+    # Imported here, since it loads torch.
+    from socflower.model_graph.torch_device import accelerator, num_devices
 
     found = accelerator()
     return ("", 0) if found is None else (found.type, num_devices())

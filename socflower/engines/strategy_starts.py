@@ -39,7 +39,8 @@ def around_starts(around: AroundStart) -> Iterator[None]:
         return start
 
     # Flower tells nobody but the app of a strategy's Result.
-    base: Any = Strategy  # abstract
+    # An abstract `start` is never called.
+    base: Any = Strategy
     originals: dict[type[Strategy], Any] = {
         each: each.__dict__["start"] for each in _with_own_start(base)
     }

@@ -20,7 +20,8 @@ class TrainedDevices(ForwardingGrid):
     def __init__(self, grid: Grid) -> None:
         super().__init__(grid)
         self._device_of: dict[int, str] = {}
-        self.arithmetics: set[str] = set()  # that clients trained in, as of `DeviceReport`
+        # The arithmetic of the clients, as in `DeviceReport`.
+        self.arithmetics: set[str] = set()
 
     def document(self) -> dict[str, list[int]]:
         """Return the SoCs that trained on each device, such as `{"cpu": [0, 1]}`."""

@@ -43,9 +43,11 @@ class Collective(ABC):
     Every member has the same bits after an `all_reduce`: each part of the buffer is summed once, and copied.
     """
 
-    rank: int  # 0 to size - 1, in ring order
+    # From 0 to size - 1, in ring order.
+    rank: int
     size: int
-    transport: str  # "in-process", "gloo" or "grpc", as in results
+    # "in-process", "gloo" or "grpc", as in results.
+    transport: str
 
     @abstractmethod
     def all_reduce(self, buffer: Tensor) -> Work:
@@ -80,7 +82,8 @@ class RingPeers:
 
     def sum(self, values: npt.NDArray[Any]) -> None:
         """Replace an array by its sum over all members; raises `PeerLost`, or what the poll raises."""
-        summed = torch.from_numpy(values.copy())  # a failed reduction leaves its buffer undefined
+        # A failed reduction leaves its buffer undefined.
+        summed = torch.from_numpy(values.copy())
         with self._waiting():
             self._ring.all_reduce(summed).wait(self.poll)
         np.copyto(values, summed.numpy())

@@ -27,10 +27,12 @@ from socflower.wire.codecs.sparse import decode_values, encode_values, encoded_b
 from socflower.wire.message_keys import COMPRESSIONS
 from socflower.wire.saved_state import from_bytes, to_bytes
 
-_WARM_UP_FACTOR = 4  # of deep gradient compression
+# The ratio of deep gradient compression changes by this factor in its warm-up.
+_WARM_UP_FACTOR = 4
 # Of an int8 lane's ±127: one level is reserved for float32 rounding errors in steps and quotients.
 _LEVELS = 126
-_BLOCK = 4096  # elements that share a step
+# Elements of a block share a step.
+_BLOCK = 4096
 MOST_MEMBERS = _LEVELS // 2
 """Of a sum in eight bits: with more, each would have fewer levels than a sign and a zero need."""
 
@@ -190,7 +192,8 @@ class Int8Compression(GradientCompression):
 
     name = "int8"
     _error_feedback = True
-    _max_rounding = 0.5  # maximum rounding of a quotient away from zero
+    # The maximum rounding of a quotient away from zero.
+    _max_rounding = 0.5
 
     def _exchange(
         self, ring: Collective, bucket: int, gradient: Tensor, poll: Poll
@@ -342,7 +345,8 @@ class DeepGradientCompression(GradientCompression):
                 "of them the same ratio and warm-up"
             )
         gradient.zero_()
-        for payload in payloads:  # in rank order, so that all members get the same bits
+        # The order of ranks gives all members the same bits.
+        for payload in payloads:
             where, values = decode_values(payload)
             gradient.numpy()[where] += values
         return velocity, unsent

@@ -72,9 +72,8 @@ class PreemptionSwitch:
         """The warnings, a line each."""
         self._file, self._port, self._host, self._signals = file, port, host, signals
         # Plain assignments, no lock: a signal handler may interrupt the same method that it calls.
-        self._requested_at_s: float | None = (
-            None  # by a signal or request that is not stored in a file; Unix time
-        )
+        # The Unix time of a signal or request that is not stored in a file.
+        self._requested_at_s: float | None = None
         self._file_exists = False
         self._next_check_s = -math.inf
         self._unlogged: list[str] = []
@@ -272,7 +271,8 @@ def _is_address(text: str) -> bool:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    block_on_close = False  # a request that hangs must not delay the end of a message
+    # A request that hangs must not delay the end of a message.
+    block_on_close = False
 
     def __init__(self, host: str, port: int, switch: PreemptionSwitch) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -27,9 +27,8 @@ class RunHistory:
         )
         self._wall_s: dict[int, float | None] = {}
         self.restarts: list[dict[str, Any]] = []
-        self.superlink_shared_because: str | None = (
-            None  # "" if it is isolated; None if it was not started here
-        )
+        # "" if it is isolated; None if it was not started here.
+        self.superlink_shared_because: str | None = None
 
     def add_round(self, entry: dict[str, Any]) -> None:
         """Add a round, unless an earlier attempt did."""

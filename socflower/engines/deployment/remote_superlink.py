@@ -32,8 +32,10 @@ from socflower.errors import ConfigError, TrainingFailed
 from socflower.wire.saved_state import write_atomically
 
 _POLL_S = 0.2
-_ASK_S = 5.0  # before a SuperLink that did not answer is queried again
-_SILENCE_S = 180.0  # for which it may not answer, for example while it restarts
+# The pause before a SuperLink that did not answer is queried again.
+_ASK_S = 5.0
+# How long it may fail to answer, for example while it restarts.
+_SILENCE_S = 180.0
 
 
 def run_on_remote_superlink(
@@ -99,7 +101,8 @@ def _attempt_remotely(
     """Submit and follow; return the received documents, outcome included, or why there will be no outcome."""
     reader, documents = LineReader(), dict[str, Any]()
     log, run_id, answered_s, status = flwr.submit(app), None, time.monotonic(), None
-    # Whether the log is a stream from the SuperLink: one that was opened again begins with lines that are known.
+    # Whether the log is a stream from the SuperLink: one that was opened again begins with lines
+    # that are known.
     is_connected = True
     try:
         while True:
@@ -117,7 +120,8 @@ def _attempt_remotely(
                         documents[kind] = document
             run_id = run_id or log.run_id
             if "outcome" in documents:
-                run_id = None  # there is nothing to stop
+                # There is nothing to stop.
+                run_id = None
                 return documents
             if not ended:
                 if is_connected:

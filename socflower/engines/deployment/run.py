@@ -22,8 +22,10 @@ from socflower.engines.run_folder import RunFolder
 from socflower.errors import TrainingFailed
 
 _POLL_S = 0.2
-_ASK_S = 5.0  # between two queries of Flower, each of which starts a process
-# Flower ends a run within this time if its ServerApp raised an error; it notices a killed ServerApp only later.
+# The pause between two queries of Flower: each of them starts a process.
+_ASK_S = 5.0
+# Flower ends a run within this time if its ServerApp raised an error; it notices a killed ServerApp
+# only later.
 _FAILURE_NOTICE_S = 5.0
 
 
@@ -135,9 +137,8 @@ def _attempt_locally(
                 return None, log.run_id
             if cause is not None:
                 if pid is not None and is_running(pid):
-                    os.kill(
-                        pid, signal.SIGKILL
-                    )  # it hangs, or has not noticed that its SuperLink ended
+                    # The process hangs, or has not noticed that its SuperLink ended.
+                    os.kill(pid, signal.SIGKILL)
                 return cause, log.run_id
             time.sleep(_POLL_S)
     finally:
@@ -152,7 +153,8 @@ class _ServerAppStart:
 
     def __init__(self, flower: LocalFlower) -> None:
         self._flower = flower
-        self._earlier = flower.server_apps()  # of an earlier attempt
+        # The outcome is of an earlier attempt.
+        self._earlier = flower.server_apps()
         self._seen = False
         self._died_s: float | None = None
 

@@ -162,7 +162,8 @@ class LocalFlower:
             )
         if self._cloud is not None and (ended := self._cloud.ended()):
             self._on_notice(f"{ended}; starting it again")
-            self._cloud.start()  # edges reconnect by themselves
+            # Edges reconnect by themselves.
+            self._cloud.start()
 
     def restart_superlink(self) -> None:
         """Restart the SuperLink on the same port and database if it has ended; SuperNodes reconnect."""

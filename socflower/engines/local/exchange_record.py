@@ -22,7 +22,8 @@ from socflower.wire.arrays import MalformedBytes, pack_arrays, unpack_arrays
 from socflower.wire.saved_state import DamagedFile, StateKind, StateStore, remove_partial
 
 _EXCHANGE = StateKind(name="exchange of messages", schema=1, remedy="start anew with --fresh")
-_START = 0  # the number of the entry that says whose record this is
+# The entry with this number identifies the run.
+_START = 0
 MOST_BYTES = 20 << 30
 
 
@@ -55,16 +56,19 @@ class ExchangeRecord:
         most_bytes: int = MOST_BYTES,
     ) -> None:
         self.path = folder
-        self.resumed_from: list[int] = []  # the last recorded exchange at each resumption
+        # The last recorded exchange at each resumption.
+        self.resumed_from: list[int] = []
         self._run, self._on_notice, self._most_bytes = run, on_notice, most_bytes
         self._store = StateStore(folder, _EXCHANGE, prefix="exchange-", suffix=".messages")
+        # Exchanges of this process, and of the record at its start.
         self._num_past, self._num_recorded = (
             0,
             0,
-        )  # exchanges of this process; of the record when it began
+        )
         self._is_saving = True
         self._num_bytes = 0
-        self._saved_states: dict[int, bytes] = {}  # digests
+        # The digests of exchanges.
+        self._saved_states: dict[int, bytes] = {}
         self._failed: set[int] = set()
 
     def create(self) -> None:
@@ -229,7 +233,8 @@ class ExchangeRecord:
     def _restore(self, generators: memoryview) -> None:
         try:
             restore_generators(unpack_arrays(generators))
-        except (MalformedBytes, KeyError) as error:  # forged; the digest is no signature
+        except (MalformedBytes, KeyError) as error:
+            # The file is forged: its digest is not a signature.
             raise DamagedFile(
                 f"{self.path} has no state of random generators ({error})", _EXCHANGE.remedy
             ) from None

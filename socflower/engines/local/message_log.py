@@ -23,19 +23,24 @@ _SOME, _ALL, _NOTHING = "client-failed", "no-client", "no-message"
 class MessageEvent:
     """Failed messages of one exchange, as listed in a result's events."""
 
-    kind: str  # "client-failed": some of an exchange; "no-client": all of it; "no-message": none was ever sent
+    # "client-failed": some of an exchange; "no-client": all of it; "no-message": none was ever
+    # sent.
+    kind: str
     text: str
-    round: int | None = None  # if the messages name it
+    # None if the messages do not name it.
+    round: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class _Exchange:
     """Results of messages of one kind that were sent together."""
 
-    where: str  # "round 3: "
+    # "round 3: ".
+    where: str
     pulled: bool
     num_sent: int = 0
-    failed: list[tuple[int, str]] = field(default_factory=list)  # SoC, and why its message failed
+    # The SoC, and why its message failed.
+    failed: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def first_cause(self) -> str:
@@ -48,9 +53,8 @@ class MessageLog:
     """Counts sent and answered messages by kind, since strategies may drop failures silently."""
 
     events: list[MessageEvent] = field(default_factory=list)
-    ends_failed_rounds: bool = (
-        False  # while a strategy runs that would train on with unchanged weights
-    )
+    # True while a strategy runs that would continue with unchanged weights.
+    ends_failed_rounds: bool = False
     _exchanges: dict[str, list[_Exchange]] = field(default_factory=dict)
 
     def record(
@@ -207,7 +211,8 @@ def _not_finite(reply: Message, message: Message) -> str | None:
 def _first_non_finite(record: ArrayRecord, sent: ArrayRecord) -> str | None:
     """Return the first array with values that are not finite, and were not so in what was sent."""
     for name, array in record.items():
-        with suppress(TypeError, ValueError, EOFError):  # in the app's own serialisation
+        # The app's own serialisation may raise.
+        with suppress(TypeError, ValueError, EOFError):
             own = {name: array.numpy()}
             if first_non_finite(own) and first_non_finite(
                 own, {name: sent[name].numpy()} if name in sent else {}

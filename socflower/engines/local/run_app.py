@@ -162,9 +162,8 @@ def run_server_app(
 
 def _start_with_enough(strategy: Strategy, num_nodes: int, start: Callable[[], object]) -> object:
     """Start a strategy; `ConfigError` if Flower would wait for more nodes than there will ever be here."""
-    strategy = getattr(
-        strategy, "strategy", strategy
-    )  # that a wrapper such as differential privacy has
+    # The strategy inside a wrapper such as differential privacy.
+    strategy = getattr(strategy, "strategy", strategy)
     if isinstance(strategy, FedAvg):
         for fraction, own in (
             ("fraction_train", "min_train_nodes"),

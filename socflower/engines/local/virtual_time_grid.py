@@ -151,9 +151,8 @@ class VirtualTimeGrid(ForwardingGrid):
             return after
         pricing, on_cpu = self._pricing, metric(reply, CPU_SHARE)
         if isinstance(pricing, MixedPricing) and on_cpu is not None:
-            pricing = replace(
-                pricing, cpu_share=on_cpu
-            )  # the client's report, not the predicted alpha
+            # The client's report, not the predicted alpha.
+            pricing = replace(pricing, cpu_share=on_cpu)
         cost = pricing.step_cost(self._profile, self._cluster.device_of(soc), batch)
         num_batches = num_examples / batch
         trained = [

@@ -8,7 +8,8 @@ from socflower.peers.transports.port import Admission, Caller, Handler, Reader, 
 from socflower.peers.transports.stream import OutgoingStream
 from socflower.wire.secure_channel import PeerFailed, PeerNotReady, PeerRefused, PeerSilent
 
-_PREFIX = "leaders-"  # of methods, so that the group's own ring can use the port too
+# A prefix of methods, so that the group's own ring can use the same port.
+_PREFIX = "leaders-"
 
 _Answer = TypeVar("_Answer")
 

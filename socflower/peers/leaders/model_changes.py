@@ -42,10 +42,14 @@ Floats = NDArray[np.float32]
 class ChangeCompression:
     """How a group's change is compressed in one exchange; all but `feedback` is equal for all groups."""
 
-    name: str  # "fp16" or "int8"
-    common: Mapping[str, _Array]  # c, with at least the tensors that are exchanged
-    untrained: frozenset[str] = frozenset()  # tensors that no optimiser steps
-    feedback: Floats | None = None  # e, flat; None: nothing
+    # Either "fp16" or "int8".
+    name: str
+    # The model c, with at least the exchanged tensors.
+    common: Mapping[str, _Array]
+    # Tensors that no optimiser changes.
+    untrained: frozenset[str] = frozenset()
+    # The feedback e in one row; None if it is zero.
+    feedback: Floats | None = None
 
     def __post_init__(self) -> None:
         if self.name not in (FP16, INT8):

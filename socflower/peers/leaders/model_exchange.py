@@ -41,7 +41,8 @@ from socflower.wire.secure_channel import PeerFailed
 
 _Array = NDArray[Any]
 _RESULT = "result"
-_STEPS = "/steps"  # as no tensor is called
+# A name that no tensor has.
+_STEPS = "/steps"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,12 +50,14 @@ class GroupsModel:
     """A model and the groups whose training is in it."""
 
     arrays: Mapping[str, _Array]
-    samples: float  # that those groups trained on
-    groups: tuple[int, ...]  # in the order of the plan; empty if the model is of no use
-    steps: Floats | None = (
-        None  # of the blocks of a sum in eight bits, which this is; see `feedback_after`
-    )
-    # Of the model before the training, the tensors with values that are not finite: if these stay, they are constants.
+    # The samples of those groups.
+    samples: float
+    # In the order of the plan; empty if the model is of no use.
+    groups: tuple[int, ...]
+    # Of the blocks of a sum in eight bits, which this is; see `feedback_after`.
+    steps: Floats | None = None
+    # Of the model before the training, the tensors with values that are not finite: if these stay,
+    # they are constants.
     began_with: Mapping[str, _Array] = field(default_factory=dict)
 
 
@@ -366,9 +369,8 @@ class GroupLeader:
         for text in self._ring.leaders:
             group, participant, _ = text.split(" ")
             members.setdefault(int(group), []).append(int(participant))
-        if (
-            len(members) < 2 or self._ring.participant not in members[self._group]
-        ):  # others could not reach this one
+        # Then other leaders could not reach this one.
+        if len(members) < 2 or self._ring.participant not in members[self._group]:
             alone = Future[GroupsModel]()
             alone.set_result(own)
             return alone

@@ -45,7 +45,8 @@ class Tree(Collective):
     def __init__(self, rank: int, size: int, edges: Mapping[Edge, Collective]) -> None:
         self.rank, self.size = rank, size
         self._below = [ring for (first, _), ring in edges.items() if first == rank]
-        self._above = [ring for (_, other), ring in edges.items() if other == rank]  # at most one
+        # There is at most one.
+        self._above = [ring for (_, other), ring in edges.items() if other == rank]
 
     def all_reduce(self, buffer: Tensor) -> "_Sum":
         """Return what sums a buffer over all members, in place, when it is waited for."""

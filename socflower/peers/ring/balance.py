@@ -85,11 +85,13 @@ class RingBalance:
 
     def __init__(self, group: GroupTask, timer: StepTimer) -> None:
         self._filter = CapacityFilter(dict(enumerate(group.capacities)), threshold=_THRESHOLD)
-        self._limits = [1.0] * len(group.members)  # the share of its power that each member may use
+        # The share of its power that each member may use.
+        self._limits = [1.0] * len(group.members)
         self._timer = timer
         guard = current_guard()
         if guard is not None:
-            guard.take_over_pacing()  # a throttled member gets fewer samples instead of delaying the others
+            # A throttled member gets fewer samples instead of delaying the others.
+            guard.take_over_pacing()
 
     def capacities(self, present: Sequence[int]) -> list[float]:
         """Return the capacities of the present members, to which their shares are proportional."""
@@ -115,13 +117,13 @@ class RingBalance:
                 json.dumps({"filter": self._filter.state(), "limits": self._limits}).encode(), poll
             )
         ]
-        newest = max(
-            reports, key=lambda state: int(state["filter"]["noted"])
-        )  # the first among equals
+        # Ties go to the first member.
+        newest = max(reports, key=lambda state: int(state["filter"]["noted"]))
         self._filter.restore(newest["filter"])
         self._limits = newest["limits"]
         if self._filter.num_noted > own:
-            self._timer.mark_reported()  # the exchange that this member missed included its report
+            # The exchange that this member missed included its report.
+            self._timer.mark_reported()
 
     def exchange(self, ring: Collective, present: Sequence[int], poll: Poll) -> None:
         """Exchange the members' speeds since the last exchange, and update the capacities.

@@ -42,7 +42,8 @@ class GradientExchange:
             for position, parameter in enumerate(bucket.parameters)
         ]
         self._step: _Step | None = None
-        self._checked_ring: Collective | None = None  # the ring in which layouts were found equal
+        # The ring whose members have equal layouts.
+        self._checked_ring: Collective | None = None
 
     @property
     def num_buckets(self) -> int:
@@ -70,7 +71,8 @@ class GradientExchange:
         it ends the step. In a ring's first step, members compare their layouts: raises `ConfigError` if they differ,
         `PeerLost`, or what `poll` raises.
         """
-        # A trainer may have changed the model's layout; gradients would have to be transposed in every step.
+        # A trainer may have changed the model's layout; gradients would have to be transposed in
+        # every step.
         self._buckets = [
             bucket if bucket.has_current_layout() else make_bucket(bucket.parameters)
             for bucket in self._buckets
@@ -102,7 +104,8 @@ class GradientExchange:
 
     def is_finite(self) -> bool:
         """Return whether the gradients that `finish` has set have no NaN and no infinity."""
-        # A sum reads the gradients without a second array of their size. It may overflow where none is infinite.
+        # A sum reads the gradients without a second array of their size. It may overflow where none
+        # is infinite.
         return all(
             math.isfinite(bucket.gradients.sum()) or bool(torch.isfinite(bucket.gradients).all())
             for bucket in self._buckets
@@ -261,6 +264,7 @@ class _TaskThread:
             try:
                 if self._failure is None and not self._closed:
                     task()
-            except BaseException as error:  # raised again in `wait`
+            except BaseException as error:
+                # The error is raised again in `wait`.
                 self._failure = error
         self._idle.set()

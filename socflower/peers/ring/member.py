@@ -88,26 +88,33 @@ def open_ring(
     return ring(port, ranks, generation, heartbeat_s)
 
 
-_WARM_UP_EPOCHS = 4  # of deep gradient compression
+# The epochs of warm-up of deep gradient compression.
+_WARM_UP_EPOCHS = 4
+# The stages after the last step: members share statistics, then have the mean of all groups.
 _AVERAGED, _MET = (
     1,
     2,
-)  # stages after the last step: members have common statistics, and the mean of all groups
-_MOST_LINES = 3  # about gradients that were left out
-_SIGN_OF_LIFE_S = 1.0  # between those that a leader gives its group while it meets others
+)
+# The limit of events about gradients that were left out.
+_MOST_LINES = 3
+# The interval of signs of life that a leader sends to its group while it meets other leaders.
+_SIGN_OF_LIFE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AppliedStep:
     """A step that was applied by a member; a ledger of these shows that no batch is lost."""
 
-    step: int  # counted from the start of training
-    members: tuple[int, ...]  # participants whose gradients are included
-    samples: tuple[
-        int, ...
-    ]  # of this member; positions in the group's data, or in its own if data are not reshuffled
-    adopted: bool = False  # applied by the others; this member received the resulting weights
-    own_s: float = 0.0  # seconds of this member's own work, without waits; 0 for an adopted step
+    # Counted from the start of training.
+    step: int
+    # The participants whose gradients are included.
+    members: tuple[int, ...]
+    # This member's samples: positions in the group's data, or in its own if data are not reshuffled.
+    samples: tuple[int, ...]
+    # Whether the others applied it and this member received the weights.
+    adopted: bool = False
+    # Seconds of this member's own work, without waits; 0 for an adopted step.
+    own_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,14 +122,18 @@ class MemberResult:
     """The result of a member's part."""
 
     outcome: RingOutcome
-    mean_loss: float  # of the group
-    num_samples: int  # of the group
-    end: SessionResult | None  # None without a model
-    compression: bytes = b""  # state of the gradient compression
-    feedback: Floats | None = (
-        None  # what the compression of leaders' models has still to send of the group's changes
-    )
-    devices: DeviceReport | None = None  # of the members at the end
+    # The group's mean or sum.
+    mean_loss: float
+    # The group's mean or sum.
+    num_samples: int
+    # None without a model.
+    end: SessionResult | None
+    # The state of the gradient compression.
+    compression: bytes = b""
+    # The changes of the group that the compression of leaders' models has not sent.
+    feedback: Floats | None = None
+    # The devices of the members at the end.
+    devices: DeviceReport | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,21 +146,24 @@ class RingMember:
     """
 
     model: nn.Module
-    has_model: bool  # whether `model` has the initial weights; else they are received over the ring
+    # Whether `model` has the initial weights; else they are received over the ring.
+    has_model: bool
     data: DataSource
     group: GroupTask
     ring: RingTask
     trainer: Trainer
-    port: RingPort  # its ranks are participants
+    # The port's ranks are participants.
+    port: RingPort
     switch: PreemptionSwitch
     state: bytes | None = None
-    compression_state: bytes | None = (
-        None  # of the gradient compression, from the end of the previous interval
-    )
-    feedback: Floats | None = None  # `RingTask.feedback_sha256`, if this member holds it
+    # The state of the gradient compression at the end of the previous interval.
+    compression_state: bytes | None = None
+    # The feedback with the digest `RingTask.feedback_sha256`, if this member holds it.
+    feedback: Floats | None = None
     departs_at: int | None = None
     on_step: Callable[[AppliedStep], None] = lambda step: None
-    clock: Callable[[], float] = time.perf_counter  # in seconds; measures the member's speed
+    # A clock in seconds, which measures the member's speed.
+    clock: Callable[[], float] = time.perf_counter
 
     def train(self) -> MemberResult:
         """Train `model` in place with the other members; the caller closes the port.
@@ -172,7 +186,8 @@ class _Snapshot:
 
     def __init__(self, model: nn.Module | None) -> None:
         """Save the buffers of `model`, if any, and the state of the random generators."""
-        # Where a buffer belongs, too: a forward pass may assign another tensor instead of changing this one.
+        # Where a buffer belongs, too: a forward pass may assign another tensor instead of changing
+        # this one.
         self._buffers = (
             []
             if model is None
@@ -196,9 +211,12 @@ class _Snapshot:
 class _PendingStep:
     """A step whose gradient this member has given, and which is not yet applied."""
 
-    snapshot: _Snapshot  # from before the pass
-    own: list[int]  # samples of this member
-    total: int  # number of samples of all members
+    # The random state before the pass.
+    snapshot: _Snapshot
+    # This member's samples.
+    own: list[int]
+    # The number of samples of all members.
+    total: int
     loss: Tensor
 
 
@@ -218,9 +236,8 @@ class _MemberSession:
             heartbeat_s=ring.heartbeat_s,
             rendezvous_s=ring.rendezvous_s,
         )
-        self._exchange: GradientExchange | None = (
-            None  # not for sessions that exchange their gradients themselves
-        )
+        # None for sessions that exchange their gradients themselves.
+        self._exchange: GradientExchange | None = None
         self._turns = _turns(member.port, group, ring)
         self._compression: GradientCompression | None = None
         self._collective: Collective | None = None
@@ -234,9 +251,8 @@ class _MemberSession:
         self._stage = 0
         self._met: tuple[int, ...] = ()
         self._met_samples = self._group_samples = 0.0
-        self._steps: Floats | None = (
-            None  # of the mean of all groups, if it was summed in eight bits
-        )
+        # The feedback of the mean of all groups, if it was summed in eight bits.
+        self._steps: Floats | None = None
         self._changes = (
             None
             if ring.leader_compression == NONE or not ring.leaders
@@ -250,18 +266,17 @@ class _MemberSession:
         self._began_with: dict[str, NDArray[Any]] = {}
         self._losses: list[Tensor] = []
         self._pending_step: _PendingStep | None = None
-        self._diverged = (
-            False  # whether a repeated sum was not finite either; later ones are not looked into
-        )
-        self._dropped: dict[
-            tuple[int, int], str
-        ] = {}  # gradients that were left out, by step and SoC
+        # Whether a repeated sum was not finite either; later sums are not examined.
+        self._diverged = False
+        # Gradients that were left out, by step and SoC.
+        self._dropped: dict[tuple[int, int], str] = {}
         self._members: tuple[int, ...] = ()
         self._lost_at_s: float | None = None
         self._recoveries_s: list[float] = []
         self._hooks: list[RemovableHandle] = []
         self._timer = StepTimer(member.clock)
-        self._rates: dict[int, float] = {}  # of the members, known at the end
+        # The devices of the members, known at the end.
+        self._rates: dict[int, float] = {}
         self._balance = (
             RingBalance(group, self._timer) if ring.rebalance_steps and group.reshuffle else None
         )
@@ -310,18 +325,16 @@ class _MemberSession:
             optimizer=hashlib.sha256(state).hexdigest() if state else "",
         )
         generation = self._membership.form(standing, switch.raise_if_active)
-        transport = self._ring.transport.partition("+")[
-            0
-        ]  # the port itself knows whether it has TLS
+        # The port itself knows whether it has TLS.
+        transport = self._ring.transport.partition("+")[0]
         self._collective = open_ring(
             transport, self._port, generation.members, generation.number, self._ring.heartbeat_s
         )
         self._members = generation.members
         if not self._group.reshuffle:
             reports = self._collective.all_gather(str(len(self._member.data)).encode(), self._poll)
-            sizes = dict(
-                zip(self._members, map(int, reports), strict=True)
-            )  # 0 for members that are lost
+            # 0 for members that are lost.
+            sizes = dict(zip(self._members, map(int, reports), strict=True))
             self._schedule = BatchSchedule(
                 self._group, [sizes.get(member, 0) for member in self._group.partitions]
             )
@@ -340,7 +353,8 @@ class _MemberSession:
         """
         is_behind = generation.num_steps != self._num_steps + self._stage or not self._has_model
         if self._pending_step is not None and generation.num_steps == self._num_steps:
-            self._pending_step.snapshot.restore()  # the step is repeated
+            # The step is repeated.
+            self._pending_step.snapshot.restore()
             self._pending_step = None
         weights = (
             None
@@ -355,25 +369,27 @@ class _MemberSession:
             )
         )
         stage = max(0, generation.num_steps - self._group.num_steps)
-        if (
-            stage
-        ):  # all members have done all steps, since none could go on without the others' reports
+        # All members have done all steps: none could continue without the others' reports.
+        if stage:
             if weights is not None and generation.source != self._ring.participant:
                 self._adopt(weights, stage)
             return
-        # From here on nothing can fail. If a member counted its step earlier and the source then died before it sent
-        # weights and optimiser, that member would appear to have applied the step, and the step would be lost.
+        # From here on nothing can fail. If a member counted its step earlier and the source then
+        # died before it sent weights and optimiser, that member would appear to have applied the
+        # step, and the step would be lost.
         if is_behind or (
             state is not None and generation.optimizer_source != self._ring.participant
         ):
-            self._drop_session()  # before weights are loaded: a session may have its own, which it writes to the model
+            # Before weights are loaded: a session may have its own, which it writes to the model.
+            self._drop_session()
         if weights is not None and generation.source != self._ring.participant:
             _load_bytes([*_trained(self._model), *self._model.buffers()], weights)
         if not generation.num_steps:
             self._began_with = non_finite_tensors(self._group_model().arrays)
         if self._changes is not None and not generation.num_steps:
             self._changes.begin(self._group_model().arrays)
-        if self._pending_step is not None:  # the others have applied this step
+        # The others have applied this step.
+        if self._pending_step is not None:
             pending, self._pending_step = self._pending_step, None
             if self._compression is not None:
                 self._compression.finish_step()
@@ -474,7 +490,8 @@ class _MemberSession:
             if self._compression is not None and self._member.compression_state is not None:
                 self._compression.restore(self._member.compression_state)
         if session.final_in_backward and not self._hooks:
-            # A pass of a large model on a small SoC may take longer than its user wants to wait: poll at every layer.
+            # A pass of a large model on a small SoC may take longer than its user wants to wait:
+            # poll at every layer.
             self._hooks = [
                 module.register_forward_pre_hook(lambda module, inputs: self._poll())
                 for module in self._model.modules()
@@ -508,7 +525,8 @@ class _MemberSession:
                     self._pending_step = None
                     self._num_steps += 1
                     continue
-                self._timer.begin_step()  # the time of a step that is repeated says nothing about a member's speed
+                # The time of a step that is repeated says nothing about a member's speed.
+                self._timer.begin_step()
                 loss = self._sum_gradients(session, shares, present)
                 self._diverged = self._sum_is_poisoned()
             with self._timer.timed():
@@ -568,7 +586,8 @@ class _MemberSession:
     def _sum_is_poisoned(self) -> bool:
         """Return whether the sum of gradients has a NaN or an infinity."""
         if self._exchange is None or isinstance(self._session, JointSession):
-            return False  # a joint session sums integers
+            # A joint session sums integers.
+            return False
         return not self._exchange.is_finite()
 
     def _without_culprits(
@@ -632,7 +651,8 @@ class _MemberSession:
         fault = ""
         if own is not None and not math.isfinite(own):
             fault = "the weight of its loss"
-        elif own is None or own:  # samples without weight have no gradient
+        elif own is None or own:
+            # Samples without weight have no gradient.
             weight = [] if own is None else [lambda: group_weight]
             session.gradients([batch], sum(map(len, shares)), *weight)
             fault = next(
@@ -727,9 +747,8 @@ class _MemberSession:
 
         def begin() -> None:
             if waits:
-                turns.finish_step(
-                    step - 1
-                )  # the member that waited before may have died before it notified them
+                # The member that waited before may have died before it notified them.
+                turns.finish_step(step - 1)
                 turns.wait(step, self._poll)
             ring.broadcast(b"" if waits else None, 0, self._poll)
 
@@ -750,9 +769,8 @@ class _MemberSession:
         assert self._session is not None and self._collective is not None
         if self._end is None:
             self._end = self._session.finish()
-        floats = [
-            buffer for buffer in self._model.buffers() if buffer.is_floating_point()
-        ]  # BatchNorm's statistics
+        # The statistics of BatchNorm.
+        floats = [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
         counters = [buffer for buffer in self._model.buffers() if not buffer.is_floating_point()]
         digest = hashlib.sha256()
         for parameter in _trained(self._model):
@@ -852,7 +870,8 @@ class _MemberSession:
         """Let the answering member exchange models with the other groups' leaders, and hand the mean to its group."""
         answers = answering == self._ring.participant
         while True:
-            # A ring's operations must not wait for other groups, which may take long: gloo limits their time.
+            # A ring's operations must not wait for other groups, which may take long: gloo limits
+            # their time.
             mean = (
                 self._leader.mean(
                     self._group_model,

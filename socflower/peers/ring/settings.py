@@ -7,7 +7,8 @@ from pydantic import Field
 from socflower.field_rules import OneOf, checked
 from socflower.wire.message_keys import COMPRESSIONS, TRANSPORTS
 
-_MAX_S = 1e7  # 116 days
+# About 116 days.
+_MAX_S = 1e7
 
 
 @checked

@@ -143,9 +143,8 @@ def _exchange(
     for part in outgoing[:ahead]:
         _send(part, links)
     for position, (part, take) in enumerate(incoming):
-        if (
-            part.nbytes
-        ):  # a part may be shorter than others, or empty; both neighbours know its size
+        # A part may be shorter than others, or empty; both neighbours know its size.
+        if part.nbytes:
             take(part, links.receive(part.nbytes))
         if position + ahead < len(outgoing):
             _send(outgoing[position + ahead], links)

@@ -28,9 +28,8 @@ from socflower.wire.secure_channel import (
     PeerUnreachable,
 )
 
-GROUP_TIMEOUT = timedelta(
-    minutes=10
-)  # longer than any wait: lost members are detected by the callers' polls
+# Longer than any wait: lost members are detected by the callers' polls.
+GROUP_TIMEOUT = timedelta(minutes=10)
 _METHOD = "rendezvous"
 _LONG_POLL_S = 0.2
 _RETRY_S = 0.02
@@ -72,7 +71,8 @@ class GlooRing(Collective):
         self._lock = threading.Lock()
         self._store = _PortStore(port, ranks[0], generation, heartbeat_s)
         self._group: Any = None
-        self._downward: Any = None  # of messages to lower ranks
+        # The group for messages to lower ranks.
+        self._downward: Any = None
         self._two_way = two_way
         self._waiting: list[GlooCall[Any]] = []
         self._ports: frozenset[int] = frozenset()
@@ -177,9 +177,8 @@ class GlooRing(Collective):
                 for rank in range(self.size)
                 for port in json.loads(self._store.get(_DEVICE_KEY.format(rank)))
             )
-        except (
-            Exception
-        ) as failure:  # gloo only raises RuntimeError, which contains the exception of the store
+        except Exception as failure:
+            # Gloo only raises RuntimeError, which contains the exception of the store.
             self._fail(
                 self._store.failure
                 or f"the ring could not be built: {str(failure).splitlines()[0]}"
@@ -210,9 +209,8 @@ class GlooRing(Collective):
             group, downward, self._group, self._downward = self._group, self._downward, None, None
         if group is None:
             return
-        if (
-            not self._ports
-        ):  # without /proc the connections cannot be found, and a leak is better than blocking
+        # Without /proc the connections cannot be found, and a leak is better than blocking.
+        if not self._ports:
             _LEAKED.extend((group, downward))
             return
         for fd in _sockets():
@@ -250,7 +248,8 @@ class GlooCall(Generic[_Result]):
                 self._work.wait(timedelta(seconds=POLL_INTERVAL_S))
                 return
             except RuntimeError as failure:
-                # Perhaps only this wait timed out. `is_completed` cannot tell: the operation may have completed since.
+                # Perhaps only this wait timed out. `is_completed` cannot tell: the operation may
+                # have completed since.
                 if "timed out" in str(failure).lower() and not self._has_failed():
                     poll()
                 else:
@@ -359,7 +358,8 @@ class _PortStore(dist.Store):
             except PeerNotReady:
                 deadline_s = None
             except PeerUnreachable as failure:
-                # Its port was reachable when the members agreed on the ring; a connection may need a second attempt.
+                # Its port was reachable when the members agreed on the ring; a connection may need
+                # a second attempt.
                 deadline_s = deadline_s or time.monotonic() + self._heartbeat_s
                 if time.monotonic() > deadline_s:
                     self.failure = str(failure)
@@ -432,7 +432,8 @@ def _sockets() -> dict[int, str]:
 
 def _listening_ports_since(before: Mapping[int, str]) -> list[int]:
     """Return the ports on which sockets listen that were not there `before`, as `_sockets` returned it."""
-    # Not by descriptor alone: another thread may have closed a socket, whose descriptor the new one then got.
+    # Not by descriptor alone: another thread may have closed a socket, whose descriptor the new one
+    # then got.
     return [
         port
         for fd, identity in _sockets().items()
