@@ -18,7 +18,7 @@ from socflower.wire.saved_state import DamagedFile, StateKind, StateStore, remov
 
 _ROUND = StateKind(name="checkpoint", schema=4, remedy="start anew with --fresh")
 _SPANS = StateKind(name="trace of a round", schema=2, remedy="start anew with --fresh")
-# Fields with arrays; "/outer/" begins their names, as no tensor's.
+# Further fields with arrays. Their names in a file begin with "/outer/", as the name of no tensor does.
 _BESIDE = ("outer", "servers", "feedback")
 # The newest, and the previous one in case the newest is damaged.
 _NUM_KEPT = 2
@@ -92,15 +92,11 @@ class CheckpointFolder:
         """Remove all checkpoints, and the folder unless it contains other files."""
         self._rounds.remove()
         self._spans.remove()
-        for pattern in (
-            "clients/*.state",
-            ".*.part",
-            "clients/.*.part",
-            ".*-lock",
-            "clients/.*-lock",
-        ):
-            for path in self.path.glob(pattern):
-                path.unlink(missing_ok=True)
+        ours = [*self.clients.glob("*.state")]
+        for folder in (self.path, self.clients):
+            ours += [*folder.glob(".*.part"), *folder.glob(".*-lock")]
+        for path in ours:
+            path.unlink(missing_ok=True)
         self._rounds.close()
         for folder in (self.clients, self.path):
             with suppress(OSError):
@@ -110,19 +106,10 @@ class CheckpointFolder:
         """Write the spans of the round, then the checkpoint; remove checkpoints that are no longer kept."""
         if trace_part is not None:
             self._spans.write(checkpoint.server_round, trace_part)
-        state = {
-            entry.name: getattr(checkpoint, entry.name)
-            for entry in fields(checkpoint)
-            if entry.name not in ("arrays", *_BESIDE)
-        }
-        arrays = {
-            **checkpoint.arrays,
-            **{
-                f"/{key}/{name}": array
-                for key in _BESIDE
-                for name, array in getattr(checkpoint, key).items()
-            },
-        }
+        state = {entry.name: getattr(checkpoint, entry.name) for entry in fields(checkpoint)}
+        arrays = dict(state.pop("arrays"))
+        for key in _BESIDE:
+            arrays |= {f"/{key}/{name}": array for name, array in state.pop(key).items()}
         self._rounds.write(checkpoint.server_round, state, pack_arrays(arrays))
 
     def rounds(self) -> list[int]:
@@ -138,19 +125,12 @@ class CheckpointFolder:
         state, payload = self._rounds.read(server_round)
         try:
             arrays = unpack_arrays(payload)
-            beside: dict[str, Any] = {
-                key: {
-                    name.removeprefix(f"/{key}/"): array
-                    for name, array in arrays.items()
-                    if name.startswith(f"/{key}/")
-                }
-                for key in _BESIDE
-            }
-            checkpoint = Checkpoint(
-                **state,
-                **beside,
-                arrays={name: array for name, array in arrays.items() if not name.startswith("/")},
-            )
+            beside: dict[str, Any] = {}
+            for key in _BESIDE:
+                prefix = f"/{key}/"
+                names = [name for name in arrays if name.startswith(prefix)]
+                beside[key] = {name.removeprefix(prefix): arrays.pop(name) for name in names}
+            checkpoint = Checkpoint(**state, **beside, arrays=arrays)
         except MalformedBytes as error:
             # The file is forged: its digest is not a signature.
             raise DamagedFile(
@@ -201,7 +181,7 @@ class Checkpointing:
     resume_after: int | None = None
 
     def after(self, checkpoint: Checkpoint | None) -> "Checkpointing":
-        """Return the same for a run that resumes from a checkpoint, or starts anew without one."""
+        """Return the same for a run that resumes from a checkpoint, or starts from the beginning without one."""
         return replace(self, resume_after=None if checkpoint is None else checkpoint.server_round)
 
 
@@ -238,20 +218,13 @@ def difference(left: Any, right: Any, key: str = "") -> tuple[str, Any, Any] | N
             if found is not None:
                 return found
         return None
-    if (
-        isinstance(left, list | tuple)
-        and isinstance(right, list | tuple)
-        and len(left) == len(right)
-    ):
-        pairs = enumerate(zip(left, right, strict=True))
-        return next(
-            (
-                found
-                for index, (one, other) in pairs
-                if (found := difference(one, other, f"{key}[{index}]"))
-            ),
-            None,
-        )
+    are_lists = isinstance(left, list | tuple) and isinstance(right, list | tuple)
+    if are_lists and len(left) == len(right):
+        for index, (one, other) in enumerate(zip(left, right, strict=True)):
+            found = difference(one, other, f"{key}[{index}]")
+            if found is not None:
+                return found
+        return None
     return None if left == right else (key, left, right)
 
 

@@ -60,7 +60,7 @@ class ReceivedFile:
         self._num_bytes = 0
         # The beginnings of parts; None before the first part.
         self._missing: set[int] | None = None
-        # The line is of an earlier attempt.
+        # An earlier attempt may have left a file.
         path.unlink(missing_ok=True)
 
     @property

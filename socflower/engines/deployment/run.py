@@ -127,7 +127,7 @@ def _attempt_locally(
                 and time.monotonic() - died_s >= _FAILURE_NOTICE_S
             ):
                 cause = "the ServerApp's process died while it started"
-            # In this order: a process that died may have written progress and then an outcome before.
+            # The outcome is read first: a process that died may have written progress, then an outcome.
             has_outcome = attempt.read_outcome() is not None
             for entry in attempt.read_progress(num_read):
                 num_read += 1
@@ -153,7 +153,7 @@ class _ServerAppStart:
 
     def __init__(self, flower: LocalFlower) -> None:
         self._flower = flower
-        # The outcome is of an earlier attempt.
+        # The processes of earlier attempts.
         self._earlier = flower.server_apps()
         self._seen = False
         self._died_s: float | None = None
