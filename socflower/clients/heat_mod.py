@@ -23,8 +23,8 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from flwr.supercore import log
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from socflower.clients.node_config import NodeConfig
-from socflower.errors import ConfigError, require_range
+from socflower.clients.node_config import NodeConfig, switch
+from socflower.errors import ConfigError, require_range, require_type
 from socflower.plain_numbers import plain_numbers
 from socflower.thermal.limits import (
     HeatGuard,
@@ -234,16 +234,12 @@ class _HeatMod:
         if pause is not None:
             context.state[_PAUSE] = ConfigRecord(encode(pause))
         stuck = pause is not None and pause.stuck(self.limits, now_s)
-        seen = (
-            "is unknown"
-            if reading.temperature_c is None
-            else f"stays at exactly {reading.temperature_c:g} °C"
-        )
-        notes = (
-            (f"temperature {seen} while the device rests: its sensor is taken for stuck",)
-            if stuck
-            else ()
-        )
+        notes: tuple[str, ...] = ()
+        if stuck:
+            seen = "is unknown"
+            if reading.temperature_c is not None:
+                seen = f"stays at exactly {reading.temperature_c:g} °C"
+            notes = (f"temperature {seen} while the device rests: its sensor counts as stuck",)
         return _HeatCheck(
             reading=reading,
             notes=notes,
@@ -277,10 +273,8 @@ def _prepared(source: HeatSource | None) -> HeatSource:
 
 def _timing(context: Context) -> StepTiming:
     kept = context.state.config_records.get(_STEPS, ConfigRecord())
-    samples, seconds = (
-        cast(list[int], kept.get("samples", [])),
-        cast(list[float], kept.get("seconds", [])),
-    )
+    samples = cast(list[int], kept.get("samples", []))
+    seconds = cast(list[float], kept.get("seconds", []))
     return StepTiming(references_s=dict(zip(samples, seconds, strict=True)))
 
 
@@ -399,28 +393,23 @@ _LIMIT_KEYS = {f"heat-{entry.name.replace('_', '-')}": entry.name for entry in f
 
 
 def node_heat_limits(node_config: NodeConfig) -> HeatLimits | None:
-    """Return a node's limits, None if heat control is off; `ConfigError` for an invalid key or value.
+    """Return a node's limits, or None if heat control is off. Raises `ConfigError` for an invalid key or value.
 
     Keys: `heat` (true: on), and the fields of `HeatLimits`, as in `heat-pause-c=80.0`.
     """
-    switch = node_config.get(_SWITCH, False)
+    is_on = switch(node_config, _SWITCH)
     given = {key: value for key, value in node_config.items() if key.startswith(f"{_SWITCH}-")}
     unknown = sorted(set(given) - set(_LIMIT_KEYS))
     if unknown:
         raise ConfigError(
             f"node config: {unknown[0]} is unknown; use one of {', '.join(_LIMIT_KEYS)}"
         )
-    if not isinstance(switch, bool):
-        raise ConfigError(f"node config: {_SWITCH} = {switch!r} must be true or false")
-    if not switch:
+    if not is_on:
         if given:
             raise ConfigError(f"node config: {min(given)} without {_SWITCH}; add {_SWITCH}=true")
         return None
-    numbers: dict[str, float] = {}
-    for key, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"node config: {key} = {value!r} must be a number")
-        numbers[_LIMIT_KEYS[key]] = float(value)
+    require_type("node config", (int, float), "a number", **given)
+    numbers = {_LIMIT_KEYS[key]: float(value) for key, value in given.items()}
     return HeatLimits(**numbers)
 
 

@@ -1,8 +1,8 @@
 """Metrics of any Flower app by round, with the virtual time at each round's end.
 
-They are those of the `Result` of the app's strategy, or of the `History` of an app of Flower's API before messages.
-Metrics that neither has are the means of the replies, weighted by their number of examples. What cannot be known is
-None in a result, with its reason.
+They come from the `Result` of the app's strategy, or from the `History` of an app of Flower's API before messages.
+Metrics that neither has are the means of the replies, weighted by their number of examples. Unknown values are None in
+a result, with the reason.
 """
 
 import math
@@ -31,11 +31,11 @@ from socflower.strategies.socflow import GroupRoundStrategy
 from socflower.wire.message_keys import INTERNAL, NUM_EXAMPLES
 
 SERVER, EVALUATE, TRAIN = "server", "evaluate", "train"
-"""Where metrics come from: the ServerApp's evaluation, the clients' evaluation, the clients' training."""
+"""Sources of metrics: the ServerApp's evaluation, the clients' evaluation, the clients' training."""
 
 SOURCES = (SERVER, EVALUATE, TRAIN)
 PRICED_KEYS = ("virtual_s", "energy_j", "bytes")
-"""What is None in rounds and results of an app of which nothing had a price."""
+"""The keys that are None in rounds and results of an app without any price."""
 
 Metrics: TypeAlias = dict[str, Any]
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
@@ -84,7 +84,7 @@ class RoundLog:
         self._groups = inner if isinstance(inner, GroupRoundStrategy) else None
 
     def enter(self, number: int) -> None:
-        """Begin a round, or go on with it; the end of the one before is now."""
+        """Begin or continue a round; the previous round ends now."""
         if number != self._open:
             self.close()
             self._open = number
@@ -108,7 +108,7 @@ class RoundLog:
             "bytes": usage.bytes_by_tier,
         }
         if self._open and not self._clock.now_s:
-            # Nothing so far had a price; zeros would say that the cluster needs no time.
+            # Nothing has had a price yet; zeros would mean that the cluster needs no time.
             entry |= dict.fromkeys(PRICED_KEYS)
         self._on_round({**self._document(entry), "events": []})
         self._open = None
@@ -139,7 +139,7 @@ class RoundLog:
             self.add(source, number, _means(known))
 
     def add_result(self, strategy: Strategy, result: object) -> None:
-        """Set all rounds' metrics to those of a strategy's result, and keep what it does not have."""
+        """Set all rounds' metrics to those of a strategy's result; metrics that it lacks are kept."""
         if not isinstance(result, Result):
             self._returned = f"{type(strategy).__name__}.start returned {type(result).__name__}, not Flower's Result"
             return
@@ -166,8 +166,8 @@ class RoundLog:
     def documents(self, events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the rounds for a result; `accuracy` and `loss` are None if a round has no such metric.
 
-        The loss is that of the training only in an app that evaluates none in any round. Metrics that are not finite
-        are None, for JSON has no such numbers; events that name no round are in the last one.
+        The training loss is used only if the app evaluates no loss in any round. Metrics that are not finite are None,
+        since JSON has no such numbers; events without a round are in the last round.
         """
         self.close()
         last_number = max(self._rounds, default=0)
@@ -200,7 +200,7 @@ class RoundLog:
         return documents
 
     def final_scores(self) -> tuple[dict[str, float | None], dict[str, str]]:
-        """Return accuracy and loss of the last round that evaluates them, and why each one that is None is unknown.
+        """Return accuracy and loss of the last round that evaluates them, and the reasons of unknown ones.
 
         A metric that no round evaluates is missing.
         """
@@ -255,7 +255,7 @@ class RoundLog:
 
     @property
     def notes(self) -> list[str]:
-        """What the rounds' figures leave out or change."""
+        """Notes on metrics that are missing or changed in the rounds."""
         notes = []
         odd = [
             f"{source}/{name} in round {number}: {value}"
@@ -290,9 +290,9 @@ class RoundLog:
 
 
 def named(word: str, entry: Mapping[str, Any], sources: Sequence[str]) -> float | None:
-    """Return the number of a round that is called by the word, as `eval_acc` and `accuracy` are for accuracy.
+    """Return the metric of a round whose name has the word, as `eval_acc` and `accuracy` have for accuracy.
 
-    Of several from one source it is the one whose name has the fewest words: `accuracy` before `top5_accuracy`.
+    If a source has several, the name with the fewest words counts: `accuracy` before `top5_accuracy`.
     """
     for source in sources:
         found = []
@@ -306,7 +306,7 @@ def named(word: str, entry: Mapping[str, Any], sources: Sequence[str]) -> float 
 
 
 def _judged(word: str, entry: Mapping[str, Any]) -> tuple[float | None, str]:
-    """Return the evaluated accuracy or loss of a round, and why it is None if it has one that cannot be that."""
+    """Return the evaluated accuracy or loss of a round, or None and, for an impossible value, the fault."""
     value = named(word, entry, (SERVER, EVALUATE))
     if value is None:
         return None, ""
@@ -318,7 +318,7 @@ def _judged(word: str, entry: Mapping[str, Any]) -> tuple[float | None, str]:
 
 
 def _is_shown(name: str, value: object) -> bool:
-    """Return whether a metric is the app's own and a number, or numbers."""
+    """Return whether a metric is the app's own and consists of numbers."""
     values = value if isinstance(value, list) else [value]
     return (
         name != NUM_EXAMPLES
@@ -460,8 +460,8 @@ def _is_work(message: Message) -> bool:
 def observed_strategies(rounds: RoundLog, messages: MessageLog) -> Iterator[None]:
     """Log the results of the strategies that are started in the context, and what apps add to a `History`.
 
-    A round of training in which no client succeeded ends them: strategies of Flower's would keep their weights and go
-    on. Ours of groups raise themselves.
+    A round of training in which no client succeeded ends them: Flower's strategies would keep their weights and
+    continue. Strategies for groups raise errors themselves.
     """
 
     def around(strategy: Strategy, bound: BoundArguments, start: Callable[[], object]) -> object:

@@ -122,7 +122,7 @@ def _require_tensorboard(who: str) -> None:
 
 @dataclass(frozen=True)
 class RoundLogging:
-    """How the rounds of runs are logged: the names of loggers, and where a line goes about one that cannot write."""
+    """How the rounds of runs are logged: the names of loggers, and who is told about one that cannot write."""
 
     names: tuple[str, ...] = ()
     on_notice: Callable[[str], None] = print
@@ -142,7 +142,7 @@ class RoundLogging:
 
         Files of an earlier run are replaced when the first round arrives: a resumed run reports its earlier rounds
         again. A round that was reported already, as after a restart, is skipped. A logger that cannot write is dropped
-        with a notice, and the run goes on.
+        with a notice, and the run continues.
         """
         log = _RunLog(self, out)
         try:
@@ -202,7 +202,7 @@ class _RunLog:
 def scalars(entry: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a round's entry, the bytes of all tiers and of each, and an app's own metrics.
 
-    Those are named by where they come from, as in "train/loss".
+    The app's own metrics are named after their source, as in "train/loss".
     """
     values = {
         name: value

@@ -1,4 +1,4 @@
-"""The devices that trained, as clients say in their replies."""
+"""The devices that trained, as reported in clients' replies."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -11,7 +11,7 @@ from socflower.strategies.forwarding_grid import ForwardingGrid
 from socflower.wire.message_keys import METRICS, NUM_EXAMPLES, TRAINED_ON, DeviceReport, decode
 
 UNKNOWN = "unknown"
-"""The device of a client that trained and does not say where, as one that is not made by socflower."""
+"""The device of a client that does not report it, such as one that socflower did not make."""
 
 
 class TrainedDevices(ForwardingGrid):
@@ -31,7 +31,7 @@ class TrainedDevices(ForwardingGrid):
         }
 
     def restore(self, document: Mapping[str, Sequence[int]]) -> None:
-        """Begin with what `document()` returned before the run was interrupted."""
+        """Restore the result of `document()` from before an interruption."""
         self._device_of = {soc: device for device, socs in document.items() for soc in socs}
 
     def send_and_receive(

@@ -233,7 +233,7 @@ class Int8Compression(GradientCompression):
 
 
 def in_blocks(flat: Tensor) -> Tensor:
-    """Return a copy of a row of values as blocks (blocks, 4096) that share a step each; zeros fill the last one up."""
+    """Return a copy of a row of values as blocks (blocks, 4096), each with one step; zeros pad the last block."""
     values = torch.zeros(-(-flat.numel() // _BLOCK), _BLOCK)
     values.view(-1)[: flat.numel()].copy_(flat)
     return values
@@ -242,7 +242,7 @@ def in_blocks(flat: Tensor) -> Tensor:
 def agree_on_steps(
     ring: Collective, values: Tensor, *, max_rounding: float = 0.5, poll: Poll = no_poll
 ) -> Tensor:
-    """Return the step (blocks, 1) of each block, the same at all members; not finite where a value or a sum is not."""
+    """Return the step (blocks, 1) of each block, equal at all members; not finite if a value or a sum is not."""
     step = values.abs().amax(dim=1, keepdim=True)
     ring.all_reduce(step.view(-1)).wait(poll)
     # Blocks of zeros or subnormal numbers get the smallest normal step.
@@ -250,7 +250,7 @@ def agree_on_steps(
 
 
 def sum_levels(ring: Collective, levels: Tensor, num_elements: int, poll: Poll = no_poll) -> Tensor:
-    """Return the members' sum of multiples of those steps (blocks, 4096), exact; `levels` is used for it."""
+    """Return the exact sum over members of multiples of the steps (blocks, 4096); `levels` is overwritten."""
     words = torch.from_numpy(pack_lanes(levels.view(-1)[: _whole_words(num_elements)].numpy()))
     ring.all_reduce(words).wait(poll)
     levels.view(-1)[: 4 * words.numel()] = torch.from_numpy(unpack_lanes(words.numpy()))

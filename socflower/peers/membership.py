@@ -376,7 +376,7 @@ class Membership:
     def _earlier_callers(self, silent: dict[int, int]) -> int:
         """Return how many members that coordinate in place of this one have called by now.
 
-        One that calls and does not answer cannot coordinate: to make way for it would be for ever.
+        A member that calls but does not answer cannot coordinate: waiting for it would never end.
         """
         earlier = self._members[: self._members.index(self._own)]
         return sum(

@@ -7,7 +7,7 @@ request or a signal holds for the lifetime of the process that received it. A fi
 
     preempt-file="/run/socflower/preempt"   leave while it exists: `touch` it, `rm` it
     preempt-port=28300                      POST /preempt, DELETE /preempt, GET /preempt
-    preempt-bind="127.0.0.1"                where that port listens
+    preempt-bind="127.0.0.1"                the address on which that port listens
     preempt-signal=true                     SIGUSR1 to the client's process: leave; SIGUSR2: stay
 """
 
@@ -53,7 +53,7 @@ class PreemptionSwitch:
     file : Path, optional
         The device is preempted while the file exists, whoever created it.
     port, host : int and str, optional
-        Where to accept HTTP requests. If the port is in use, normally by another client of the device, a warning is
+        The address for HTTP requests. If the port is in use, normally by another client of the device, a warning is
         logged and the other sources are used; requests to that client arrive here through the file.
     signals : bool
         Whether to handle SIGUSR1 and SIGUSR2. Only a process's main thread can; elsewhere a warning is logged and
@@ -280,7 +280,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__((host, port), _RequestHandler)
 
     def server_bind(self) -> None:
-        """Bind without looking up the host's name, which takes seconds where no name server answers."""
+        """Bind without looking up the host's name, which takes seconds if no name server answers."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = (
             str(self.server_address[0]),

@@ -60,7 +60,7 @@ class RunHistory:
                 )
             )
         self.restarts.append({"after_round": after_round, "cause": cause})
-        how = "submitted again" if after_round is None else f"going on after round {after_round}"
+        how = "submitted again" if after_round is None else f"continuing after round {after_round}"
         on_notice(f"{cause}; {how} (restart {len(self.restarts)} of at most {most})")
 
     def record_resume(self, after_round: int) -> None:

@@ -1,6 +1,6 @@
 """A SuperLink, SuperNodes and a split training's cloud as processes of this machine, all on 127.0.0.1.
 
-They run in a private network where the system allows it (`private_network.py`).
+They run in a private network if the system allows it (`private_network.py`).
 """
 
 import json
@@ -173,7 +173,7 @@ class LocalFlower:
             self._superlink.start()
 
     def start_cloud(self, document: Mapping[str, Any]) -> CloudAddress:
-        """Start `socflower cloud serve` for a scenario, and return what a ServerApp needs to open sessions there."""
+        """Start `socflower cloud serve` for a scenario, and return the address for a ServerApp."""
         folder, port = self._folder / "cloud", free_ports(1)[0]
         folder.mkdir()
         write_atomically(folder / "scenario.json", json.dumps(document))

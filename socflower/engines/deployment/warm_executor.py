@@ -151,7 +151,7 @@ class Zygote:
 
 
 class _WarmSuperNode:
-    """Replaces `subprocess` where the SuperNode starts its SuperExec, to start a warm one."""
+    """Replaces `subprocess` in the module that starts the SuperExec, to start a warm one."""
 
     def __init__(self, options: Sequence[str]) -> None:
         self._options = options
@@ -170,7 +170,7 @@ class _WarmSuperNode:
 
 
 class _WarmSuperExec:
-    """Replaces `subprocess` where the SuperExec starts tasks: ClientApps are forked, other tasks start as usual."""
+    """Replaces `subprocess` in the module that starts tasks: ClientApps are forked, other tasks start as usual."""
 
     DEVNULL = subprocess.DEVNULL
 

@@ -1,8 +1,8 @@
 """A record of the exchanges of an app, from which its interrupted run resumes.
 
-What a ServerApp does follows from its inputs, the answers to its messages and the global random generators. After each
-exchange the record saves the answers, what they changed in the nodes' states, and the generators. A resumed run starts
-the ServerApp again and takes the answers from the record, as long as it has them: no client trains twice.
+A ServerApp is determined by its inputs, the answers to its messages and the global random generators. After each
+exchange the record saves the answers, the changes of the nodes' states, and the generators. A resumed run starts the
+ServerApp again and takes the answers from the record as far as it goes, so no client trains twice.
 """
 
 import hashlib
@@ -40,9 +40,9 @@ class ExchangeRecord:
     folder : Path
         For this record alone.
     run : Mapping
-        All that determines the run, as plain values; the record of another run is an error.
+        Everything that determines the run, as plain values; the record of another run is an error.
     on_notice : Callable
-        Gets a line when the run resumes, and when the record ends before it.
+        Gets a line when the run resumes, and when the record ends before the run.
     most_bytes : int
         The size of a record, at which it ends: later exchanges are not saved.
     """
@@ -61,10 +61,7 @@ class ExchangeRecord:
         self._run, self._on_notice, self._most_bytes = run, on_notice, most_bytes
         self._store = StateStore(folder, _EXCHANGE, prefix="exchange-", suffix=".messages")
         # Exchanges of this process, and of the record at its start.
-        self._num_past, self._num_recorded = (
-            0,
-            0,
-        )
+        self._num_past = self._num_recorded = 0
         self._is_saving = True
         self._num_bytes = 0
         # The digests of exchanges.
@@ -126,14 +123,7 @@ class ExchangeRecord:
         try:
             state, payload = self._store.read(number)
             parts = _Parts(payload)
-            answers = [
-                None
-                if answer is None
-                else Error(*answer["error"])
-                if "error" in answer
-                else record_dict_from_bytes(parts.take(answer["bytes"]))
-                for answer in state["replies"]
-            ]
+            answers = [_answer_of(answer, parts) for answer in state["replies"]]
             saved = {node: parts.take(num_bytes) for node, num_bytes in state["states"]}
             self._require_same(number, state["sent"], messages)
             self._restore(parts.rest())
@@ -161,7 +151,7 @@ class ExchangeRecord:
     ) -> None:
         """Save an exchange with the states of its nodes.
 
-        A record that cannot be written or has its full size ends here, and the run goes on.
+        A record that cannot be written or has reached its full size ends here, and the run continues.
         """
         self._num_past += 1
         self._num_recorded = self._num_past
@@ -171,10 +161,10 @@ class ExchangeRecord:
         answers: list[dict[str, Any] | None] = []
         changed, pieces = [], []
         for reply in replies:
-            if reply is None or reply.has_error():
-                answers.append(
-                    None if reply is None else {"error": [reply.error.code, reply.error.reason]}
-                )
+            if reply is None:
+                answers.append(None)
+            elif reply.has_error():
+                answers.append({"error": [reply.error.code, reply.error.reason]})
             else:
                 pieces.append(record_dict_to_bytes(reply.content))
                 answers.append({"bytes": len(pieces[-1])})
@@ -240,6 +230,15 @@ class ExchangeRecord:
             ) from None
 
 
+def _answer_of(answer: Mapping[str, Any] | None, parts: "_Parts") -> Error | RecordDict | None:
+    """Return the error or the records of a recorded reply; None if there was no reply."""
+    if answer is None:
+        return None
+    if "error" in answer:
+        return Error(*answer["error"])
+    return record_dict_from_bytes(parts.take(answer["bytes"]))
+
+
 class _Parts:
     """Takes parts of known sizes off bytes."""
 
@@ -255,7 +254,7 @@ class _Parts:
 
 
 def _digest(messages: Sequence[Message]) -> str:
-    """Return a digest of what messages say to whom, without their ids and times."""
+    """Return a digest of messages and their receivers, without ids and times."""
     digest = hashlib.sha256()
     for piece in _pieces(messages):
         digest.update(len(piece).to_bytes(8, "little"))

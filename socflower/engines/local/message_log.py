@@ -1,4 +1,4 @@
-"""Results of a run's messages: whether any client succeeded, and the first cause if none did."""
+"""The results of a run's messages: whether a client succeeded, and otherwise the first cause."""
 
 import math
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ _SOME, _ALL, _NOTHING = "client-failed", "no-client", "no-message"
 class MessageEvent:
     """Failed messages of one exchange, as listed in a result's events."""
 
-    # "client-failed": some of an exchange; "no-client": all of it; "no-message": none was ever
-    # sent.
+    # "client-failed": some messages of an exchange failed; "no-client": all of them; "no-message":
+    # none was ever sent.
     kind: str
     text: str
     # None if the messages do not name it.
@@ -35,7 +35,7 @@ class MessageEvent:
 class _Exchange:
     """Results of messages of one kind that were sent together."""
 
-    # "round 3: ".
+    # Such as "round 3: ".
     where: str
     pulled: bool
     num_sent: int = 0
@@ -104,7 +104,7 @@ class MessageLog:
     def failure(self) -> str | None:
         """Why the run failed, with the first cause; None if some client succeeded.
 
-        A run that trains is judged by its TRAIN messages, of which the last determine its weights. Any other run is
+        A run that trains is judged by its TRAIN messages, the last of which determine its weights. Any other run is
         judged by all its messages.
         """
         kinds = self._judged_kinds
@@ -178,7 +178,7 @@ def _kind(message: Message) -> str:
 
 
 def round_of(message: Message) -> int | None:
-    """Return the round that a message names, as those of Flower's and our strategies and of its earlier API do."""
+    """Return the round that a message names, if any; strategies of Flower and of socflower name it."""
     for record in message.content.config_records.values():
         if isinstance(server_round := record.get(SERVER_ROUND), int):
             return server_round
@@ -209,7 +209,7 @@ def _not_finite(reply: Message, message: Message) -> str | None:
 
 
 def _first_non_finite(record: ArrayRecord, sent: ArrayRecord) -> str | None:
-    """Return the first array with values that are not finite, and were not so in what was sent."""
+    """Return the first array with values that are not finite although the sent ones were."""
     for name, array in record.items():
         # The app's own serialisation may raise.
         with suppress(TypeError, ValueError, EOFError):
@@ -231,7 +231,7 @@ def metric(reply: Message, key: str) -> float | None:
 
 
 def num_examples_of(reply: Message) -> float | None:
-    """Return how many examples a client says that it used, or None."""
+    """Return the number of examples that a client reports, or None."""
     value = metric(reply, NUM_EXAMPLES)
     return legacy_api.num_examples_of(reply) if value is None else value
 

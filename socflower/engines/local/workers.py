@@ -140,7 +140,7 @@ class InProcessWorkers:
 
 
 def _with_own_records(message: Message) -> Message:
-    """Return a message whose records a client may change, as where it comes to another process.
+    """Return a message whose records a client may change, as in a process of its own.
 
     Messages of one exchange may have the same content, and Flower's secure aggregation takes keys out of it. Arrays are
     not copied, as their bytes cannot be changed.
@@ -258,7 +258,7 @@ def _start_method() -> StartMethod:
 
 
 class _Worker:
-    """One process, and a pipe to it of which each side has one end alone.
+    """A process and a pipe to it; each side has only its own end.
 
     So whoever waits for the other side sees the end of the pipe when that side has died, also in the middle of an
     answer. `ProcessPoolExecutor` keeps both ends in the parent, and may then never return.

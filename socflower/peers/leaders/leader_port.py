@@ -33,7 +33,7 @@ class LeaderPort:
         }
 
     def address_of(self, rank: int) -> str:
-        """Return where a group was reached last."""
+        """Return the member at which a group was last reached."""
         return self._port.address_of(self._members[rank][0])
 
     def handle(self, method: str, handler: Handler) -> None:

@@ -127,7 +127,7 @@ def _levels(blocks: Tensor, step: Tensor) -> Tensor:
 
 
 class MemberChanges:
-    """What one member knows of its group for compressed exchanges: c and e, of which it may miss either at first.
+    """A member's state of its group for compressed exchanges: c and e, either of which it may lack at first.
 
     `feedback` is e if this member holds it, `owed` e's digest if the group has any.
     """

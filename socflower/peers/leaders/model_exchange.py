@@ -271,7 +271,7 @@ class LeaderMeeting:
                     self._result = self._result or self._ask_for_result(done.group, poll)
                     membership.go_on_without(done.group)
         except LeftOut as left:
-            self.log_lines.append(f"its leader met nobody: {left}")
+            self.log_lines.append(f"its leader met no other leader: {left}")
             return own
         finally:
             self.log_lines += membership.log_lines
@@ -292,7 +292,7 @@ class LeaderMeeting:
             source = generation.members.index(generation.source)
             payload = ring.broadcast(self._pack() if ring.rank == source else None, source, poll)
             self._result = self._result or unpack_model(payload)
-            # The others may have summed without this group, of which no member was to be reached.
+            # The others may have summed without this group if they could reach none of its members.
             return self._result if {*own.groups} <= {*self._result.groups} else own
         finally:
             ring.close()
@@ -336,7 +336,7 @@ class LeaderMeeting:
 class GroupLeader:
     """The part of a group in an exchange, by the member that answers for it; `ring` says who else may.
 
-    It runs in a thread of its own, since other groups may take long, and goes on while the group's ring forms anew.
+    It runs in its own thread, since other groups may take long, and continues while the group's ring forms again.
     """
 
     def __init__(self, port: RingPort, group: int, ring: RingTask) -> None:

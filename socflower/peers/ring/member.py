@@ -319,12 +319,12 @@ class _MemberSession:
     def _form_ring(self) -> None:
         switch = self._member.switch
         state = self._current_state()
-        standing = MemberState(
+        own = MemberState(
             num_steps=self._num_steps + self._stage,
             has_model=self._has_model,
             optimizer=hashlib.sha256(state).hexdigest() if state else "",
         )
-        generation = self._membership.form(standing, switch.raise_if_active)
+        generation = self._membership.form(own, switch.raise_if_active)
         # The port itself knows whether it has TLS.
         transport = self._ring.transport.partition("+")[0]
         self._collective = open_ring(
