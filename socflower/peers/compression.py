@@ -1,10 +1,10 @@
-"""Gradient exchange in fewer bytes than float32 sums: in halves, in eight bits, or only the largest values.
+"""Gradient exchange in fewer bytes than float32 sums: in float16, in eight bits, or only the largest values.
 
 | name              | a member sends, per element, of n members | what is lost                                       |
 | ----------------- | ----------------------------------------- | -------------------------------------------------- |
 | `none`            | 8(n-1)/n bytes                            | nothing                                            |
 | `fp16`            | 4(n-1)/n                                  | 11 bits are kept; n rounding errors                |
-| `int8`            | 2(n-1)/n                                  | nothing for good: what is rounded off is sent later |
+| `int8`            | 2(n-1)/n                                  | nothing for good: rounding errors are sent later   |
 | `int8-stochastic` | 2(n-1)/n                                  | noise that is zero on average; keeps no state      |
 | `dgc`             | 8(n-1) · ratio                            | nothing for good: small values are sent later      |
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.peers.collective import Collective, Poll, no_poll
 from socflower.wire.codecs.quantisation import half_exponent, pack_lanes, unpack_lanes
 from socflower.wire.codecs.sparse import decode_values, encode_values, encoded_bytes, largest
@@ -310,14 +310,9 @@ class DeepGradientCompression(GradientCompression):
         self, *, momentum: float = 0.0, ratio: float = 0.001, warm_up_steps: int = 0
     ) -> None:
         super().__init__()
-        if not 0 <= momentum < 1:
-            raise ConfigError(f"dgc: momentum = {momentum}; give at least 0 and less than 1")
-        if not 0 < ratio <= 1:
-            raise ConfigError(
-                f"dgc: ratio = {ratio}; give the part of the values to send, above 0 and at most 1"
-            )
-        if warm_up_steps < 0:
-            raise ConfigError(f"dgc: warm_up_steps = {warm_up_steps}; give 0 or more")
+        require_range("dgc", least=0, below=1, momentum=momentum)
+        require_range("dgc", above=0, most=1, ratio=ratio)
+        require_range("dgc", least=0, warm_up_steps=warm_up_steps)
         self._momentum = momentum
         self._ratio = ratio
         self._warm_up_steps = warm_up_steps
@@ -389,14 +384,19 @@ def make_compression(
 
     `seed` is for stochastic rounding, the other parameters for `dgc`; see `DeepGradientCompression`.
     """
-    if name == "none":
-        return None
-    if name == "fp16":
-        return Float16Compression()
-    if name in ("int8", "int8-stochastic"):
-        return Int8Compression() if name == "int8" else StochasticInt8Compression(seed)
-    if name == "dgc":
-        return DeepGradientCompression(momentum=momentum, ratio=ratio, warm_up_steps=warm_up_steps)
+    match name:
+        case "none":
+            return None
+        case "fp16":
+            return Float16Compression()
+        case "int8":
+            return Int8Compression()
+        case "int8-stochastic":
+            return StochasticInt8Compression(seed)
+        case "dgc":
+            return DeepGradientCompression(
+                momentum=momentum, ratio=ratio, warm_up_steps=warm_up_steps
+            )
     raise ConfigError(
         f"gradient compression {name!r} does not exist; use one of {', '.join(COMPRESSIONS)}"
     )

@@ -67,41 +67,21 @@ def exchange_models(
     poll: Poll = no_poll,
     changes: ChangeCompression | None = None,
 ) -> GroupsModel:
-    """Return the mean of the models of all members of a ring, by samples; all of them get the same bits.
+    """Return the mean of the models of all members of a ring, by samples; all of them get the same bits (F8).
 
         w[i] = sum_k float32(p_k * w_k[i]),    p_k = samples_k / sum(samples)
 
-    The sum is float32, of float64 tensors float64, each part of the model in the order of the ring that begins at
-    another member (`rings.all_reduce`), or in that of a tree (`rings.tree`); so it depends on the order of the members
-    and on nothing else. With `changes`, tensors that it compresses are its sum instead; a member that is alone keeps
-    its model, and its feedback. Of integer tensors, which are counters, the largest values are kept. A model with NaN
-    or infinite values, unless it `began_with` them, or without samples, is left out, and its group not in `groups`.
-    Where models differ in their tensors every member gets its own back.
-    Raises what the ring and `poll` raise.
+    Sums are in float32, for float64 tensors in float64. The order of a sum follows from the ring (each part begins at
+    another member, `rings.all_reduce`) or from a tree (`rings.tree`), so it depends on the order of members alone. With
+    `changes`, the tensors that it compresses are its sum; a member that is alone keeps its model and its feedback. Of
+    integer tensors, which are counters, the largest values are taken. A model without samples, or with NaN or infinite
+    values that it did not have in `began_with`, is left out, and `groups` does not have its group. If models differ in
+    their tensors, every member gets its own model back. Raises what the ring and `poll` raise.
     """
     if ring.size == 1:
         changes = None
-    is_finite = first_non_finite(own.arrays, own.began_with) is None
-    usable = (
-        bool(own.groups)
-        and 0 < own.samples < math.inf
-        and is_finite
-        and (changes is None or _can_be_summed(changes.change(own.arrays, 1.0), ring.size))
-    )
-    heads = [
-        json.loads(head)
-        for head in ring.all_gather(
-            json.dumps(
-                {
-                    "groups": own.groups if usable else (),
-                    "samples": own.samples if usable else 0.0,
-                    "layout": _layout_digest(own.arrays)
-                    + ("" if changes is None else changes.layout(own.arrays)),
-                }
-            ).encode(),
-            poll,
-        )
-    ]
+    usable = _is_usable(own, changes, ring.size)
+    heads = _gather_heads(ring, own, usable, changes, poll)
     total = math.fsum(head["samples"] for head in heads)
     if len({head["layout"] for head in heads}) > 1 or not total:
         return own
@@ -112,14 +92,11 @@ def exchange_models(
         change = changes.change(own.arrays, share)
         change, steps = changes.sum(ring, change if usable else np.zeros_like(change), poll)
         averaged |= changes.model(own.arrays, change)
+    left = {name: array for name, array in own.arrays.items() if name not in averaged}
     for dtype in (np.float32, np.float64):
-        names = [
-            name
-            for name, array in own.arrays.items()
-            if _sum_type(array) == dtype and name not in averaged
-        ]
-        if names:
-            averaged |= _sum(ring, {name: own.arrays[name] for name in names}, share, dtype, poll)
+        summed = {name: array for name, array in left.items() if _sum_type(array) == dtype}
+        if summed:
+            averaged |= _sum(ring, summed, share, dtype, poll)
     counters = {name: array for name, array in own.arrays.items() if _sum_type(array) is None}
     if counters:
         averaged |= _largest(ring, counters, poll, [bool(head["groups"]) for head in heads])
@@ -129,6 +106,34 @@ def exchange_models(
         steps=steps,
         groups=tuple(group for head in heads for group in head["groups"]),
     )
+
+
+def _is_usable(own: GroupsModel, changes: ChangeCompression | None, size: int) -> bool:
+    """Return whether a model has samples and finite values, also in the sums of `changes`."""
+    if not own.groups or not 0 < own.samples < math.inf:
+        return False
+    if first_non_finite(own.arrays, own.began_with) is not None:
+        return False
+    return changes is None or _can_be_summed(changes.change(own.arrays, 1.0), size)
+
+
+def _gather_heads(
+    ring: Collective,
+    own: GroupsModel,
+    usable: bool,
+    changes: ChangeCompression | None,
+    poll: Poll,
+) -> list[dict[str, Any]]:
+    """Return groups, samples and layout of every member's model; unusable models have neither groups nor samples."""
+    layout = _layout_digest(own.arrays)
+    if changes is not None:
+        layout += changes.layout(own.arrays)
+    head = {
+        "groups": own.groups if usable else (),
+        "samples": own.samples if usable else 0.0,
+        "layout": layout,
+    }
+    return [json.loads(each) for each in ring.all_gather(json.dumps(head).encode(), poll)]
 
 
 def feedback_after(
