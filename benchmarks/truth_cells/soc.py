@@ -359,11 +359,11 @@ class _Pace:
         gradients, apply = session.gradients, session.apply
         session._model.register_forward_hook(self._forwarded)
 
-        def paced(parts: Any, num_samples: int) -> torch.Tensor:
+        def paced(parts: Any, *arguments: Any) -> torch.Tensor:
             # A step begins at the end of the last one, so that the time in between is part of it.
             self._begins_s = self._applied_s or time.monotonic()
             # With the gradient of one sample, processes hardly compete for cores.
-            loss = gradients([_first_sample(parts)], num_samples)
+            loss = gradients([_first_sample(parts)], *arguments)
             _sleep_until(self._backward_begins_s + self._backward_s)
             return loss
 

@@ -51,11 +51,10 @@ def ring_node(node_config: NodeConfig) -> RingNode | None:
                 "machine's ring port"
             )
         return None
-    if given and len(given) < len(_TLS_KEYS):
-        missing = [key for key in _TLS_KEYS if key not in given]
+    missing = [key for key in _TLS_KEYS if key not in given]
+    if given and missing:
         raise ConfigError(
-            f"node config: {', '.join(given)} without {', '.join(missing)}; a ring with TLS needs all "
-            "three"
+            f"node config: {given[0]} without {missing[0]}; a ring with TLS needs all three"
         )
     transport = node_config.get("ring-transport")
     if transport not in (None, "gloo", "grpc"):

@@ -199,6 +199,11 @@ def require_same_run(
         "versions": checkpoint.versions,
     }
     ours = {**training_keys(scenario), "engine": engine, "versions": versions}
+    require_equal(where, theirs, ours)
+
+
+def require_equal(where: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` with the first difference if what a folder keeps is of another run."""
     found = difference(theirs, ours)
     if found is not None:
         key, before, now = found

@@ -14,7 +14,12 @@ from socflower.clients.privacy_mods import adapt_mod
 from socflower.clients.ring_client import answer_query
 from socflower.clients.saved_training import state_files
 from socflower.clients.settings import ReadSettings
-from socflower.clients.split.in_process import SpanOutcome, SplitSettings, train_in_process
+from socflower.clients.split.in_process import (
+    SpanOutcome,
+    SplitSettings,
+    require_same_program,
+    train_in_process,
+)
 from socflower.clients.split.remote_cloud import CloudLink, train_with_cloud
 from socflower.clients.split.saved_halves import SplitState
 from socflower.edgecloud.split_program import SplitProgram
@@ -119,11 +124,8 @@ class _SplitClient:
         self.read.check_node(context)
         task = SplitTask.decode(message.content.config_records[SPLIT])
         program = self.program_fn(context)
-        if task.fingerprint and task.fingerprint != program.fingerprint():
-            raise ConfigError(
-                f"split client: the server cut another model ({task.fingerprint[:12]}) than this node's "
-                f"({program.fingerprint()[:12]}); run the same code on both"
-            )
+        if task.fingerprint:
+            require_same_program("split client", program, task.fingerprint)
         sent = message.content.array_records[ARRAYS]
         arrays = {name: array.numpy() for name, array in sent.items()}
         folder = None if self.state_folder is None else self.state_folder(context)

@@ -131,6 +131,16 @@ def train_in_process(
     )
 
 
+def require_same_program(where: str, program: SplitProgram, fingerprint: str) -> None:
+    """Raise `ConfigError` if the server cut another model than this machine's program has."""
+    own = program.fingerprint()
+    if fingerprint != own:
+        raise ConfigError(
+            f"{where}: the server cut another model ({fingerprint[:12]}) than this machine's "
+            f"({own[:12]}); run the same code on both"
+        )
+
+
 def party_batches(
     program: SplitProgram,
     task: SplitTask,

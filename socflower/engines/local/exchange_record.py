@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from flwr.app import Error, Message, RecordDict
 
-from socflower.engines.checkpoint import difference
+from socflower.engines.checkpoint import require_equal
 from socflower.engines.local.flower_internals import record_dict_from_bytes, record_dict_to_bytes
 from socflower.engines.local.message_log import faults
 from socflower.errors import ConfigError
@@ -91,13 +91,7 @@ class ExchangeRecord:
             self._store.write(_START, {"run": dict(self._run)}, pack_arrays(generator_states()))
             return
         state, generators = self._store.read(_START)
-        found = difference(state["run"], self._run)
-        if found is not None:
-            key, before, now = found
-            raise ConfigError(
-                f"{self.path} is of another run: {key} was {before!r} there and is {now!r} now; name "
-                "another --out, or start anew with --fresh"
-            )
+        require_equal(self.path, state["run"], self._run)
         self._restore(generators)
         while self._num_recorded + 1 in numbers:
             self._num_recorded += 1

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -58,6 +58,8 @@ class AppReference:
 ClientAppSource: TypeAlias = AppReference | Callable[[], ClientApp] | ClientApp
 """A reference, a picklable factory, or (without worker processes) the app itself."""
 
+_App = TypeVar("_App")
+
 Work: TypeAlias = tuple[Message, Context]
 Answer: TypeAlias = tuple[Message, Context]
 StartMethod: TypeAlias = ForkServerContext | SpawnContext
@@ -73,9 +75,14 @@ def resolve_client_app(source: ClientAppSource) -> ClientApp:
     if isinstance(source, ClientApp):
         return source
     made = source.load() if isinstance(source, AppReference) else source()
-    if not isinstance(made, ClientApp):
+    return require_app(source, made, ClientApp)
+
+
+def require_app(source: object, made: object, kind: type[_App]) -> _App:
+    """Return an app that was loaded from `source`. Raises `ConfigError` if it is of another kind."""
+    if not isinstance(made, kind):
         raise ConfigError(
-            f"app {source!r} is a {type(made).__name__}, not a flwr.clientapp.ClientApp"
+            f"app {source!r} is a {type(made).__name__}, not a Flower {kind.__name__}"
         )
     return made
 

@@ -23,8 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from socflower.errors import ConfigError
-from socflower.hierarchy.leader_topology import FP16, INT8
+from socflower.hierarchy.leader_topology import FP16
 from socflower.peers.collective import Collective, Poll, no_poll
 from socflower.peers.compression import (
     Float16Compression,
@@ -50,12 +49,6 @@ class ChangeCompression:
     untrained: frozenset[str] = frozenset()
     # The feedback e in one row; None if it is zero.
     feedback: Floats | None = None
-
-    def __post_init__(self) -> None:
-        if self.name not in (FP16, INT8):
-            raise ConfigError(
-                f"leaders: compression {self.name!r} is unknown; use {FP16!r} or {INT8!r}"
-            )
 
     def compresses(self, name: str, array: _Array) -> bool:
         """Return whether a tensor is compressed."""

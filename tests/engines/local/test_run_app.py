@@ -156,7 +156,7 @@ def test_a_server_app_that_is_none_is_named() -> None:
             apps_for_tests.app,
             cluster=CLUSTER,
         ),
-        "flwr.serverapp.ServerApp",
+        "ServerApp",
     )
     refused(
         lambda: run_app(
