@@ -2,7 +2,7 @@
 
 Every member runs the same protocol over its ring port. The first live member in ring order coordinates: the others
 *join* it with their state (steps done, whether they have a model), it waits for all live members, and its *decision* is
-the next generation of the ring. Members that join too late, or that were taken for dead, are answered that they are
+the next generation of the ring. Members that join too late, or that counted as dead, get the answer that they are
 left out. There is no election, and any member may die at any point of the protocol.
 
 If a network partition splits a group, each part continues alone; the strategy uses one answer per group.
@@ -210,8 +210,8 @@ class Membership:
     def finish(self) -> None:
         """Announce that this member has the interval's result, and wait briefly until the others have it too.
 
-        They are in the same last operation, and if one member leaves, the ring may break for the others and be
-        re-formed without need. Members that are lost or hang are not waited for any longer.
+        All are in the same last operation; if one member left, the ring could break for the others and be re-formed
+        without need. The wait does not include members that are lost or hang.
         """
         self._finished = True
         answers = self._to_all(
@@ -291,12 +291,12 @@ class Membership:
     def _is_lost(
         self, member: int, failure: Exception, number: int, silent: dict[int, int]
     ) -> bool:
-        """Whether a member whose call failed is lost; one that was silent is called again first.
+        """Return whether a member whose call failed is lost; a silent member is called again first.
 
-        Raises `LeftOut` if a member that refuses this one's token must be in a later interval. At the beginning it may
-        be a process of the previous interval that is ending. Later it cannot be, since the next interval starts only
-        after this one has ended. So a member that hung for an interval and resumes does not take the others for dead,
-        and does not do the rest of that interval's work alone.
+        Raises `LeftOut` if a member that refuses this one's token must be in a later interval. At the beginning, a
+        process of the previous interval may still be ending. Later that is impossible, since the next interval starts
+        only after this one has ended. So a member that hung for an interval does not count the others as dead, and
+        does not do the rest of that interval's work alone.
         """
         if isinstance(failure, PeerSilent):
             silent[member] = silent.get(member, 0) + 1
@@ -306,7 +306,7 @@ class Membership:
         return True
 
     def _skip_done(self, member: int) -> None:
-        """Go on without a member that has the interval's result and will not join again."""
+        """Continue without a member that has the interval's result and will not join again."""
         with self._changed:
             self._done.add(member)
             self._changed.notify_all()
@@ -359,12 +359,12 @@ class Membership:
     def _wait_for_change(
         self, number: int, silent: dict[int, int], seen: tuple[int, ...], timeout_s: float
     ) -> None:
-        """Wait until another member has called, which one may have done since `seen` was read."""
+        """Wait until another member calls, or return at once if one has called since `seen` was read."""
         with self._changed:
             self._changed.wait_for(lambda: self._seen(number, silent) != seen, timeout_s)
 
     def _seen(self, number: int, silent: dict[int, int]) -> tuple[int, ...]:
-        """Return what changes with every call of another member that a coordinator waits for."""
+        """Return a value that changes with every call of a member that a coordinator waits for."""
         return (
             self._requested,
             len(self._joins.get(number, {})),
@@ -374,7 +374,7 @@ class Membership:
         )
 
     def _earlier_callers(self, silent: dict[int, int]) -> int:
-        """Return how many members that coordinate in place of this one have called by now.
+        """Return how many members that could coordinate in place of this one have called.
 
         A member that calls but does not answer cannot coordinate: waiting for it would never end.
         """
@@ -602,14 +602,14 @@ class Membership:
 class LeaderMembership(Membership):
     """A group's view of the groups whose leaders exchange models; participants are groups, over a `LeaderPort`.
 
-    A group whose leader is lost, or still trains, is waited for as long as any of its members lives.
+    The others wait for a group whose leader is lost or still trains as long as any of its members lives.
     """
 
     _whom = "group"
     _asked_for_result: frozenset[int] = frozenset()
 
     def form(self, own_state: MemberState, poll: Poll) -> Generation:
-        """Agree as `Membership` does; raise `OthersDone` for a leader that has a result and was not asked for it."""
+        """Agree as `Membership` does; raise `OthersDone` if a leader has a result that was not requested yet."""
 
         def check() -> None:
             poll()

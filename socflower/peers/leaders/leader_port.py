@@ -1,4 +1,4 @@
-"""A ring port as leaders of groups use it: its ranks are groups, each reached at whichever member answers for it."""
+"""A ring port for leaders of groups: its ranks are groups, each reached at the member that answers for it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,8 +18,8 @@ class LeaderPort:
     """One member's end of calls among leaders.
 
     `members` are, for each group that may be called, the participants that may answer for it, in the order in which
-    they are tried. A call raises `PeerNotReady` while any of them lives, since another member of a group takes the
-    place of a leader that is lost; with all of them lost, what the call of the most alive of them raised.
+    they are tried. A call raises `PeerNotReady` while any of them lives, since another member replaces a lost leader.
+    If all are lost, it raises the mildest of their failures.
     """
 
     def __init__(self, port: RingPort, group: int, members: Mapping[int, Sequence[int]]) -> None:

@@ -1,7 +1,7 @@
 """The leaders of groups sum their models in a ring or a tree, weighted by samples (F8).
 
-Any member may lead: who answers for a group brings its model, and another one that takes its place brings the same
-bits. So an exchange can begin again at any time, and a group that comes after the others have summed adopts their sum.
+Any member may lead: the one that answers for a group brings its model, and a replacement brings the same bits. So an
+exchange can restart at any time, and a group that is late adopts the sum of the others.
 """
 
 import hashlib
@@ -139,7 +139,7 @@ def _gather_heads(
 def feedback_after(
     own: GroupsModel, mean: GroupsModel, changes: ChangeCompression
 ) -> Floats | None:
-    """Return what a group has still to send after an exchange: as before, unless its change is in the mean."""
+    """Return a group's unsent changes after an exchange; they change only if the group is in the mean."""
     if mean.steps is None or not {*own.groups} <= {*mean.groups}:
         return changes.feedback
     return changes.unsent(own.arrays, own.samples / mean.samples, mean.steps)
@@ -154,7 +154,7 @@ def exchange_in_process(
     changes: Sequence[ChangeCompression | None] | None = None,
     places: Sequence[Place] = (),
 ) -> GroupsModel:
-    """Return what `exchange_models` returns to members with these models, in ring order, or in a tree of `places`."""
+    """Return the results of `exchange_models` for members with these models, in ring order or in a tree of `places`."""
     rings = in_process_trees(places) if places else in_process_rings(len(models))
     polls = [no_poll] * len(models)
     with ThreadPoolExecutor(len(models)) as threads:
@@ -243,8 +243,8 @@ class LeaderMeeting:
     ) -> GroupsModel:
         """Return the mean with the models of all groups that can be reached; raise what `poll` raises.
 
-        A group is waited for as long as any of its members lives. This group's own model is returned if the others have
-        a mean without it.
+        The wait for a group lasts as long as any of its members lives. If the others have a mean without this group,
+        its own model is returned.
         """
         membership = LeaderMembership(
             self._port,
@@ -317,7 +317,7 @@ class LeaderMeeting:
         )
 
     def _ask_for_result(self, group: int, poll: Poll) -> GroupsModel | None:
-        """Return the result of a leader that is done; None if it cannot be had any more."""
+        """Return the result of a leader that has finished; None if it is no longer available."""
         payload = bytearray()
         with suppress(PeerFailed, MalformedBytes):
             while part := self._port.call(
@@ -339,7 +339,7 @@ class LeaderMeeting:
 
 
 class GroupLeader:
-    """The part of a group in an exchange, by the member that answers for it; `ring` says who else may.
+    """A group's part in an exchange, run by the member that answers for it; `ring` lists the others that may.
 
     It runs in its own thread, since other groups may take long, and continues while the group's ring forms again.
     """

@@ -1,8 +1,8 @@
 """Sums along a tree: members of a board first, then one of each board in a server, then one of each server.
 
-Each edge is a ring of two, so a tree needs nothing of a transport that rings do not. At every level the first of those
-that meet receives the others' sums, and adds them in their order to its own; then the total goes back the same way. So
-a sum depends on who takes part and where each of them is, and on nothing else.
+Each edge is a ring of two, so a tree needs nothing of a transport beyond rings. At every level the first member
+receives the others' sums and adds them to its own in their order; the total returns the same way. So a sum depends
+only on the members and their places.
 """
 
 import struct
@@ -38,7 +38,7 @@ def tree_edges(places: Sequence[Place]) -> tuple[Edge, ...]:
 
 
 class Tree(Collective):
-    """A member's end of a tree: the rings of two, by edge, that it is in. An operation runs while it is waited for."""
+    """A member's end of a tree: its rings of two, by edge. An operation runs during the wait for its result."""
 
     transport = "tree"
 
@@ -49,7 +49,7 @@ class Tree(Collective):
         self._above = [ring for (_, other), ring in edges.items() if other == rank]
 
     def all_reduce(self, buffer: Tensor) -> "_Sum":
-        """Return what sums a buffer over all members, in place, when it is waited for."""
+        """Return work that sums a buffer over all members, in place, during its wait."""
         array = buffer.detach().numpy()
 
         def run(poll: Poll) -> None:
@@ -78,7 +78,7 @@ class Tree(Collective):
             ring.close()
 
     def _through_top(self, payload: bytes, poll: Poll) -> bytes:
-        """Send up what all below have, and pass down what comes back; the first of all has the total."""
+        """Send the sum of all members below upwards and pass the total down; the first of all members has the total."""
         for ring in self._above:
             ring.broadcast(payload, 1, poll)
             payload = ring.broadcast(None, 0, poll)

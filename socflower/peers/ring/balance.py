@@ -2,8 +2,8 @@
 
 A member times only its own work: loading its part of the batch, forward and backward pass, optimiser. Gradient buckets
 are sent by other threads during the backward pass, so that the pass does not wait for peers. Every
-`RingTask.rebalance_steps` steps, members exchange their samples, seconds and power shares. All of them feed the same
-observations to equal filters, and so split each batch alike.
+`RingTask.rebalance_steps` steps, members exchange their samples, seconds and power shares. All members feed the same
+observations to equal filters, so they split each batch equally.
 """
 
 import json
@@ -47,7 +47,7 @@ class StepTimer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the block, which waits for other members, out of the `timed` block around it."""
+        """Exclude a block that waits for other members from the `timed` block around it."""
         began_s = self._clock()
         try:
             yield

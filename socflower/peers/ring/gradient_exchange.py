@@ -29,7 +29,7 @@ class GradientExchange:
     """Sums the members' weighted gradients, in `num_buckets` buckets of about equal bytes.
 
     Buckets are sent in the order in which a backward pass completes them, last layers first, the same in all members.
-    In a bucket, gradients have the memory layouts of their parameters, which must be the same in all members too.
+    Gradients in a bucket have the memory layouts of their parameters, which must be equal in all members as well.
     """
 
     def __init__(self, model: nn.Module, num_buckets: int) -> None:
@@ -66,8 +66,8 @@ class GradientExchange:
     ) -> None:
         """Prepare for a step's backward pass.
 
-        `overlapped` states that each gradient is computed once and final as soon as the pass has computed it; else
-        nothing is sent before `finish`. `poll` is called at each layer of the pass and during waits; an exception from
+        `overlapped`: each gradient is final as soon as the pass has computed it; otherwise nothing is sent before
+        `finish`. `poll` is called at each layer of the pass and during waits; an exception from
         it ends the step. In a ring's first step, members compare their layouts: raises `ConfigError` if they differ,
         `PeerLost`, or what `poll` raises.
         """

@@ -138,7 +138,7 @@ class MemberResult:
 
 @dataclass(frozen=True, kw_only=True)
 class RingMember:
-    """The configuration of a member; `train` runs its part.
+    """The configuration of a member; `train` runs its part of the training.
 
     `data` is the whole data set if data are reshuffled, else the member's own. `state` is the trainer's, from the end
     of the previous interval. `departs_at` makes the member leave before that step of the interval, as if the device
@@ -348,8 +348,8 @@ class _MemberSession:
     def _synchronise_state(self, generation: Generation) -> None:
         """Adopt the state of the generation's source: its weights, optimiser and number of steps.
 
-        If a member failed in a step that the source has applied, its gradient is included, or the source could not have
-        received the sum. So the member counts the step too, and does not repeat it.
+        If a member failed in a step that the source has applied, the sum includes its gradient: otherwise the source
+        could not have received the sum. So the member counts the step and does not repeat it.
         """
         is_behind = generation.num_steps != self._num_steps + self._stage or not self._has_model
         if self._pending_step is not None and generation.num_steps == self._num_steps:
@@ -405,10 +405,10 @@ class _MemberSession:
             self._session.join(RingPeers(self._collective, self._poll, self._timer.paused))
 
     def _common_tensors(self) -> list[Tensor]:
-        """Return what all members have in common now.
+        """Return the tensors that all members have in common now.
 
-        That includes BatchNorm's statistics at the begin of an interval, once they are averaged, and where members
-        compute them together.
+        They include BatchNorm's statistics at the beginning of an interval, after the statistics are averaged, and if
+        members compute them together.
         """
         common = not self._num_steps or self._stage or isinstance(self._session, JointSession)
         return [*_trained(self._model), *(self._model.buffers() if common else ())]
@@ -555,7 +555,8 @@ class _MemberSession:
         shares: Sequence[Indices],
         present: Sequence[int],
     ) -> Tensor:
-        """Compute this member's gradient of a step and sum it with the others'; return its part of the loss."""
+        """Compute this member's gradient of a step, sum it over the members, and return this member's part of the
+        loss."""
         batch, total = self._own_part(shares, present), sum(map(len, shares))
         # The buffers of a joint session's model are written when it ends.
         snapshot = _Snapshot(None if isinstance(session, JointSession) else self._model)
@@ -596,7 +597,7 @@ class _MemberSession:
         shares: Sequence[Indices],
         present: Sequence[int],
     ) -> list[Indices]:
-        """Return the shares with which a step whose sum was not finite is repeated; the same at all members.
+        """Return the shares for repeating a step whose sum was not finite; they are equal at all members.
 
         Members whose own gradients are not finite get no samples. They are named: in the outcome if errors are
         tolerated, else by `TrainingFailed`. All shares stay if no member's gradient is finite (the model has diverged,
@@ -631,10 +632,10 @@ class _MemberSession:
         shares: Sequence[Indices],
         present: Sequence[int],
     ) -> tuple[list[str], list[float | None]]:
-        """Compute this member's gradient of the pending step once more, and exchange what is not finite.
+        """Compute this member's gradient of the pending step again, and exchange which tensors are not finite.
 
-        Return for each member the name of the first tensor whose gradient is not finite, empty without one; and its
-        weight in the loss, None if that is its number of samples.
+        Return, for each member, the name of the first tensor whose gradient is not finite (empty if there is none),
+        and its weight in the loss (None if that is its number of samples).
         """
         assert self._collective is not None and self._pending_step is not None
         snapshot, batch = self._pending_step.snapshot, self._own_part(shares, present)
@@ -671,7 +672,8 @@ class _MemberSession:
     def _begin_weight_sum(
         self, session: ExchangingSession | JointSession, batch: Part
     ) -> list[Callable[[], float]]:
-        """Begin to sum the members' weights of a batch; return what waits for the sum, nothing if it is not needed."""
+        """Begin to sum the members' weights of a batch; return a function that waits for the sum, or nothing if it is
+        not needed."""
         own = session.batch_weight([batch]) if isinstance(session, WeighingSession) else None
         if own is None:
             return []
@@ -739,7 +741,7 @@ class _MemberSession:
         )
 
     def _make_turn(self) -> TurnCallbacks | None:
-        """Return the callbacks by which the group takes its turn: one member waits, and signals the others."""
+        """Return the callbacks for the group's turn: one member waits and signals the others."""
         turns, ring = self._turns, self._collective
         if turns is None or ring is None:
             return None
@@ -825,9 +827,8 @@ class _MemberSession:
         )
 
     def _require_same_weights(self, reports: Sequence[Mapping[str, Any]], answering: int) -> None:
-        """Raise `RuntimeError` if members have other weights, unless they round otherwise on other kinds of devices.
-
-        Then all take the weights of the member that answers for the group.
+        """Raise `RuntimeError` if members have different weights, unless different kinds of devices explain it by
+        rounding. In that case all take the weights of the member that answers for the group.
         """
         if len({(entry["weights"], entry["steps"]) for entry in reports}) == 1:
             return
@@ -867,7 +868,7 @@ class _MemberSession:
             )
 
     def _meet(self, answering: int) -> None:
-        """Let the answering member exchange models with the other groups' leaders, and hand the mean to its group."""
+        """Let the answering member exchange models with the other groups' leaders and pass the mean to its group."""
         answers = answering == self._ring.participant
         while True:
             # A ring's operations must not wait for other groups, which may take long: gloo limits
@@ -897,9 +898,9 @@ class _MemberSession:
             self._adopt(state, _MET)
 
     def _on_mean(self, mean: GroupsModel, group_samples: float) -> None:
-        """Record which groups are in their mean, and what is left of this group's change, before weights are loaded.
+        """Before weights are loaded, record the groups in the mean and the unsent part of this group's change.
 
-        `group_samples` is what the member that answers counted: others may have adopted steps.
+        `group_samples` is the count of the answering member, since others may have adopted steps.
         """
         if self._changes is not None and self._stage < _MET:
             own = replace(self._group_model(), samples=group_samples)

@@ -37,8 +37,8 @@ class Neighbours:
 class TurnSignals:
     """Tracks which neighbouring groups have exchanged; every member is notified, so that any of them can wait.
 
-    A neighbouring group is no longer waited for once none of its members answers: a collision on the uplink only costs
-    time, but waiting for a dead group would block the training.
+    The wait for a neighbouring group ends if none of its members answers: a collision on the uplink only costs time,
+    but waiting for a dead group would block the training.
     """
 
     def __init__(

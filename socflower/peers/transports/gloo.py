@@ -42,13 +42,13 @@ class GlooRing(Collective):
     """One generation of a ring among the members `ranks` of a port's addresses, in ring order.
 
     Returns at once; the group is built in the background, and operations begin when it is ready. `heartbeat_s` is how
-    long the first member may take to answer meanwhile. A member that dies breaks the ring, one that hangs or is slow
-    does not. Raises `ConfigError` if an address is not private and the port is not trusted. A process can only be one
-    member, since connections of several members in one process cannot be told apart.
+    long the first member may take to answer meanwhile. A member that dies breaks the ring; a member that hangs or is
+    slow does not. Raises `ConfigError` if an address is not private and the port is not trusted. A process can only be
+    one member, since connections of several members in one process cannot be told apart.
 
-    `two_way`: whether `send` has a connection for each direction. Gloo sends when the receiver has said that it is
-    ready, which on a shared connection waits behind what is being sent the other way: the link is used one way at a
-    time.
+    `two_way`: whether `send` has a connection for each direction. Gloo sends only after the receiver's message that
+    it is ready. On a shared connection that message waits behind payloads of the other direction, so the link would
+    be used in one direction at a time.
     """
 
     def __init__(
@@ -119,7 +119,8 @@ class GlooRing(Collective):
         ).wait()
 
     def begin_receive(self, buffer: Tensor, source: int, tag: int) -> "GlooCall[None]":
-        """Begin to receive a tensor of one member, which has the buffer's size; of a tag in the order of beginning."""
+        """Begin to receive a tensor of the buffer's size from one member; messages of one tag arrive in the order of
+        begins."""
         return self._begin(
             lambda group: (
                 (self._downward if source > self.rank else group).recv([buffer], source, tag),
@@ -274,7 +275,7 @@ class GlooCall(Generic[_Result]):
 
 
 class PointToPoint(GlooCall[None]):
-    """A message to or from one member. It is waited for without a limit, since gloo breaks the ring at one."""
+    """A message to or from one member. Its wait has no time limit, since gloo breaks the ring at a limit."""
 
     def wait(self, poll: Poll = no_poll) -> None:
         """Return when it is done; raise `PeerLost`, also when the ring is closed meanwhile."""
@@ -431,7 +432,7 @@ def _sockets() -> dict[int, str]:
 
 
 def _listening_ports_since(before: Mapping[int, str]) -> list[int]:
-    """Return the ports on which sockets listen that were not there `before`, as `_sockets` returned it."""
+    """Return the ports of listening sockets that `before`, a result of `_sockets`, does not have."""
     # Not by descriptor alone: another thread may have closed a socket, whose descriptor the new one
     # then got.
     return [

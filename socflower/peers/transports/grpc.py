@@ -25,7 +25,7 @@ class GrpcRing(LinkedRing):
 
     Each member keeps one stream open to the next. Returns at once; the stream opens as soon as the next member is in
     the same generation. `heartbeat_s` is how long that member may be unreachable meanwhile. A neighbour that dies or
-    hangs breaks the ring, one that is slow does not.
+    hangs breaks the ring; a slow one does not.
     """
 
     def __init__(
