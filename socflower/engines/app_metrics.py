@@ -247,11 +247,9 @@ class RoundLog:
     @property
     def without_strategy(self) -> str | None:
         """Why the strategy is unknown; None if it is known."""
-        return (
-            None
-            if self.strategy is not None
-            else "the app starts none by Strategy.start of Flower's message API"
-        )
+        if self.strategy is not None:
+            return None
+        return "the app starts none by Strategy.start of Flower's message API"
 
     @property
     def notes(self) -> list[str]:
@@ -355,16 +353,17 @@ def _figures(reply: Message) -> Metrics:
 
 
 def _means(replies: Sequence[Metrics]) -> Metrics:
-    """Return the means of the numbers that all replies have, weighted by examples where all of them say how many."""
+    """Return the means of the numbers that all replies have, weighted by examples if all replies report them."""
     weighted = all(NUM_EXAMPLES in each for each in replies)
     weights = [float(each[NUM_EXAMPLES]) if weighted else 1.0 for each in replies]
     total = sum(weights) or 1.0
-    return {
-        name: sum(weight * each[name] for weight, each in zip(weights, replies, strict=True))
-        / total
-        for name in replies[0]
-        if name != NUM_EXAMPLES and all(name in each for each in replies)
-    }
+    means = {}
+    for name in replies[0]:
+        if name != NUM_EXAMPLES and all(name in each for each in replies):
+            values = [each[name] for each in replies]
+            weighed = [weight * value for weight, value in zip(weights, values, strict=True)]
+            means[name] = sum(weighed) / total
+    return means
 
 
 class MeteredGrid(ForwardingGrid):

@@ -49,16 +49,7 @@ class TrainedDevices(ForwardingGrid):
         return replies
 
     def _read(self, replies: Sequence[Message]) -> None:
-        trained = [
-            reply
-            for reply in replies
-            if reply.has_content()
-            and reply.metadata.message_type.startswith("train")
-            and (
-                NUM_EXAMPLES in reply.content.metric_records.get(METRICS, {})
-                or legacy_api.num_examples_of(reply) is not None
-            )
-        ]
+        trained = [reply for reply in replies if _has_trained(reply)]
         if not trained:
             return
         own_soc = {node: soc for soc, node in enumerate(sorted(self._grid.get_node_ids()))}
@@ -68,6 +59,14 @@ class TrainedDevices(ForwardingGrid):
                 self.arithmetics.add(report.arithmetic)
             socs = report.socs or (own_soc.get(reply.metadata.src_node_id, -1),)
             self._device_of |= dict(zip(socs, report.devices, strict=False))
+
+
+def _has_trained(reply: Message) -> bool:
+    if not reply.has_content() or not reply.metadata.message_type.startswith("train"):
+        return False
+    if NUM_EXAMPLES in reply.content.metric_records.get(METRICS, {}):
+        return True
+    return legacy_api.num_examples_of(reply) is not None
 
 
 def _report_of(reply: Message) -> DeviceReport:

@@ -1,5 +1,6 @@
 """The interface of a ring for its members: in process, over gloo, or over gRPC with TLS."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -68,6 +69,12 @@ class Collective(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave the ring at once, without waiting for pending operations; may be called twice."""
+
+
+def gather_json(ring: Collective, document: object, poll: Poll = no_poll) -> list[Any]:
+    """Return every member's document, by rank; documents consist of what JSON has. Raises as `all_gather` does."""
+    payloads = ring.all_gather(json.dumps(document).encode(), poll)
+    return [json.loads(payload) for payload in payloads]
 
 
 class RingPeers:

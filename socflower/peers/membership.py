@@ -418,34 +418,27 @@ class Membership:
     def _decide(self, number: int, member_states: dict[int, MemberState]) -> Generation:
         members = tuple(member for member in self._members if member in member_states)
         with_model = [member for member in members if member_states[member].has_model]
-        source = max(
-            with_model, key=lambda member: (member_states[member].num_steps, -member), default=-1
-        )
-        best = (
-            member_states[source]
-            if source >= 0
-            else MemberState(num_steps=0, has_model=False, optimizer="")
-        )
+        source, best = -1, MemberState(num_steps=0, has_model=False, optimizer="")
+        if with_model:
+            source = max(with_model, key=lambda member: (member_states[member].num_steps, -member))
+            best = member_states[source]
         # Before the first step all optimisers are unchanged, so any will do; a node that returns
         # has lost its own.
         optimizer_source = source
-        if not best.num_steps and not best.optimizer:
-            optimizer_source = next(
-                (member for member in members if member_states[member].optimizer), source
-            )
+        with_optimizer = [member for member in members if member_states[member].optimizer]
+        if not best.num_steps and not best.optimizer and with_optimizer:
+            optimizer_source = with_optimizer[0]
         optimizer = member_states[optimizer_source].optimizer if optimizer_source >= 0 else ""
+        states = [member_states[member] for member in members]
+        has_best = [state.has_model and state.num_steps == best.num_steps for state in states]
         decision = Generation(
             number=number,
             members=members,
             source=source,
             num_steps=best.num_steps,
-            same_model=all(
-                (member_states[member].num_steps, member_states[member].has_model)
-                == (best.num_steps, True)
-                for member in members
-            ),
+            same_model=all(has_best),
             optimizer_source=optimizer_source,
-            same_optimizer=all(member_states[member].optimizer == optimizer for member in members),
+            same_optimizer=all(state.optimizer == optimizer for state in states),
         )
         with self._changed:
             self._decision = decision

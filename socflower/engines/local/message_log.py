@@ -70,31 +70,25 @@ class MessageLog:
             by_kind.setdefault(_kind(message), []).append((message, reply))
         for kind, answered in by_kind.items():
             where = _round(answered[0][0])
-            failed = [
-                (soc_of_node[node], f"SoC {soc_of_node[node]} (node {node}): {fault}")
-                for node, fault in faults(answered)
-            ]
+            failed = []
+            for node, fault in faults(answered):
+                soc = soc_of_node[node]
+                failed.append((soc, f"SoC {soc} (node {node}): {fault}"))
+            failed_all = len(failed) == len(answered)
             exchanges = self._exchanges.setdefault(kind, [])
             if not (pulled and exchanges and exchanges[-1].pulled and exchanges[-1].where == where):
                 exchanges.append(_Exchange(where=where, pulled=pulled))
             exchanges[-1].num_sent += len(answered)
             exchanges[-1].failed += failed
             if failed:
-                self.events.append(
-                    MessageEvent(
-                        kind=_ALL if len(failed) == len(answered) else _SOME,
-                        text=(
-                            f"{where}{len(failed)} of {len(answered)} {kind} messages failed; "
-                            f"first cause: {min(failed)[1]}"
-                        ),
-                        round=round_of(answered[0][0]),
-                    )
+                text = (
+                    f"{where}{len(failed)} of {len(answered)} {kind} messages failed; "
+                    f"first cause: {min(failed)[1]}"
                 )
-            if (
-                self.ends_failed_rounds
-                and kind == MessageType.TRAIN
-                and len(failed) == len(answered)
-            ):
+                number = round_of(answered[0][0])
+                kind_of_event = _ALL if failed_all else _SOME
+                self.events.append(MessageEvent(kind=kind_of_event, text=text, round=number))
+            if self.ends_failed_rounds and kind == MessageType.TRAIN and failed_all:
                 raise TrainingFailed(
                     f"{where}no client succeeded: none of {len(answered)} {kind} messages had a "
                     f"usable answer; first cause: {min(failed)[1]}"

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from socflower.hierarchy.averaging import first_non_finite
-from socflower.peers.collective import Collective, PeerLost, Poll, no_poll
+from socflower.peers.collective import Collective, PeerLost, Poll, gather_json, no_poll
 from socflower.peers.leaders.leader_port import LeaderPort
 from socflower.peers.leaders.model_changes import ChangeCompression, Floats, reals
 from socflower.peers.leaders.tree import Place, grpc_tree, in_process_trees
@@ -133,7 +133,7 @@ def _gather_heads(
         "samples": own.samples if usable else 0.0,
         "layout": layout,
     }
-    return [json.loads(each) for each in ring.all_gather(json.dumps(head).encode(), poll)]
+    return gather_json(ring, head, poll)
 
 
 def feedback_after(

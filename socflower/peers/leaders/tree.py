@@ -99,14 +99,11 @@ class _Sum:
 def in_process_trees(places: Sequence[Place]) -> list[Collective]:
     """Return the members' ends of one tree, by rank, each to be used in its own thread."""
     rings = {edge: in_process_rings(2) for edge in tree_edges(places)}
-    return [
-        Tree(
-            rank,
-            len(places),
-            {edge: ends[edge.index(rank)] for edge, ends in rings.items() if rank in edge},
-        )
-        for rank in range(len(places))
-    ]
+    trees: list[Collective] = []
+    for rank in range(len(places)):
+        own = {edge: ends[edge.index(rank)] for edge, ends in rings.items() if rank in edge}
+        trees.append(Tree(rank, len(places), own))
+    return trees
 
 
 def grpc_tree(
@@ -118,20 +115,13 @@ def grpc_tree(
 ) -> Tree:
     """Return this member's end of generation `generation` of a tree among `ranks` of the port's addresses."""
     own = list(ranks).index(port.rank)
-    return Tree(
-        own,
-        len(ranks),
-        {
-            edge: GrpcRing(
-                _EdgePort(port, f"{ranks[edge[0]]}-{ranks[edge[1]]}-"),
-                [ranks[rank] for rank in edge],
-                generation,
-                heartbeat_s,
-            )
-            for edge in tree_edges(places)
-            if own in edge
-        },
-    )
+    rings: dict[Edge, Collective] = {}
+    for edge in tree_edges(places):
+        if own in edge:
+            ends = [ranks[rank] for rank in edge]
+            edge_port = _EdgePort(port, f"{ends[0]}-{ends[1]}-")
+            rings[edge] = GrpcRing(edge_port, ends, generation, heartbeat_s)
+    return Tree(own, len(ranks), rings)
 
 
 class _EdgePort:

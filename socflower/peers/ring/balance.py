@@ -6,7 +6,6 @@ are sent by other threads during the backward pass, so that the pass does not wa
 observations to equal filters, so they split each batch equally.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from socflower.hierarchy.batch_shares import CapacityFilter
-from socflower.peers.collective import Collective, Poll
+from socflower.peers.collective import Collective, Poll, gather_json
 from socflower.thermal.limits import current_guard
 from socflower.wire.message_keys import GroupTask
 
@@ -111,12 +110,8 @@ class RingBalance:
     def synchronise(self, ring: Collective, poll: Poll) -> None:
         """Adopt the state of the member with the most observations: an exchange may have reached only some members."""
         own = self._filter.num_noted
-        reports: list[dict[str, Any]] = [
-            json.loads(payload)
-            for payload in ring.all_gather(
-                json.dumps({"filter": self._filter.state(), "limits": self._limits}).encode(), poll
-            )
-        ]
+        state = {"filter": self._filter.state(), "limits": self._limits}
+        reports: list[dict[str, Any]] = gather_json(ring, state, poll)
         # Ties go to the first member.
         newest = max(reports, key=lambda state: int(state["filter"]["noted"]))
         self._filter.restore(newest["filter"])
@@ -131,21 +126,13 @@ class RingBalance:
         Raises `PeerLost`, or what `poll` raises; this member's report is then kept for the next exchange.
         """
         num_samples, seconds = self._timer.unreported
-        reports = [
-            json.loads(payload)
-            for payload in ring.all_gather(
-                json.dumps([num_samples, seconds, _power_share()]).encode(), poll
-            )
-        ]
+        reports = gather_json(ring, [num_samples, seconds, _power_share()], poll)
         self._timer.mark_reported()
-        self._filter.note(
-            {
-                member: (samples, taken_s)
-                for member, (samples, taken_s, _) in zip(present, reports, strict=True)
-            }
-        )
-        for member, (_, _, share) in zip(present, reports, strict=True):
+        noted = {}
+        for member, (samples, taken_s, share) in zip(present, reports, strict=True):
+            noted[member] = (samples, taken_s)
             self._limits[member] = share
+        self._filter.note(noted)
 
 
 def _power_share() -> float:

@@ -148,17 +148,11 @@ class GradientExchange:
             step.send(self._buckets[step.num_sent])
 
     def _require_same_layout(self, ring: Collective, poll: Poll) -> None:
-        own = hashlib.sha256(
-            repr(
-                [
-                    (
-                        bucket.buffer.dtype,
-                        [(tuple(view.shape), view.stride()) for view in bucket.views],
-                    )
-                    for bucket in self._buckets
-                ]
-            ).encode()
-        ).digest()
+        layouts = []
+        for bucket in self._buckets:
+            views = [(tuple(view.shape), view.stride()) for view in bucket.views]
+            layouts.append((bucket.buffer.dtype, views))
+        own = hashlib.sha256(repr(layouts).encode()).digest()
         if len(set(ring.all_gather(own, poll))) > 1:
             raise ConfigError(
                 "ring: its members differ in their models' parameters, the layout of these in memory, "

@@ -1,10 +1,9 @@
 """One member's part of a group's training on its own machine: the same steps as `train_group`, over a ring."""
 
 import hashlib
-import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from logging import INFO
@@ -20,7 +19,7 @@ from socflower.hierarchy.averaging import non_finite_tensors
 from socflower.hierarchy.leader_topology import NONE
 from socflower.model_graph.random_state import RandomState, own_random_state
 from socflower.model_graph.torch_device import device_label, device_of
-from socflower.peers.collective import Collective, PeerLost, RingPeers
+from socflower.peers.collective import Collective, PeerLost, RingPeers, gather_json
 from socflower.peers.compression import GradientCompression, make_compression
 from socflower.peers.leaders.model_changes import Floats, MemberChanges, feedback_digest
 from socflower.peers.leaders.model_exchange import GroupLeader, GroupsModel, feedback_after
@@ -641,10 +640,7 @@ class _MemberSession:
         snapshot, batch = self._pending_step.snapshot, self._own_part(shares, present)
         snapshot.restore()
         own = session.batch_weight([batch]) if isinstance(session, WeighingSession) else None
-        weights = [
-            json.loads(payload)
-            for payload in self._collective.all_gather(json.dumps(own).encode(), self._poll)
-        ]
+        weights = gather_json(self._collective, own, self._poll)
         # Weighed as in the sum: by its own weight alone, a gradient in float16 could overflow.
         group_weight = sum(
             weight for weight in weights if weight is not None and math.isfinite(weight)
@@ -656,14 +652,7 @@ class _MemberSession:
             # Samples without weight have no gradient.
             weight = [] if own is None else [lambda: group_weight]
             session.gradients([batch], sum(map(len, shares)), *weight)
-            fault = next(
-                (
-                    name
-                    for name, parameter in self._model.named_parameters()
-                    if parameter.grad is not None and not torch.isfinite(parameter.grad).all()
-                ),
-                "",
-            )
+            fault = _first_spoilt_gradient(self._model)
         snapshot.restore()
         return [
             payload.decode() for payload in self._collective.all_gather(fault.encode(), self._poll)
@@ -777,24 +766,17 @@ class _MemberSession:
         digest = hashlib.sha256()
         for parameter in _trained(self._model):
             digest.update(array_to_bytes(parameter.detach().cpu().numpy()))
-        reports = [
-            json.loads(payload)
-            for payload in self._collective.all_gather(
-                json.dumps(
-                    {
-                        "weights": digest.hexdigest(),
-                        "steps": self._num_steps,
-                        "loss": mean_loss(self._losses),
-                        "samples": self._num_own_samples,
-                        "counters": [counter.tolist() for counter in counters],
-                        "rate": self._timer.rate,
-                        "device": device_label(device_of(self._model)),
-                        "changes": None if self._changes is None else self._changes.held,
-                    }
-                ).encode(),
-                self._poll,
-            )
-        ]
+        own = {
+            "weights": digest.hexdigest(),
+            "steps": self._num_steps,
+            "loss": mean_loss(self._losses),
+            "samples": self._num_own_samples,
+            "counters": [counter.tolist() for counter in counters],
+            "rate": self._timer.rate,
+            "device": device_label(device_of(self._model)),
+            "changes": None if self._changes is None else self._changes.held,
+        }
+        reports = gather_json(self._collective, own, self._poll)
         answering = self._ring.leader if self._ring.leader in self._members else self._members[0]
         self._require_same_weights(reports, answering)
         if self._stage < _AVERAGED:
@@ -811,7 +793,11 @@ class _MemberSession:
             member: entry["rate"] for member, entry in zip(self._members, reports, strict=True)
         }
         self._membership.finish()
-        soc_of = dict(zip(self._group.partitions, self._group.members, strict=True))
+        devices = DeviceReport(
+            devices=tuple(entry["device"] for entry in reports),
+            socs=self._socs_of(self._members),
+            arithmetic=arithmetic_of(self._member.trainer),
+        )
         return MemberResult(
             outcome=self._outcome(COMPLETED, answers=answering == self._ring.participant),
             mean_loss=sum(entry["loss"] for entry in reports),
@@ -819,11 +805,7 @@ class _MemberSession:
             end=self._end,
             compression=self._compression.state() if self._compression is not None else b"",
             feedback=None if self._changes is None else self._changes.feedback,
-            devices=DeviceReport(
-                devices=tuple(entry["device"] for entry in reports),
-                socs=tuple(soc_of[participant] for participant in self._members),
-                arithmetic=arithmetic_of(self._member.trainer),
-            ),
+            devices=devices,
         )
 
     def _require_same_weights(self, reports: Sequence[Mapping[str, Any]], answering: int) -> None:
@@ -924,33 +906,33 @@ class _MemberSession:
         )
 
     def _outcome(self, outcome: str, *, answers: bool) -> RingOutcome:
-        soc_of = dict(zip(self._group.partitions, self._group.members, strict=True))
+        finished = self._membership.finished
+        log_lines = [*self._membership.log_lines, *self._leader.log_lines]
+        feedback = None
+        if self._changes is not None:
+            log_lines += self._changes.log_lines
+            feedback = self._changes.feedback if self._stage == _MET else None
+        rates: list[float] = []
+        if self._rates:
+            rates = [self._rates.get(participant, 0.0) for participant in finished]
         return RingOutcome(
             outcome=outcome,
-            members=tuple(soc_of[participant] for participant in self._membership.finished),
+            members=self._socs_of(finished),
             num_steps=self._num_steps,
             answers=answers,
             recoveries_s=tuple(self._recoveries_s),
-            preempted=tuple(soc_of[participant] for participant in self._membership.preempted),
-            log=(
-                *self._membership.log_lines,
-                *self._leader.log_lines,
-                *([] if self._changes is None else self._changes.log_lines),
-            ),
+            preempted=self._socs_of(self._membership.preempted),
+            log=tuple(log_lines),
             dropped=tuple(_shortened([*self._dropped.values()])),
             met=self._met,
             met_samples=self._met_samples,
-            feedback_sha256=feedback_digest(
-                self._changes.feedback
-                if self._changes is not None and self._stage == _MET
-                else None
-            ),
-            rates=tuple(
-                self._rates.get(participant, 0.0) for participant in self._membership.finished
-            )
-            if self._rates
-            else (),
+            feedback_sha256=feedback_digest(feedback),
+            rates=tuple(rates),
         )
+
+    def _socs_of(self, participants: Iterable[int]) -> tuple[int, ...]:
+        soc_of = dict(zip(self._group.partitions, self._group.members, strict=True))
+        return tuple(soc_of[participant] for participant in participants)
 
     def _drop_session(self) -> None:
         if self._session is not None and self._end is None:
@@ -961,6 +943,14 @@ class _MemberSession:
         if self._collective is not None:
             self._collective.close()
             self._collective = None
+
+
+def _first_spoilt_gradient(model: nn.Module) -> str:
+    """Return the name of the first parameter whose gradient is not finite; empty if there is none."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+            return name
+    return ""
 
 
 def _turns(port: RingPort, group: GroupTask, ring: RingTask) -> TurnSignals | None:
