@@ -7,12 +7,12 @@ randomly in how well they are cooled (equal in all rows).
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 
-from benchmarks.harness import Row, less_is_better, main, more_is_better
+from benchmarks.harness import Row, less_is_better, main, more_is_better, note
 from socflower.cluster import (
     FP32,
     Activity,
@@ -227,17 +227,7 @@ def run_under(policy: Policy, case: RackWork, cluster: Cluster, planned: Usage) 
     for interval in intervals:
         balancer.update_speeds(clock, plan.participants)
         plan, _ = balancer.rebalance_groups(plan)
-        work = IntervalCosts(
-            cluster=cluster,
-            plan=plan,
-            profile=work.profile,
-            num_samples=work.num_samples,
-            batch_size=work.batch_size,
-            steps_per_epoch=1,
-            uplink_turns=False,
-            pricing=work.pricing,
-            rebalancing=policy.rebalancing,
-        )
+        work = replace(work, plan=plan)
         work.run(interval, clock, capacities=balancer.in_use)
     return PolicyResult(
         duration_s=clock.now_s,
@@ -252,10 +242,9 @@ def case_rows(case: RackWork, cluster: Cluster) -> list[Row]:
     planned = cold(case, cluster)
     runs = {policy.name: run_under(policy, case, cluster, planned) for policy in POLICIES}
     for name, one in runs.items():
-        print(
+        note(
             f"{case.name}: {name}: {one.duration_s:.0f} s, {one.energy_j / 1e3:.0f} kJ, of them fans "
-            f"{one.cooling_j / 1e3:.1f} kJ, at most {one.peak_c:.1f} C",
-            file=sys.stderr,
+            f"{one.cooling_j / 1e3:.1f} kJ, at most {one.peak_c:.1f} C"
         )
     none, passive = runs[POLICIES[0].name], runs["passive"]
     found = []

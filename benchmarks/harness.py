@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -111,6 +112,11 @@ def repeated(step: Callable[[], object], times: int) -> Callable[[], None]:
             step()
 
     return run
+
+
+def note(text: str) -> None:
+    """Print a line about the progress of a long benchmark; the standard output is for the document."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def kept(path: Path, make: Callable[[], Any]) -> Any:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.harness import Row, kept, main, more_is_better
+from benchmarks.harness import Row, kept, main, more_is_better, note
 from socflower.precision import ADAPTIVE_FIXED_POINT, NITI, Int8Model, TrainingAlgorithm
 from socflower.precision.algorithm import IntegerUpdate
 from socflower.workloads.dataset import LabelledData
@@ -135,10 +135,7 @@ def train(case: AccuracyCase, method: str, seed: int) -> Curve:
         )
         accuracies.append(correct / test_images.count)
         losses.append(loss / steps_per_epoch)
-        print(
-            f"{case.model} {method} seed {seed} epoch {len(losses)}: {accuracies[-1]:.4f}",
-            file=sys.stderr,
-        )
+        note(f"{case.model} {method} seed {seed} epoch {len(losses)}: {accuracies[-1]:.4f}")
     return Curve(
         case=case,
         method=method,

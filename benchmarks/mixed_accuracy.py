@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row, kept, main, more_is_better
+from benchmarks.harness import Row, kept, main, more_is_better, note
 from socflower.precision import MIXING_RULES
 from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.file import load_scenario
@@ -84,10 +84,8 @@ def _run_anew(case: MixedCase, method: str, seed: int, epochs: int | None) -> di
     scenario = load_scenario(Path("scenarios/full") / f"{case.scenario}.toml", overrides)
     result = run_scenario(scenario)
     rounds = [{key: entry.get(key) for key in _OF_ROUND} for entry in result["rounds"]]
-    print(
-        f"{case.key} {method} seed {seed}: {result['final_accuracy']:.4f} in {result['wall_s']:.0f} s",
-        file=sys.stderr,
-        flush=True,
+    note(
+        f"{case.key} {method} seed {seed}: {result['final_accuracy']:.4f} in {result['wall_s']:.0f} s"
     )
     own = {"scenario": case.key, "method": method, "seed": seed, "rounds": rounds}
     return own | {key: result[key] for key in _OF_RUN}

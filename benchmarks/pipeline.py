@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from benchmarks.harness import Row, less_is_better, main, more_is_better
+from benchmarks.harness import Row, less_is_better, main, more_is_better, note
 from benchmarks.pipeline_contest.launch import Devices
 from benchmarks.pipeline_contest.work import (
     CORES,
@@ -340,10 +340,8 @@ def with_messages(
             )
             found += [byte_s * CORES[soc] for soc, byte_s in carried.items()]
     core_s = max(0.0, statistics.median(found))
-    print(
-        f"a megabyte: {1e6 * core_s:.4f} s of a core, of {[round(1e6 * each, 4) for each in found]}",
-        file=sys.stderr,
-        flush=True,
+    note(
+        f"a megabyte: {1e6 * core_s:.4f} s of a core, of {[round(1e6 * each, 4) for each in found]}"
     )
     return replace(
         problem,
@@ -371,12 +369,10 @@ def _measured(devices: Devices, entry: Contestant) -> Result:
         ok=is_right(work, answers),
         predicted_s=said_s,
     )
-    print(
+    note(
         f"{entry.name}: {text_of(entry.plan)}: {update_s:.3f} s, predicted {result.predicted_s:.3f} "
         f"({100 * (result.predicted_s / update_s - 1):+.1f} %; planned with {entry.predicted_s:.3f}), {result.ok}; "
-        f"cores {[round(each.cpu_s / (each.ends_s[-1] - each.began_s), 3) for each in answers.values()]}",
-        file=sys.stderr,
-        flush=True,
+        f"cores {[round(each.cpu_s / (each.ends_s[-1] - each.began_s), 3) for each in answers.values()]}"
     )
     return result
 
@@ -437,7 +433,7 @@ def _federated(devices: Devices, problem: PipelineProblem) -> Result:
     )
     first, *others = (each.weights for each in answers.values())
     round_s = interval_s(answers)
-    print(f"FedAvg: {samples}: {round_s:.3f} s", file=sys.stderr, flush=True)
+    note(f"FedAvg: {samples}: {round_s:.3f} s")
     return Result(
         samples_per_s=sum(samples) / round_s,
         update_s=round_s,
@@ -490,11 +486,7 @@ def _overlap(quick: bool) -> Row:
             )
     longer_s = max(statistics.median(alone), transfers_s)
     both_s = statistics.median(both)
-    print(
-        f"overlap: passes {alone}, transfers {transfers_s}, both {both}",
-        file=sys.stderr,
-        flush=True,
-    )
+    note(f"overlap: passes {alone}, transfers {transfers_s}, both {both}")
     return less_is_better(
         f"overlap, {plan.num_micro_batches} micro-batches between 2 devices at {rate / 1e6:.0f} Mbit/s: "
         f"passes alone {statistics.median(alone):.2f} s, transfers alone {transfers_s:.2f} s, both",

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks.harness import Row, less_is_better, main, more_is_better
+from benchmarks.harness import Row, less_is_better, main, more_is_better, note
 from benchmarks.pipeline import (
     interval_s,
     is_right,
@@ -142,11 +142,7 @@ def _run(
         strict=False,
     )
     update_s, loss = interval_s(answers), test_loss(model)
-    print(
-        f"{text_of(plan)}: {update_s:.3f} s, predicted {said_s:.3f}, loss {loss:.4f}",
-        file=sys.stderr,
-        flush=True,
-    )
+    note(f"{text_of(plan)}: {update_s:.3f} s, predicted {said_s:.3f}, loss {loss:.4f}")
     return update_s, loss, said_s, is_right(work, answers)
 
 

@@ -229,7 +229,7 @@ def _random_plan(rng: np.random.Generator, problem: PipelineProblem) -> Pipeline
         np.diff([0, *sorted(rng.choice(np.arange(1, total), num_stages - 1, replace=False)), total])
         for total in (len(order), problem.model.num_layers)
     )
-    return next(plans_of(problem, order, widths, depths, rule=ASTEROID))
+    return next(plans_of(problem, order, widths, depths))
 
 
 def _in_flight_row(count: int) -> Row:

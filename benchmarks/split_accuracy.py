@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.harness import Row, machine, main, more_is_better
+from benchmarks.harness import Row, machine, main, more_is_better, note
 from benchmarks.split_accuracy_runs.gradient_errors import gradient_errors
 from benchmarks.split_accuracy_runs.recipes import (
     NORMAL,
@@ -164,11 +164,9 @@ class Bench:
             np.savez(partial_file, **weights_of(model))
             partial_file.replace(self._weights(work.seed))
         self._runs.add(work, found)
-        print(
+        note(
             f"{len(self._runs['runs'])}: {work.setting}, {work.variant.name}, seed {work.seed}: "
-            f"{found['accuracy']:.4f} in {found['wall_s']:.0f} s ({found['cpu_s']:.0f} s of CPU)",
-            file=sys.stderr,
-            flush=True,
+            f"{found['accuracy']:.4f} in {found['wall_s']:.0f} s ({found['cpu_s']:.0f} s of CPU)"
         )
 
     def _weights(self, seed: int) -> Path:

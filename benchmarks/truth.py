@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Row, main, more_is_better
+from benchmarks.harness import Row, main, more_is_better, note
 from benchmarks.processes import LineProcess
 from benchmarks.truth_cells.cell import ONE_RING, Cell, draw_cells, reference_cells
 from benchmarks.truth_cells.prediction import Constants
@@ -67,11 +67,9 @@ def run(quick: bool = False, cells: int = 100, seed: int = 0) -> list[Row]:
         row, error = _row(cell, found)
         rows.append(row)
         halves["sleeping" if cell.sleeps else "computing"].append(error)
-        print(
+        note(
             f"{row.case}: {row.ours:.3f} s, measured {row.peer_value:.3f}: {100 * error:+.1f} % "
-            f"{_phases(found)}",
-            file=sys.stderr,
-            flush=True,
+            f"{_phases(found)}"
         )
     for name, errors in {**halves, "all": [*halves["sleeping"], *halves["computing"]]}.items():
         if len(errors) > 1:
