@@ -122,7 +122,7 @@ def run(quick: bool = False) -> list[Row]:
     with suppress(PermissionError):
         os.nice(-10)
     for mbit in RATES_MBIT[1:2] if quick else RATES_MBIT:
-        rows += _contest(mbit, quick)
+        rows += _contest(mbit)
     rows.append(_overlap(quick))
     _told["load_after"] = list(os.getloadavg())
     return rows
@@ -139,7 +139,7 @@ def peers() -> dict[str, object]:
 # ---------------------------------------------------------------------------------------------------------- contest
 
 
-def _contest(mbit: int, quick: bool) -> list[Row]:
+def _contest(mbit: int) -> list[Row]:
     place = f"{mbit} Mbit/s"
     with Devices(rack(mbit * 1_000_000), CORES) as devices:
         profiled: dict[int, Profiled] = devices.do(

@@ -71,7 +71,7 @@ def _build(cell: Cell) -> None:
 class _Socs:
     """The processes of a phase, each in its network."""
 
-    def __init__(self, cell: Cell, work: Mapping[int, Callable[[Meeting], Any]]) -> None:
+    def __init__(self, work: Mapping[int, Callable[[Meeting], Any]]) -> None:
         start_s = _FORK.Value("d", 0.0)
 
         def soon() -> None:
@@ -142,7 +142,7 @@ def _measure(cell: Cell, constants: Constants) -> dict[str, Any]:
         calibration = sleeping(cell)
     else:
         calibrated = _Socs(
-            cell, {soc: lambda meeting, soc=soc: calibrate(cell, soc, meeting) for soc in socs}
+            {soc: lambda meeting, soc=soc: calibrate(cell, soc, meeting) for soc in socs}
         ).results()
         calibration = Calibration(
             step_s={soc: passes_s for soc, (passes_s, _) in zip(socs, calibrated, strict=True)},
@@ -168,7 +168,7 @@ def _measure(cell: Cell, constants: Constants) -> dict[str, Any]:
     }
     parts[cell.hub] = lambda meeting: serve(cell, meeting)
     began_at = time.time()
-    *reports, _ = _Socs(cell, parts).results()
+    *reports, _ = _Socs(parts).results()
     return {"began_at": began_at, **_judged(cell, prediction.interval.num_steps, reports)}
 
 

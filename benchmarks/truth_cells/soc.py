@@ -26,7 +26,7 @@ from benchmarks.truth_cells.prediction import (
 )
 from socflower.hierarchy import Group, SyncInterval, unpredicted_exchanges, weighted_average
 from socflower.peers.preemption import PreemptionSwitch
-from socflower.peers.ring.member import AppliedStep, MemberResult, RingMember
+from socflower.peers.ring.member import AppliedStep, RingMember
 from socflower.peers.ring.settings import RingSettings
 from socflower.peers.transports.port import RingPort
 from socflower.strategies.round import Round, ring_tasks
@@ -163,8 +163,8 @@ def train(
         work.interval(0, has_model=True)
         work.end()
         return work.report
-    first = work.interval(0, has_model=True)
-    work.synchronise(first)
+    work.interval(0, has_model=True)
+    work.synchronise()
     meeting.together()
     work.note("synchronised")
     work.interval(1, has_model=cell.leaders == "ring" or work.leads)
@@ -231,7 +231,8 @@ class _Work:
                 (cell.rack.address(cell.hub), _HUB_PORT), _PATIENCE_S
             )
 
-    def interval(self, number: int, *, has_model: bool) -> MemberResult:
+    def interval(self, number: int, *, has_model: bool) -> None:
+        """Train an interval, and record its steps and the digest of the weights."""
         group, ring = tasks_of(self._cell, self._prediction, number)[self._soc]
         addresses = [
             f"{self._cell.rack.address(soc)}:{_RING_PORT + number}"
@@ -270,9 +271,8 @@ class _Work:
         self.report["digests"].append(
             digest_of({name: array.tobytes() for name, array in self._arrays().items()})
         )
-        return end
 
-    def synchronise(self, end: MemberResult) -> None:
+    def synchronise(self) -> None:
         if self._hub is None:
             return
         self._hub.settimeout(_PATIENCE_S)
