@@ -371,8 +371,7 @@ def _measured(devices: Devices, entry: Contestant) -> Result:
     )
     note(
         f"{entry.name}: {text_of(entry.plan)}: {update_s:.3f} s, predicted {result.predicted_s:.3f} "
-        f"({100 * (result.predicted_s / update_s - 1):+.1f} %; planned with {entry.predicted_s:.3f}), {result.ok}; "
-        f"cores {[round(each.cpu_s / (each.ends_s[-1] - each.began_s), 3) for each in answers.values()]}"
+        f"({100 * (result.predicted_s / update_s - 1):+.1f} %; planned with {entry.predicted_s:.3f}), {result.ok}"
     )
     return result
 

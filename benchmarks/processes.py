@@ -26,7 +26,7 @@ class LineProcess:
         timeout_s: float = 900.0,
         stderr: int | None = None,
     ) -> None:
-        self._timeout_s = timeout_s
+        self._module, self._timeout_s = module, timeout_s
         self._process = subprocess.Popen(
             [*prefix, sys.executable, "-m", module, *arguments],
             cwd=REPOSITORY,
@@ -59,7 +59,7 @@ class LineProcess:
                 return line
         finally:
             overdue.cancel()
-        raise RuntimeError(f"{self._process.args!r} ended with {self._process.wait()}")
+        raise RuntimeError(f"{self._module} ended with {self._process.wait()}")
 
     def kill(self) -> None:
         """Kill the process; its pipes stay open for a thread that reads."""
