@@ -107,6 +107,17 @@ BERT48: Profile = (
 )
 
 
+GPU = Device(
+    name="gpu",
+    idle_w=50.0,
+    network_w=0.0,
+    memory_bytes=16e9,
+    memory_bytes_per_s=9e11,
+    layer_overhead_s=0.0,
+    processors={"gpu": Processor(name="gpu", flops_per_s=1e13, active_w=300.0)},
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
     """A problem with equal workers, and its published plan as (last layer, replicas) of each stage."""
@@ -196,6 +207,20 @@ def examples() -> tuple[Example, ...]:
     )
 
 
+def _layers(profile: Profile, batch: int) -> tuple[PipelineLayer, ...]:
+    return tuple(
+        PipelineLayer(
+            name=layer,
+            forward_flops=0.0,
+            backward_flops=0.0,
+            weight_bytes=float(weights),
+            activation_bytes=output / batch,
+            output_bytes=output / batch,
+        )
+        for layer, _, _, output, weights in profile
+    )
+
+
 def _example(
     name: str,
     profile: Profile,
@@ -211,32 +236,12 @@ def _example(
     server_bytes_per_s: float | None = None,
 ) -> Example:
     """Return an example; seconds and bytes are proportional to the samples, as in both planners."""
-    kind = Device(
-        name="gpu",
-        idle_w=50.0,
-        network_w=0.0,
-        memory_bytes=16e9,
-        memory_bytes_per_s=9e11,
-        layer_overhead_s=0.0,
-        processors={"gpu": Processor(name="gpu", flops_per_s=1e13, active_w=300.0)},
-    )
     slots = per_server or num_workers
     board = Board(
         num_slots=slots,
-        device=kind,
+        device=GPU,
         soc_bytes_per_s=bytes_per_s,
         uplink_bytes_per_s=server_bytes_per_s or slots * bytes_per_s,
-    )
-    layers = tuple(
-        PipelineLayer(
-            name=layer,
-            forward_flops=0.0,
-            backward_flops=0.0,
-            weight_bytes=float(weights),
-            activation_bytes=output / batch,
-            output_bytes=output / batch,
-        )
-        for layer, _, _, output, weights in profile
     )
     seconds = LayerSeconds(
         device="gpu",
@@ -245,7 +250,7 @@ def _example(
         backward_s=np.array([[row[2] * 1e-3] for row in profile]),
     )
     problem = PipelineProblem(
-        model=PipelineModel(name=name, layers=layers, input_bytes=0.0),
+        model=PipelineModel(name=name, layers=_layers(profile, batch), input_bytes=0.0),
         devices=tuple(
             PipelineDevice(soc=soc, name=f"gpu {soc}", seconds=seconds, memory_bytes=1e15)
             for soc in range(num_workers)
