@@ -10,15 +10,12 @@ import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Row, main, measure, measure_interleaved
+from benchmarks.harness import Row, less_is_better, main, measure, measure_interleaved
 from socflower.strategies.records import aggregate_records, array_views
 
 NUM_PARAMETERS = 9_228_362
@@ -35,13 +32,13 @@ def shapes_in_18_tensors() -> list[tuple[int, ...]]:
 
 
 def shapes_in_63_tensors() -> list[tuple[int, ...]]:
-    """Return 62 tensors of alternately 2,048 and about 295,000 elements and one with what is left."""
+    """Return the shapes of 62 tensors, alternately of about 295,000 and 2,048 elements, and of one with the rest."""
     shapes: list[tuple[int, ...]] = [(512, 64, 3, 3), (2048,)] * 31
     return [*shapes, (NUM_PARAMETERS - sum(int(np.prod(shape)) for shape in shapes),)]
 
 
 def run(quick: bool = False) -> list[Row]:
-    """Return time and peak extra memory of both for 8 and 32 replies; answers must agree to 1e-6."""
+    """Return rows of time and of peak extra memory for 8 and 32 replies; answers must agree to 1e-6."""
     rows: list[Row] = []
     for shapes in (shapes_in_18_tensors(), shapes_in_63_tensors()):
         replies = [_reply(shapes, seed) for seed in range(32)]
@@ -77,24 +74,22 @@ def _compare(case: str, replies: list[RecordDict], quick: bool) -> list[Row]:
     our_models, flower_models = _peak_models(ours), _peak_models(flowers)
     read_s = _read_time_s(replies)
     return [
-        Row(
-            case=f"{case}, time",
-            ours=our_time.median_s,
-            peer=_PEER,
-            peer_value=flower_time.median_s,
-            unit="s",
-            ratio=flower_time.median_s / our_time.median_s,
+        less_is_better(
+            f"{case}, time",
+            our_time.median_s,
+            _PEER,
+            flower_time.median_s,
+            "s",
             limit=read_s,
             ok=ok,
         ),
-        Row(
-            case=f"{case}, peak memory above the replies",
-            ours=our_models,
-            peer=_PEER,
-            peer_value=flower_models,
-            unit="models",
-            ratio=flower_models / our_models,
-            limit=1.0,  # the result itself
+        less_is_better(
+            f"{case}, peak memory above the replies",
+            our_models,
+            _PEER,
+            flower_models,
+            "models",
+            limit=1.0,
             ok=ok and our_models <= 2.0,
         ),
     ]
@@ -109,7 +104,7 @@ def _agree(ours: ArrayRecord, theirs: ArrayRecord) -> bool:
 
 
 def _peak_models(function: Callable[[], object]) -> float:
-    """Return the peak of what `function` allocates, in models; NumPy and bytes objects are both traced."""
+    """Return the peak memory of `function` as a multiple of the model's; NumPy and bytes objects are traced."""
     tracemalloc.start()
     try:
         function()
@@ -119,7 +114,7 @@ def _peak_models(function: Callable[[], object]) -> float:
 
 
 def _read_time_s(replies: list[RecordDict]) -> float:
-    """Return the time in which as many threads as ours read every byte of the replies once, as a maximum over int64."""
+    """Return the time to read every byte of the replies once with as many threads as ours (a maximum over int64)."""
     arrays = [
         np.frombuffer(array.data, np.int64, len(array.data) // 8)
         for reply in replies

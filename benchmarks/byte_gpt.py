@@ -1,14 +1,14 @@
 """A byte-level GPT on the standard library's sources: groups against one SoC and FedAvg, and what LoRA adapters send.
 
-    python benchmarks/byte_gpt.py --json --curves docs/results    (an hour; goes on where it was cut)
+    python benchmarks/byte_gpt.py --json --curves docs/results    (an hour; continues after an interruption)
     python benchmarks/byte_gpt.py --quick                         (only the bytes of one round, on random weights)
 
 The scenarios are scenarios/full/byte_gpt.toml, all parameters from random weights, and byte_gpt_lora.toml, adapters on
-the model that the former trained. Every strategy trains on equal tokens with Adam, at the best of the same learning
-rates, searched with a seed that is not reported. `all, from the base` trains every parameter on the adapters' text.
-Bytes are counted by TCP proxies before the SuperLink and before every ring port of eight SuperNodes, whose rings
-exchange over gRPC: all that passes from the end of the first synchronisation to that of the last, less what as long an
-idle time costs. Runs that are done are kept in out/byte-gpt.
+the model of the former. Every strategy trains on the same tokens with Adam, at the best of the same learning rates,
+which are searched with a seed that is not reported. `all, from the base` trains every parameter on the adapters' text.
+TCP proxies count bytes in front of the SuperLink and of every ring port of eight SuperNodes, whose rings exchange over
+gRPC. Counted are the bytes from the end of the first synchronisation to the end of the last, less those of an equally
+long idle time. Finished runs are kept in out/byte-gpt.
 """
 
 import json
@@ -23,9 +23,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Row, main
+from benchmarks.harness import Row, kept, less_is_better, main
 from benchmarks.hub_traffic import CountingProxies, deployed
 from socflower.scenario.comparison import compare
 from socflower.scenario.runner import run_to_folder
@@ -38,16 +36,19 @@ BASE = Path("out/byte_gpt.npz")
 SEEDS = (2, 3, 4)
 NUM_NODES, NUM_GROUPS, BATCH_SIZE = 8, 4, 16
 FULL, LORA = Path("scenarios/full/byte_gpt.toml"), Path("scenarios/full/byte_gpt_lora.toml")
-MOST_LOSS = 2.6  # nats a byte; single bytes have an entropy of 3.1 (modules) and 2.65 (topics)
-MOST_OF_FULL = 0.02  # of the bytes of all parameters may pass with adapters
+# In nats a byte. The entropy of single bytes is 3.1 for the modules and 2.65 for the topics.
+MOST_LOSS = 2.6
+# Adapters may send at most this share of the bytes that all parameters take.
+MOST_OF_FULL = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """A way to train, under some strategies."""
+class Regime:
+    """What is trained on which text, and the strategies that do it."""
 
     title: str
-    key: str  # the folder of its runs
+    # The folder of its runs.
+    key: str
     scenario: Path
     rates: str
     strategies: tuple[str, ...] = ("socflow", "sgd", "fedavg")
@@ -55,11 +56,11 @@ class Case:
 
 
 CASES = (
-    Case(
+    Regime(
         title="all parameters, modules", key="full", scenario=FULL, rates="0.001,0.002,0.004,0.008"
     ),
-    Case(title="LoRA, topics", key="lora", scenario=LORA, rates="0.005,0.01,0.02,0.04"),
-    Case(
+    Regime(title="LoRA, topics", key="lora", scenario=LORA, rates="0.005,0.01,0.02,0.04"),
+    Regime(
         title="all, from the base, topics",
         key="from-base",
         scenario=LORA,
@@ -70,8 +71,8 @@ CASES = (
 )
 
 
-def comparison(case: Case) -> dict[str, Any]:
-    """Return the comparison of a case with its runs' curves, from its folder as far as it was done before."""
+def comparison(case: Regime) -> dict[str, Any]:
+    """Return the comparison of a regime and the curves of its runs; finished runs are read from its folder."""
     if case.scenario == LORA and not BASE.exists():
         run_to_folder(load_scenario(FULL), FOLDER / "base", save_model=BASE)
     out = FOLDER / case.key
@@ -104,7 +105,7 @@ def _curve(result: Path) -> list[dict[str, float]]:
 
 
 def wire_bytes(scenario: str, *, num_rounds: int = 3, idle_s: float = 20.0) -> dict[str, float]:
-    """Return the bytes of a synchronisation, both ways: through the SuperLink, and in the rings between two of them."""
+    """Return the bytes of a synchronisation in both directions: through the SuperLink, and in the rings."""
     with deployed(NUM_NODES, warm=True, counts_rings=True) as cluster:
         assert cluster.ring_proxies is not None
         cluster.wait_until_idle()
@@ -136,7 +137,7 @@ def _passed(proxies: CountingProxies, start_s: float, end_s: float) -> int:
 
 
 def untrained_base(folder: Path) -> Path:
-    """Return a file of the base's initial weights, on which adapters send as many bytes."""
+    """Return a file of the base's initial weights; adapters on it send as many bytes as on a trained base."""
     path = folder / "base.npz"
     np.savez(
         path,
@@ -151,7 +152,7 @@ def untrained_base(folder: Path) -> Path:
 def wire_rows(lora: Mapping[str, float], full: Mapping[str, float]) -> list[Row]:
     """Return rows of the bytes with adapters against those with all parameters.
 
-    Through the hub alone, what Flower wraps messages in counts too much for the limit.
+    The limit is not applied to the hub alone: there Flower's wrapping is a large share of the bytes.
     """
     case = (
         f"LoRA, {lora['model_bytes']:.0f} of {full['model_bytes']:.0f} B train, {NUM_NODES} SuperNodes in "
@@ -159,7 +160,7 @@ def wire_rows(lora: Mapping[str, float], full: Mapping[str, float]) -> list[Row]
     )
     sums = [{**each, "hub and rings": each["hub"] + each["rings"]} for each in (lora, full)]
     return [
-        _row(
+        less_is_better(
             case + name,
             sums[0][name],
             "all parameters",
@@ -183,18 +184,14 @@ def measured_wire(base: Path, num_rounds: int) -> tuple[dict[str, float], dict[s
 
 
 def _kept_wire() -> tuple[dict[str, float], dict[str, float]]:
-    kept = FOLDER / "wire.json"
-    if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(measured_wire(BASE, num_rounds=3)))
-    lora, full = json.loads(kept.read_text("utf-8"))
+    lora, full = kept(FOLDER / "wire.json", lambda: measured_wire(BASE, num_rounds=3))
     return lora, full
 
 
 def loss_rows(found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """Return rows of each strategy, means over the seeds: its final loss, and its time in all.
+    """Return two rows for each strategy, means over the seeds: its final loss and its total time.
 
-    Beside it stands one SoC, and beside the training of all parameters from the base that of the adapters.
+    The peer is one SoC; for all parameters from the base, the peer is the training of the adapters.
     """
     rows = []
     for case in CASES:
@@ -214,7 +211,7 @@ def loss_rows(found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
                 for of in (own, peers)
             )
             rows += [
-                _row(
+                less_is_better(
                     f"{text}, +- {stdev(losses):.3f}",
                     mean(losses),
                     peer_name,
@@ -222,23 +219,9 @@ def loss_rows(found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
                     "nats a byte",
                     ok=max(losses) < MOST_LOSS,
                 ),
-                _row(text, mean(times), peer_name, mean(peer_time), "virtual s"),
+                less_is_better(text, mean(times), peer_name, mean(peer_time), "virtual s", ok=True),
             ]
     return rows
-
-
-def _row(
-    case: str, ours: float, peer: str, peer_value: float, unit: str, *, ok: bool = True
-) -> Row:
-    return Row(
-        case=case,
-        ours=ours,
-        peer=peer,
-        peer_value=peer_value,
-        unit=unit,
-        ratio=peer_value / ours,
-        ok=ok,
-    )
 
 
 def _runs(found: Mapping[str, Any], strategy: str) -> list[Mapping[str, Any]]:
@@ -246,7 +229,7 @@ def _runs(found: Mapping[str, Any], strategy: str) -> list[Mapping[str, Any]]:
 
 
 def run(quick: bool = False) -> list[Row]:
-    """Return the rows of losses and bytes; `quick` counts the bytes of one round."""
+    """Return the rows of losses and bytes; with `quick` only the bytes of one round."""
     if quick:
         with TemporaryDirectory() as folder:
             return wire_rows(*measured_wire(untrained_base(Path(folder)), num_rounds=2))
@@ -302,11 +285,4 @@ def _draw(
 
 
 if __name__ == "__main__":
-    if "--curves" in sys.argv:
-        position = sys.argv.index("--curves")
-        target = Path(sys.argv[position + 1])
-        del sys.argv[position : position + 2]
-        main(run)
-        write_curves(target)
-    else:
-        sys.exit(main(run))
+    sys.exit(main(run, write_curves=write_curves))

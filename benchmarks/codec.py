@@ -1,20 +1,17 @@
 """The feature codec, against PyTorch's quantised tensors at 8 bits and NumPy with `packbits` at 4 and 2.
 
-A case encodes a batch of features (float32, behind a ReLU) to bytes and decodes them again, least and largest value
-included on both sides, in one thread. The limit is the rate at which the features are merely copied.
+A case encodes a batch of features (float32, behind a ReLU) to bytes and decodes them again, in one thread; finding
+the least and the largest value is included on both sides. The limit is the rate of copying the features.
 """
 
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Row, main, measure_interleaved
+from benchmarks.harness import Row, main, measure_interleaved, more_is_better
 from socflower.edgecloud.half_protocols import Array
 from socflower.wire.codecs.quantisation import decode, encode
 
@@ -28,16 +25,14 @@ _PACKBITS = "numpy, packbits and unpackbits"
 
 
 def run(quick: bool = False) -> list[Row]:
-    """Return a row per shape and width; every answer is off by half a step at most, ours and the peer's."""
+    """Return a row per shape and width; all answers, ours and the peers', may be off by half a step."""
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # as NumPy has it, and as an edge would, which trains on its other cores
+    # NumPy uses one thread, and an edge would spend no more on coding: its other cores train.
+    torch.set_num_threads(1)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", UserWarning
-            )  # PyTorch is about to leave quantised tensors to torchao
+            # PyTorch warns that quantised tensors will move to torchao.
+            warnings.simplefilter("ignore", UserWarning)
             return [
                 _compare(case, shape, bits, quick)
                 for case, shape in SHAPES.items()
@@ -61,13 +56,12 @@ def _compare(case: str, shape: tuple[int, ...], bits: int, quick: bool) -> Row:
     functions: list[Callable[[], object]] = [ours, lambda: theirs(features, bits), features.copy]
     timings = measure_interleaved(functions, repeats=5 if quick else 25, warmup=2)
     ours_gb, theirs_gb, copied_gb = (features.nbytes / timing.median_s / 1e9 for timing in timings)
-    return Row(
-        case=f"{case}, {bits} bits",
-        ours=ours_gb,
-        peer=peer,
-        peer_value=theirs_gb,
-        unit="GB/s",
-        ratio=ours_gb / theirs_gb,
+    return more_is_better(
+        f"{case}, {bits} bits",
+        ours_gb,
+        peer,
+        theirs_gb,
+        "GB/s",
         limit=copied_gb,
         ok=right(ours) and right(lambda: theirs(features, bits)),
     )

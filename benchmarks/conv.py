@@ -9,15 +9,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Row, Timing, main, measure_interleaved
+from benchmarks.harness import Row, Timing, less_is_better, main, measure_interleaved
 from benchmarks.int8_settings import describe_peers, one_thread, rows_of, settings
 from socflower import _int8
 
@@ -33,7 +30,8 @@ class Layer:
     name: str
     in_channels: int
     out_channels: int
-    size: int  # pixels per side of the input
+    # Pixels per side of the input.
+    size: int
     kernel: int = 3
     stride: int = 1
     padding: int = 1
@@ -46,13 +44,13 @@ class Layer:
 
     @property
     def case(self) -> str:
-        """What a row calls it."""
+        """The layer's name in a row."""
         kernel = f"{self.kernel} x {self.kernel}" + (f" / {self.stride}" if self.stride > 1 else "")
         depthwise = " depthwise" if self.groups > 1 else ""
         return f"{self.name}, {kernel}{depthwise}, {self.in_channels} to {self.out_channels}, {self.size} x {self.size}"
 
     def num_products(self) -> int:
-        """Return how many products the batch takes, those with padding left out."""
+        """Return the number of products for the batch, without products with padding."""
         along_one_side = sum(
             0 <= out * self.stride - self.padding + tap < self.size
             for out in range(self.out_size)
@@ -97,7 +95,8 @@ def run(quick: bool = False) -> list[Row]:
 def rows(kernel: str, quick: bool) -> list[Row]:
     """Return this process's rows. `limit` is the time at the best rate that any layer reached in the same function.
 
-    Only where products are computed one by one: Winograd needs fewer, and depthwise products are no matrix product.
+    A limit is given only if products are computed one by one: Winograd needs fewer, and a depthwise convolution is not
+    a matrix product.
     """
     import torch
 
@@ -106,7 +105,7 @@ def rows(kernel: str, quick: bool) -> list[Row]:
     measured = []
     for layer in QUICK if quick else LAYERS:
         tensors = _Tensors(torch, layer)
-        # Images have no gradient, so no step computes that of a first layer's input.
+        # A training step does not compute the gradient of its images, the input of a first layer.
         inner = () if layer.in_channels <= _CHANNELS_OF_IMAGES else (_input_gradient,)
         for function in (_forward, *inner, _weight_gradient):
             compared = function(tensors, engine)
@@ -131,7 +130,7 @@ class _Peer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Comparison:
-    """One of the three functions of a layer: ours and its peers. `right` is about ours."""
+    """One of the three functions of a layer: ours, whether ours is right, and its peers."""
 
     function: str
     plan: _int8.Convolution
@@ -169,13 +168,12 @@ class _Measured:
             )
             limit = self.layer.num_products() * s_per_product * 1e3
         return [
-            Row(
-                case=f"{kernel}: {function.replace('_', ' ')}, {self.layer.case}, {self.algorithm}",
-                ours=ours.median_s * 1e3,
-                peer=peer.name if peer.right else f"{peer.name}, whose result is wrong",
-                peer_value=time.median_s * 1e3,
-                unit="ms",
-                ratio=time.median_s / ours.median_s,
+            less_is_better(
+                f"{kernel}: {function.replace('_', ' ')}, {self.layer.case}, {self.algorithm}",
+                ours.median_s * 1e3,
+                peer.name if peer.right else f"{peer.name}, whose result is wrong",
+                time.median_s * 1e3,
+                "ms",
                 limit=limit,
                 ok=self.compared.right,
             )
@@ -212,7 +210,7 @@ class _Tensors:
         self.bias32[: layer.out_channels] = self.bias
 
     def real(self, array: npt.NDArray[Any], dtype: Any) -> Any:
-        """Return an (n, c, h, w) array as a channels-last tensor."""
+        """Return an (n, c, h, w) array as a channels-last tensor of `dtype`."""
         return (
             self.torch.from_numpy(array)
             .to(dtype)
@@ -277,9 +275,8 @@ def _quantised_peers(
 ) -> Iterator[_Peer]:
     """Yield inference with prepacked weights: uint8 in and out, bias, ReLU and rounding (half to even) fused."""
     torch, layer = tensors.torch, tensors.layer
-    warnings.filterwarnings(
-        "ignore", "torch.quantize_per_tensor"
-    )  # deprecated, but there is no other way to these
+    # It is deprecated, but there is no other way to these kernels.
+    warnings.filterwarnings("ignore", "torch.quantize_per_tensor")
     expected = np.clip(np.rint(np.ldexp(exact, -shift)), 0, 255)
     images = torch.quantize_per_tensor(tensors.real(tensors.x, torch.float32), 1.0, 0, torch.quint8)
     weight = torch.quantize_per_tensor(

@@ -1,21 +1,19 @@
-"""What cooling buys: hours of training on a hot rack under every fan policy, in virtual time, beside the paper's gain.
+"""The gain of cooling: two hours of training on a hot rack under fan policies, in virtual time; the paper's gain.
 
 SoCFlow+ 4.7 states that passive cooling and re-balancing make training 1.59 to 1.77 times as fast as a rack without
-control. By the governor's clocks no policy can gain more than 2.84 / 1.80 = 1.58 of the time that SoCs compute, and
-nothing of the time in which they exchange: `limit` is what full clocks would take. Each row runs the work anew, from a
-rack at rest, on SoCs that differ by chance in how well they are cooled (the same in all rows).
+control. The governor's clocks bound the gain to 2.84 / 1.80 = 1.58 of the time in which SoCs compute; the time in which
+they exchange stays. `limit` is the time at full clocks. Each row starts from a rack at rest, on SoCs that differ
+randomly in how well they are cooled (equal in all rows).
 """
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from benchmarks.harness import Row, main
+from benchmarks.harness import Row, less_is_better, main, more_is_better, note
 from socflower.cluster import (
     FP32,
     Activity,
@@ -42,16 +40,19 @@ from socflower.thermal.model.dynamics import RackDynamics
 from socflower.thermal.model.rack import Rack
 from socflower.workloads import build_model
 
-COLD_S = 2.0 * 3600.0  # that the work takes where nothing gets hot
+# What the work takes if nothing gets hot.
+COLD_S = 2.0 * 3600.0
 NUM_INTERVALS = 24
-SPREAD = 0.5  # of the SoCs' conductances to their boards
+# Standard deviation of the logarithms of the SoCs' conductances to their boards.
+SPREAD = 0.5
 HOT_BOARD, HOT_BOARD_AIRFLOW = 2, 0.1
-CLOCKS = 2.84 / 1.80  # no policy can gain more than the clocks fall
+# The clocks fall by this factor, so no policy can gain more.
+CLOCKS = 2.84 / 1.80
 PAPER = "SoCFlow+ 4.7, times as fast as without control (1.59 to 1.77)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class RackWork:
     """One workload on one rack."""
 
     name: str
@@ -65,7 +66,7 @@ class Case:
 
 CASES = (
     *(
-        Case(
+        RackWork(
             name=f"{title}, {5 * boards} of 60 SoCs, {what}",
             model=model,
             num_boards_busy=boards,
@@ -79,15 +80,16 @@ CASES = (
             ("CPU and NPU", 256, MixedPricing(rule="normalised")),
         )
     ),
-    # Where SoCs compute all the time, clocks are all that counts: this comes closest to the paper's bound.
-    Case(
+    # SoCs that compute all the time depend on their clocks alone, so this comes closest to the
+    # paper's bound.
+    RackWork(
         name="ResNet-18, 60 of 60 SoCs, CPU, each alone",
         model="resnet18",
         num_boards_busy=12,
         batch_size=64,
         socs_per_group=1,
     ),
-    Case(
+    RackWork(
         name="ResNet-18, 60 of 60 SoCs, CPU, one hot board, groups of 4",
         model="resnet18",
         num_boards_busy=12,
@@ -100,7 +102,7 @@ CASES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """How the fans are controlled, and whether work is balanced anew."""
+    """How the fans are controlled, and whether the work is re-balanced."""
 
     name: str
     fan: str
@@ -128,8 +130,8 @@ POLICIES = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """What a policy came to."""
+class PolicyResult:
+    """Time, energy and temperature of the work under a policy."""
 
     duration_s: float
     energy_j: float
@@ -145,9 +147,9 @@ def profile(name: str) -> ModelProfile:
 
 
 def work_of(
-    case: Case, cluster: Cluster, rebalancing: Rebalancing | None
+    case: RackWork, cluster: Cluster, rebalancing: Rebalancing | None
 ) -> tuple[IntervalCosts, list[SyncInterval]]:
-    """Return the case's work: as many steps as take `COLD_S`."""
+    """Return the case's work: the number of steps that take `COLD_S` on a cold rack."""
     socs = 5 * case.num_boards_busy
     plan = plan_groups(cluster, socs // case.socs_per_group, socs)
     work = IntervalCosts(
@@ -175,7 +177,7 @@ def work_of(
     ]
 
 
-def rack_of(case: Case, cluster: Cluster) -> Rack:
+def rack_of(case: RackWork, cluster: Cluster) -> Rack:
     random = np.random.default_rng(7)
     return Rack(
         slots_per_board=cluster.slots_per_board,
@@ -186,8 +188,8 @@ def rack_of(case: Case, cluster: Cluster) -> Rack:
     )
 
 
-def cold(case: Case, cluster: Cluster) -> Usage:
-    """Return what the work takes where nothing gets hot."""
+def cold(case: RackWork, cluster: Cluster) -> Usage:
+    """Return time and energy of the work on a rack that does not get hot."""
     work, intervals = work_of(case, cluster, None)
     one = work.run(intervals[0], EventClock(cluster))
     usage = Usage()
@@ -197,7 +199,7 @@ def cold(case: Case, cluster: Cluster) -> Usage:
 
 
 def fan_policy(
-    policy: Policy, case: Case, cluster: Cluster, rack: Rack, planned: Usage
+    policy: Policy, case: RackWork, cluster: Cluster, rack: Rack, planned: Usage
 ) -> FanPolicy:
     if policy.fan == "fixed":
         return FixedSpeed(fixed_rpm=policy.rpm)
@@ -214,8 +216,8 @@ def fan_policy(
     return PredictiveCooling(load=load, max_slowdown=policy.max_slowdown)
 
 
-def run_under(policy: Policy, case: Case, cluster: Cluster, planned: Usage) -> Run:
-    """Return what the work takes under a policy, from a rack at rest."""
+def run_under(policy: Policy, case: RackWork, cluster: Cluster, planned: Usage) -> PolicyResult:
+    """Return time and energy of the work under a policy, from a rack at rest."""
     rack = rack_of(case, cluster)
     dynamics = RackDynamics(rack, fan_policy(policy, case, cluster, rack, planned))
     clock = EventClock(cluster, dynamics=dynamics)
@@ -226,19 +228,9 @@ def run_under(policy: Policy, case: Case, cluster: Cluster, planned: Usage) -> R
     for interval in intervals:
         balancer.update_speeds(clock, plan.participants)
         plan, _ = balancer.rebalance_groups(plan)
-        work = IntervalCosts(
-            cluster=cluster,
-            plan=plan,
-            profile=work.profile,
-            num_samples=work.num_samples,
-            batch_size=work.batch_size,
-            steps_per_epoch=1,
-            uplink_turns=False,
-            pricing=work.pricing,
-            rebalancing=policy.rebalancing,
-        )
+        work = replace(work, plan=plan)
         work.run(interval, clock, capacities=balancer.in_use)
-    return Run(
+    return PolicyResult(
         duration_s=clock.now_s,
         energy_j=clock.usage.total_energy_j,
         cooling_j=clock.usage.energy_j[Activity.COOLING],
@@ -246,80 +238,57 @@ def run_under(policy: Policy, case: Case, cluster: Cluster, planned: Usage) -> R
     )
 
 
-def case_rows(case: Case, cluster: Cluster) -> list[Row]:
-    """Return a case's rows: times against no control, fan energies against passive cooling's, energies in all."""
+def case_rows(case: RackWork, cluster: Cluster) -> list[Row]:
+    """Return a case's rows: times and total energies against no control, fan energies against passive cooling."""
     planned = cold(case, cluster)
     runs = {policy.name: run_under(policy, case, cluster, planned) for policy in POLICIES}
     for name, one in runs.items():
-        print(
+        note(
             f"{case.name}: {name}: {one.duration_s:.0f} s, {one.energy_j / 1e3:.0f} kJ, of them fans "
-            f"{one.cooling_j / 1e3:.1f} kJ, at most {one.peak_c:.1f} C",
-            file=sys.stderr,
+            f"{one.cooling_j / 1e3:.1f} kJ, at most {one.peak_c:.1f} C"
         )
-    none, passive = runs[POLICIES[0].name], runs["passive"]
+    none = runs[POLICIES[0].name]
     found = []
     for name, one in runs.items():
-        right = planned.duration_s * 0.999 < one.duration_s and 0.0 < one.cooling_j < one.energy_j
-        found.append(
-            Row(
-                case=f"{case.name}: {name}",
-                ours=one.duration_s,
-                peer=POLICIES[0].name,
-                peer_value=none.duration_s,
-                unit="s",
-                ratio=none.duration_s / one.duration_s,
-                limit=planned.duration_s,
-                ok=right,
-            )
-        )
-        found.append(
-            Row(
-                case=f"{case.name}: {name}, SoCs and fans",
-                ours=one.energy_j,
-                peer=POLICIES[0].name,
-                peer_value=none.energy_j,
-                unit="J",
-                ratio=none.energy_j / one.energy_j,
-                ok=right,
-            )
-        )
-        if name.startswith("predictive"):
-            # That less fan energy must not be bought with slower clocks, but where that was asked for.
-            same = (
-                abs(one.duration_s / runs[name.replace("predictive", "passive")].duration_s - 1.0)
-                < 0.01
-                if name.replace("predictive", "passive") in runs
-                else True
-            )
-            found.append(
-                Row(
-                    case=f"{case.name}: {name}, fans alone",
-                    ours=one.cooling_j,
-                    peer="passive",
-                    peer_value=passive.cooling_j,
-                    unit="J",
-                    ratio=passive.cooling_j / one.cooling_j,
-                    ok=same,
-                )
-            )
+        found += _policy_rows(f"{case.name}: {name}", name, one, runs, planned)
     gain = none.duration_s / runs["passive, re-balancing"].duration_s
-    found.append(
-        Row(
-            case=f"{case.name}: passive, re-balancing, beside the paper's least",
-            peer=PAPER,
-            peer_value=1.59,
-            ours=gain,
-            unit="times",
-            ratio=gain / 1.59,
-            limit=none.duration_s / planned.duration_s,
-            ok=1.0 <= gain <= CLOCKS,
-        )
+    claim = more_is_better(
+        f"{case.name}: passive, re-balancing, beside the paper's least",
+        gain,
+        PAPER,
+        1.59,
+        "times",
+        limit=none.duration_s / planned.duration_s,
+        ok=1.0 <= gain <= CLOCKS,
     )
-    return found
+    return [*found, claim]
+
+
+def _policy_rows(
+    case: str, name: str, one: PolicyResult, runs: Mapping[str, PolicyResult], planned: Usage
+) -> list[Row]:
+    peer = POLICIES[0].name
+    none, passive = runs[peer], runs["passive"]
+    right = planned.duration_s * 0.999 < one.duration_s and 0.0 < one.cooling_j < one.energy_j
+    limit = planned.duration_s
+    rows = [
+        less_is_better(case, one.duration_s, peer, none.duration_s, "s", limit=limit, ok=right),
+        less_is_better(f"{case}, SoCs and fans", one.energy_j, peer, none.energy_j, "J", ok=right),
+    ]
+    if name.startswith("predictive"):
+        # Fan energy must not be saved by slower clocks, except under the policy that asks for it.
+        cooled = runs.get(name.replace("predictive", "passive"))
+        same = cooled is None or abs(one.duration_s / cooled.duration_s - 1.0) < 0.01
+        rows.append(
+            less_is_better(
+                f"{case}, fans alone", one.cooling_j, "passive", passive.cooling_j, "J", ok=same
+            )
+        )
+    return rows
 
 
 def run(quick: bool = False) -> list[Row]:
-    """Return the rows of all cases, quickly of one."""
+    """Return the rows of all cases, with `quick` of the first one."""
     cluster = parse_cluster({"boards": 12, "socs_per_board": 5}, [], {}, where="benchmark")
     return [row for case in (CASES[:1] if quick else CASES) for row in case_rows(case, cluster)]
 

@@ -1,24 +1,22 @@
 """Products of int8 matrices with exact int32 sums, against torch's FP32 product and its own `_int_mm`.
 
-out[m, n] = sum over k of lhs[m, k] * rhs[n, k]; both sides read the same row-major matrices and pack what they want
-packed in every call. Shapes are those of training steps of batch 64, a square one, and one beside powers of two.
+out[m, n] = sum over k of lhs[m, k] * rhs[n, k]; both sides read the same row-major matrices, and packing is part of
+every call. Shapes are those of training steps of batch 64, a square one, and one next to powers of two.
 """
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Row, main, measure_interleaved
+from benchmarks.harness import Row, main, measure_interleaved, more_is_better
 from benchmarks.int8_settings import describe_peers, one_thread, rows_of, settings
 from socflower import _int8
 
-Shape = tuple[int, int, int]  # rows, columns, depth
+# Rows, columns, depth.
+Shape = tuple[int, int, int]
 
 SHAPES: dict[str, Shape] = {
     "square": (1024, 1024, 1024),
@@ -43,7 +41,7 @@ def run(quick: bool = False) -> list[Row]:
 
 
 def rows(kernel: str, quick: bool) -> list[Row]:
-    """Return this process's rows. `limit` is the best rate that any shape of them reached with the same values."""
+    """Return this process's rows. `limit` is the best rate of any of its shapes with the same range of values."""
     import torch
 
     one_thread(torch)
@@ -55,13 +53,12 @@ def rows(kernel: str, quick: bool) -> list[Row]:
         for kind in ("0..127", "-127..127")
     }
     return [
-        Row(
-            case=f"{kernel}: {row['name']}, lhs in {row['kind']}",
-            ours=row["ours"],
-            peer=row["peer"],
-            peer_value=row["peer_value"],
-            unit="GOP/s",
-            ratio=row["ours"] / row["peer_value"],
+        more_is_better(
+            f"{kernel}: {row['name']}, lhs in {row['kind']}",
+            row["ours"],
+            row["peer"],
+            row["peer_value"],
+            "GOP/s",
             limit=best[row["kind"]],
             ok=row["ok"],
         )
@@ -109,10 +106,10 @@ def _ours(
 def _peers(
     torch: Any, lhs: npt.NDArray[np.int8], rhs: npt.NDArray[np.int8], exact: npt.NDArray[np.int64]
 ) -> list[tuple[str, Callable[[], Any], float]]:
-    """Return the name of each peer, its product, and how far a sum may lie from the exact one.
+    """Return the name of each peer, its product, and how far a sum may be from the exact one.
 
-    Without VNNI, oneDNN multiplies bytes by `vpmaddubsw`, whose sums of two saturate at int16; the row says
-    how many of its sums that spoils.
+    Without VNNI, oneDNN multiplies bytes by `vpmaddubsw`, whose sums of two saturate at int16; the row says how many
+    sums are wrong for that reason.
     """
     lhs8, rhs8 = torch.from_numpy(lhs), torch.from_numpy(rhs)
     lhs32, rhs32 = lhs8.float(), rhs8.float()

@@ -1,4 +1,4 @@
-"""What every benchmark shares: interleaved timing against a named peer, and one document of rows."""
+"""Shared by all benchmarks: interleaved timing against a named peer, results kept in files, a document of rows."""
 
 import argparse
 import inspect
@@ -6,16 +6,21 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any, TypeVar
 
+from pydantic import TypeAdapter
+
+Value = TypeVar("Value")
 _VERSIONS_OF = ("socflower", "flwr", "numpy", "torch", "grpcio")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One comparison. `ratio` above 1 means that ours is better, whichever way `unit` runs."""
 
@@ -25,10 +30,38 @@ class Row:
     peer_value: float
     unit: str
     ratio: float
-    limit: float | None = (
-        None  # what the machine or a proof allows `ours` at best, in `unit`, where known
-    )
-    ok: bool  # whether the answer was checked and right
+    # Whether the answer was checked and is right.
+    ok: bool
+    # The best value of `ours`, in `unit`, that the machine or a proof allows, if it is known.
+    limit: float | None = None
+
+
+def less_is_better(
+    case: str,
+    ours: float,
+    peer: str,
+    peer_value: float,
+    unit: str,
+    *,
+    ok: bool,
+    limit: float | None = None,
+) -> Row:
+    """Return the row of a time, an energy or another quantity of which less is better."""
+    return Row(case, ours, peer, peer_value, unit, peer_value / ours, ok, limit)
+
+
+def more_is_better(
+    case: str,
+    ours: float,
+    peer: str,
+    peer_value: float,
+    unit: str,
+    *,
+    ok: bool,
+    limit: float | None = None,
+) -> Row:
+    """Return the row of a rate, an accuracy or another quantity of which more is better."""
+    return Row(case, ours, peer, peer_value, unit, ours / peer_value, ok, limit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +80,7 @@ def measure(function: Callable[[], object], *, repeats: int = 7, warmup: int = 1
 def measure_interleaved(
     functions: Sequence[Callable[[], object]], *, repeats: int = 7, warmup: int = 1
 ) -> list[Timing]:
-    """Time `functions` in turn, so that a machine that slows down or is shared slows all of them alike."""
+    """Return a timing for each function. They take turns, so a machine that slows down slows all of them."""
     durations_s: list[list[float]] = [[] for _ in functions]
     for run in range(warmup + repeats):
         for function, own_s in zip(functions, durations_s, strict=True):
@@ -60,51 +93,97 @@ def measure_interleaved(
 
 
 def machine() -> dict[str, object]:
-    """Return what the figures depend on: processor, cores usable here, system and versions."""
+    """Return what the figures depend on: processor, cores that this process may use, system and versions."""
+    has_affinity = hasattr(os, "sched_getaffinity")
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         **{name: _version(name) for name in _VERSIONS_OF},
     }
 
 
+def repeated(step: Callable[[], object], times: int) -> Callable[[], None]:
+    """Return a function that does `times` steps, for steps that are too short to be timed one by one."""
+
+    def run() -> None:
+        for _ in range(times):
+            step()
+
+    return run
+
+
+def note(text: str) -> None:
+    """Print a line about the progress of a long benchmark; the standard output is for the document."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def kept(path: Path, make: Callable[[], Any]) -> Any:
+    """Return the JSON document in a file; if there is no file, make the document and write it."""
+    if not path.exists():
+        document = make()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Written under another name first: a benchmark that is interrupted leaves no half of a file.
+        partial = path.with_suffix(".part")
+        partial.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+        partial.replace(path)
+    return json.loads(path.read_text("utf-8"))
+
+
+def from_json(kind: type[Value], document: object) -> Value:
+    """Return the dataclass that `dataclasses.asdict` and JSON took apart; its lists become tuples again."""
+    return TypeAdapter(kind).validate_python(document)
+
+
 def document(rows: Sequence[Row], peers: Mapping[str, object] | None = None) -> dict[str, object]:
-    """Return the document that `socflower bench NAME --json` prints; `peers` says how they were built and held."""
+    """Return the document that `socflower bench NAME --json` prints; `peers` describes the peers' settings."""
     described = {} if peers is None else {"peers": peers}
     return {"schema": 1, "machine": machine(), **described, "rows": [asdict(row) for row in rows]}
 
 
 def main(
-    run: Callable[..., list[Row]], peers: Callable[[], Mapping[str, object]] | None = None
+    run: Callable[..., list[Row]],
+    peers: Callable[[], Mapping[str, object]] | None = None,
+    *,
+    write_curves: Callable[[Path], None] | None = None,
 ) -> int:
-    """Run a benchmark as a script: `--quick` for fewer repeats, `--json` for programs. 0 if all answers are right.
+    """Run a benchmark as a script and return its exit status: 0 if all answers are right.
 
-    Parameters of `run` that are whole numbers are options too.
+    `--quick` asks for smaller cases, `--json` prints the document. With `write_curves` there is `--curves FOLDER`.
+    Parameters of `run` that are whole numbers or flags are options too.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--quick", action="store_true")
+    if write_curves is not None:
+        parser.add_argument("--curves", type=Path, metavar="FOLDER")
     for name, parameter in inspect.signature(run).parameters.items():
-        if parameter.annotation is int:
-            parser.add_argument(f"--{name}", type=int, default=parameter.default)
+        if parameter.annotation is bool:
+            parser.add_argument(f"--{name}", action="store_true")
+        elif parameter.annotation in (int, Path):
+            parser.add_argument(f"--{name}", type=parameter.annotation, default=parameter.default)
     options = vars(parser.parse_args())
-    as_json = options.pop("json")
+    as_json, folder = options.pop("json"), options.pop("curves", None)
     rows = run(**options)
     if as_json:
         print(json.dumps(document(rows, None if peers is None else peers()), indent=2))
     else:
-        print(", ".join(f"{key} {value}" for key, value in machine().items()))
-        for row in rows:
-            limit = "" if row.limit is None else f", limit {row.limit:.4g}"
-            print(
-                f"{row.case}: {row.ours:.4g} {row.unit} against {row.peer_value:.4g} ({row.peer}), "
-                f"{row.ratio:.2f} x better{limit}{'' if row.ok else '  WRONG ANSWER'}"
-            )
+        _print(rows)
+    if write_curves is not None and folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_curves(folder)
     return 0 if all(row.ok for row in rows) else 1
+
+
+def _print(rows: Sequence[Row]) -> None:
+    print(", ".join(f"{key} {value}" for key, value in machine().items()))
+    for row in rows:
+        limit = "" if row.limit is None else f", limit {row.limit:.4g}"
+        wrong = "" if row.ok else "  WRONG ANSWER"
+        print(
+            f"{row.case}: {row.ours:.4g} {row.unit} against {row.peer_value:.4g} ({row.peer}), "
+            f"{row.ratio:.2f} x better{limit}{wrong}"
+        )
 
 
 def _cpu_model() -> str:

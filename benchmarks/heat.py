@@ -1,9 +1,9 @@
 """The thermal model against what SoCFlow+ measured: the fan table, onset of throttling, cooling, 15 minutes of heat.
 
-There is no table to look anything up in. Each temperature and slowdown is where a simulated rack of 60 SoCs settles: an
-RC network whose clocks a governor steps and whose fans carry away what their curve says. Three rows of the fan table
-and the onset fix the curve and one heat capacity; the other three rows, the cooling times and what another experiment
-saw are predicted. The curve is also fitted to every other choice of three rows, and without its threshold.
+No figure is looked up in a table. Temperatures and slowdowns are the steady state of a simulated rack of 60 SoCs: an RC
+network with a governor that steps the clocks and with fans that follow a curve. Three rows of the fan table and the
+onset determine the curve and one heat capacity; the other three rows, the cooling times and the result of another
+experiment are predicted. The curve is also fitted to every other choice of three rows, and without its threshold.
 """
 
 import sys
@@ -11,11 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Row, main
+from benchmarks.harness import Row, less_is_better, main, more_is_better
 from benchmarks.heat_calibration import (
     FITTED_RPM,
     Experiment,
@@ -35,7 +32,8 @@ from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
 from socflower.thermal.model.constants import constant, fan_table
 
 WITHIN_C, WITHIN_POINTS = 1.0, 5.0
-WITHIN_W, WITHIN_PART_W = 1.0, 0.1  # fan watts: the larger of the two
+# Tolerance of fan watts: the larger of an absolute and a relative one.
+WITHIN_W, WITHIN_PART_W = 1.0, 0.1
 TABLE = "SoCFlow+ Table 2"
 _UNITS = {
     "still_w_per_k": "W/K",
@@ -46,17 +44,17 @@ _UNITS = {
     "chassis_j_per_k": "J/K",
 }
 NEEDED_RPM = 8300.0
-"""The only row of the table between "no effect" and "cool": a curve that is fitted without it says little there."""
+"""The only row of the table between "no effect" and "cool": a curve fitted without it is poorly determined there."""
 
 
 def run(quick: bool = False) -> list[Row]:
-    """Return the fan table, the transients, the constants fitted anew and, unless `quick`, other ways to fit."""
+    """Return rows of the fan table, transients, constants that are fitted here and, unless `quick`, other fits."""
     rows = [*_fan_table_rows(), *_transient_rows(), *_constant_rows()]
     return rows if quick else [*rows, *_choice_rows(), _unthresholded_row()]
 
 
 def peers() -> Mapping[str, object]:
-    """Return what was fitted to what, and the choices of three rows that no curve of this shape goes through."""
+    """Return which figures were fitted and predicted, and the choices of three rows that no such curve fits."""
     _, refused = _choices()
     return {
         "fitted": f"fan curve and fan watts: {TABLE}, {', '.join(f'{rpm:,.0f}' for rpm in FITTED_RPM)} rpm; the "
@@ -77,16 +75,15 @@ def _fan_table_rows() -> list[Row]:
         name = f"{row.rpm:,.0f} rpm, {{}}, {'fitted' if row.rpm in FITTED_RPM else 'predicted'}"
         error_c, error_points = found.soc_c - row.soc_c, 100.0 * (found.decline - row.decline)
         rows += [
-            Row(
-                case=f"{name.format('temperature')} ({error_c:+.1f})",
-                ours=found.soc_c,
-                peer=TABLE,
-                peer_value=row.soc_c,
-                unit="C",
-                ratio=row.soc_c / found.soc_c,
+            less_is_better(
+                f"{name.format('temperature')} ({error_c:+.1f})",
+                found.soc_c,
+                TABLE,
+                row.soc_c,
+                "C",
                 ok=abs(error_c) <= WITHIN_C,
             ),
-            # The ratio is that of the speeds that are left: a slowdown of nothing has none.
+            # The ratio compares the remaining speeds: a slowdown of 0 % has no ratio.
             Row(
                 case=f"{name.format('slowdown')} ({error_points:+.1f})",
                 ours=100.0 * found.decline,
@@ -96,13 +93,12 @@ def _fan_table_rows() -> list[Row]:
                 ratio=(1.0 - found.decline) / (1.0 - row.decline),
                 ok=abs(error_points) <= WITHIN_POINTS,
             ),
-            Row(
-                case=f"{name.format('fan watts')} ({watts - row.fan_w:+.1f})",
-                ours=watts,
-                peer=TABLE,
-                peer_value=row.fan_w,
-                unit="W",
-                ratio=row.fan_w / watts,
+            less_is_better(
+                f"{name.format('fan watts')} ({watts - row.fan_w:+.1f})",
+                watts,
+                TABLE,
+                row.fan_w,
+                "W",
                 ok=abs(watts - row.fan_w) <= max(WITHIN_W, WITHIN_PART_W * row.fan_w),
             ),
         ]
@@ -114,27 +110,26 @@ def _transient_rows() -> list[Row]:
     low_rpm = constant("fan", "low_rpm")
     onset_min = onset_s(fan_table_experiment(), low_rpm) / 60.0
     rows = [
-        Row(
-            case="throttling begins, 40 SoCs at 3,250 rpm, fitted",
-            ours=onset_min,
-            peer="SoCFlow+ 3.3, 10 to 12",
-            peer_value=11.0,
-            unit="min",
-            ratio=11.0 / onset_min,
+        less_is_better(
+            "throttling begins, 40 SoCs at 3,250 rpm, fitted",
+            onset_min,
+            "SoCFlow+ 3.3, 10 to 12",
+            11.0,
+            "min",
             ok=10.0 <= onset_min <= 12.0,
         )
     ]
     for rpm in (8300.0, 11000.0, 14000.0):
         cooling_min = cooling_s(fan_table_experiment(), rpm) / 60.0
-        # The paper's "high fan speed" has no number: one of the two fast speeds of its table has to be within.
+        # The paper gives no number for its "high fan speed": only 11,000 rpm, the first fast one,
+        # must be within.
         rows.append(
-            Row(
-                case=f"all clocks back, {rpm:,.0f} rpm, predicted",
-                ours=cooling_min,
-                peer="SoCFlow+ 3.3, 2 to 3 at high speed",
-                peer_value=2.5,
-                unit="min",
-                ratio=2.5 / cooling_min,
+            less_is_better(
+                f"all clocks back, {rpm:,.0f} rpm, predicted",
+                cooling_min,
+                "SoCFlow+ 3.3, 2 to 3 at high speed",
+                2.5,
+                "min",
                 ok=2.0 <= cooling_min <= 3.0 if rpm == 11000.0 else cooling_min < 60.0,
             )
         )
@@ -151,14 +146,12 @@ def _transient_rows() -> list[Row]:
         case = f"60 SoCs on {name} ({busy_w:.2f} W) from 28 C"
         longer = 100.0 * (1.0 / clock - 1.0)
         rows += [
-            Row(
-                case=f"{case}, after 15 min ({hottest_c - 46.0:+.1f})",
-                ours=hottest_c,
-                peer="SoCFlow+ Fig. 2d",
-                peer_value=46.0,
-                unit="C",
-                ratio=46.0 / hottest_c,
-                # The other load is there to show that it is not that of the figure.
+            less_is_better(
+                f"{case}, after 15 min ({hottest_c - 46.0:+.1f})",
+                hottest_c,
+                "SoCFlow+ Fig. 2d",
+                46.0,
+                "C",
                 ok=(abs(hottest_c - 46.0) <= WITHIN_C) == own,
             ),
             Row(
@@ -179,13 +172,12 @@ def _constant_rows() -> list[Row]:
     for key, fitted in fitted_constants().items():
         kept = constant("rack" if key == "chassis_j_per_k" else "fan", key)
         rows.append(
-            Row(
-                case=f"{key} in constants.toml",
-                ours=kept,
-                peer="fitted here",
-                peer_value=fitted,
-                unit=_UNITS[key],
-                ratio=kept / fitted,
+            more_is_better(
+                f"{key} in constants.toml",
+                kept,
+                "fitted here",
+                fitted,
+                _UNITS[key],
                 ok=abs(kept / fitted - 1.0) <= 0.005,
             )
         )
@@ -195,7 +187,7 @@ def _constant_rows() -> list[Row]:
 # ----------------------------------------------------------------------------------------------- other ways to fit
 @cache
 def _choices() -> tuple[dict[tuple[float, ...], FanCurve], dict[str, str]]:
-    """Return the curve through every choice of three rows, and why there is none through the others."""
+    """Return the curve through each choice of three rows, and for choices without a curve the reason."""
     curves, refused = {}, {}
     for rows in combinations(fan_table(), 3):
         rpm = tuple(row.rpm for row in rows)
@@ -207,19 +199,18 @@ def _choices() -> tuple[dict[tuple[float, ...], FanCurve], dict[str, str]]:
 
 
 def _choice_rows() -> list[Row]:
-    """Worst errors of the rows left out; `ok`: small where 8,300 rpm is the middle row, and only there."""
+    """Return the worst errors of rows left out; `ok`: they are small only if 8,300 rpm is the middle row."""
     rows = []
     for rpm, fans in _choices()[0].items():
         error_c, error_points = worst_errors(fans, rpm)
         met = error_c <= WITHIN_C and error_points <= WITHIN_POINTS
         rows += [
-            Row(
-                case=f"fitted to {_named(rpm)} rpm: worst {what} of the other three",
-                ours=error,
-                peer="what may be missed",
-                peer_value=within,
-                unit=unit,
-                ratio=within / error,
+            less_is_better(
+                f"fitted to {_named(rpm)} rpm: worst {what} of the other three",
+                error,
+                "what may be missed",
+                within,
+                unit,
                 ok=met == (rpm[1] == NEEDED_RPM),
             )
             for what, error, within, unit in (
@@ -231,21 +222,20 @@ def _choice_rows() -> list[Row]:
 
 
 def _unthresholded_row() -> Row:
-    """Conductance proportional to the speed, by least squares through the fitted rows: it misses.
+    """Return the row of a conductance proportional to the speed, fitted by least squares: it misses the table.
 
-    A line with an intercept is no way out: through these rows it carries away less than nothing at rest.
+    A line with an intercept is not possible: through these rows its conductance at rest would be negative.
     """
     rows = [row for row in fan_table() if row.rpm in FITTED_RPM]
     slope = sum(row.rpm * conductance_of(row) for row in rows) / sum(row.rpm**2 for row in rows)
     fans = replace(rack_fans(), still_w_per_k=1e-3, threshold_rpm=0.0, flow_w_per_k_rpm=slope)
     error_c, error_points = worst_errors(fans, ())
-    return Row(
-        case=f"proportional to rpm, no threshold: worst of all six ({error_points:.0f} points)",
-        ours=error_c,
-        peer="what may be missed",
-        peer_value=WITHIN_C,
-        unit="C",
-        ratio=WITHIN_C / error_c,
+    return less_is_better(
+        f"proportional to rpm, no threshold: worst of all six ({error_points:.0f} points)",
+        error_c,
+        "what may be missed",
+        WITHIN_C,
+        "C",
         ok=error_c > WITHIN_C and error_points > WITHIN_POINTS,
     )
 

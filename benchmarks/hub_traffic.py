@@ -1,10 +1,10 @@
 """Bytes that pass the SuperLink in a synchronisation: SoCFlow's ring of leaders against FedAvg of the same nodes.
 
 Real SuperNodes reach a real SuperLink through counting proxies, one each. The same four nodes train the same model on
-the same digits, as two groups under SoCFlow and each alone under Flower's FedAvg. A synchronisation should carry one
-model to the SuperLink and none from it under SoCFlow (F8), and one of each node each way under FedAvg. Counted is what
-passes from the end of the first round, when every node has the app, to the end of the last, less what as long an idle
-time costs: SuperNodes ask for work all the time.
+the same digits, as two groups under SoCFlow and each alone under Flower's FedAvg. Under SoCFlow a synchronisation
+should carry one model to the SuperLink and none from it (F8), under FedAvg one model per node in each direction.
+Counted are the bytes from the end of the first round, when every node has the app, to the end of the last, less those
+of an equally long idle time: SuperNodes ask for work all the time.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row, main
+from benchmarks.harness import Row, less_is_better, main
 from socflower.engines.deployment.flower_processes import (
     end,
     flower_environment,
@@ -35,15 +35,14 @@ APP = Path(__file__).with_name("hub_app")
 NUM_NODES, NUM_GROUPS = 4, 2
 RUN_TIMEOUT_S = 900.0
 _SAMPLE_INTERVAL_S = 0.1
-_SETTLING_S = (
-    8.0  # two of the SuperNode's questions for work, and the registration of the last node
-)
+# Two of the SuperNode's questions for work, and the registration of the last node.
+_SETTLING_S = 8.0
 _CHUNK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """What all proxies together had carried at one moment."""
+    """The bytes that all proxies together had forwarded at one moment."""
 
     time_s: float
     up_bytes: int
@@ -51,7 +50,7 @@ class Sample:
 
 
 class CountingProxies:
-    """TCP proxies on this machine, one for each port of `targets`, that count what passes to and from it."""
+    """TCP proxies on this machine, one for each port of `targets`, that count bytes in both directions."""
 
     def __init__(self, targets: Sequence[int]) -> None:
         self.ports: list[int] = []
@@ -74,7 +73,7 @@ class CountingProxies:
         self._loop.close()
 
     def between(self, start_s: float, end_s: float) -> Sample:
-        """Return what passed between two moments of `time.time()`; its `time_s` is the duration."""
+        """Return the bytes that passed between two moments of `time.time()`; `time_s` is the duration."""
         first, last = (
             min(self.samples, key=lambda sample, at_s=at_s: abs(sample.time_s - at_s))
             for at_s in (start_s, end_s)
@@ -120,7 +119,8 @@ class CountingProxies:
             link_reader, link_writer = await asyncio.open_connection(
                 "127.0.0.1", self._targets[node]
             )
-        except OSError:  # nobody listens there; to the caller this proxy does not either
+        except OSError:
+            # Nothing listens at the target, so the caller must not find a listener here either.
             writer.close()
             return
         await asyncio.gather(
@@ -149,15 +149,15 @@ class Deployment:
 
     folder: Path
     environment: dict[str, str]
-    proxies: CountingProxies  # to the SuperLink, one for each SuperNode
-    ring_proxies: (
-        CountingProxies | None
-    )  # to the ring port of each SuperNode, if its rings are counted
+    # In front of the SuperLink, one for each SuperNode.
+    proxies: CountingProxies
+    # In front of each SuperNode's ring port, if the bytes of rings are counted.
+    ring_proxies: CountingProxies | None
     node_pids: tuple[int, ...]
     app: Path
 
     def wait_until_idle(self) -> None:
-        """Return when every SuperNode has loaded and registered and nothing but questions for work has passed."""
+        """Wait until every SuperNode has registered and sends nothing but questions for work."""
         _wait_until(lambda: min(self.proxies.up_bytes) > 0)
         logs = [self.folder / f"supernode-{index}.log" for index in range(len(self.node_pids))]
         _wait_until(
@@ -168,7 +168,7 @@ class Deployment:
         time.sleep(_SETTLING_S)
 
     def run(self, **run_config: object) -> list[dict[str, Any]]:
-        """Run the app to its end; return the mark of every round, round 0 being the start."""
+        """Run the app to its end; return the mark of every round. Round 0 is the start."""
         marks = self.folder / f"marks-{len(list(self.folder.glob('marks-*.log')))}.jsonl"
         settings = {
             "num-nodes": len(self.node_pids),
@@ -208,13 +208,13 @@ def deployed(
     app: Path = APP,
     counts_rings: bool = False,
 ) -> Iterator[Deployment]:
-    """Keep a SuperLink and `num_nodes` SuperNodes behind proxies running, in a folder that goes with them.
+    """Run a SuperLink and `num_nodes` SuperNodes behind proxies, in a temporary folder.
 
-    `app` is the folder of the app that `Deployment.run` runs. With `counts_rings` the members of rings, which exchange
-    over gRPC then, reach each other through proxies too.
+    `Deployment.run` runs the app in the folder `app`. With `counts_rings` members of rings reach each other through
+    proxies too; they exchange over gRPC then.
     """
     with ExitStack() as stack:
-        # A process that was told to end may still write when the folder goes.
+        # A process that was told to end may still write while the folder is removed.
         folder = Path(
             stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="socflower-hub-", ignore_cleanup_errors=True)
@@ -260,11 +260,13 @@ def deployed(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """What a strategy moved through the SuperLink."""
+    """The bytes that a strategy moved through the SuperLink."""
 
-    up_bytes: float  # to it in a synchronisation, polling taken off
-    down_bytes: float  # from it
-    polling_bytes_per_s: float  # both ways, of all nodes, while nothing happens
+    # To and from the SuperLink in a synchronisation, without polling.
+    up_bytes: float
+    down_bytes: float
+    # In both directions, of all idle nodes together.
+    polling_bytes_per_s: float
     model_bytes: int
     accuracy: float
 
@@ -292,7 +294,7 @@ def traffic(strategy: str, model: str, *, num_rounds: int, idle_s: float) -> Tra
 
 
 def run(quick: bool = False) -> list[Row]:
-    """Return rows for each direction and for the polling; `quick` leaves out the large model."""
+    """Return rows for each direction and for polling; `quick` leaves out the large model."""
     num_rounds, idle_s = (3, 20.0) if quick else (6, 40.0)
     rows = []
     for model in ("lenet5",) if quick else ("lenet5", "perceptron"):
@@ -316,13 +318,12 @@ def run(quick: bool = False) -> list[Row]:
                 ours,
                 num_models=0,
             ),
-            Row(
-                case=case + "both ways while idle",
-                ours=ours.polling_bytes_per_s,
-                peer="the same, before FedAvg ran",
-                peer_value=peer.polling_bytes_per_s,
-                unit="B/s",
-                ratio=peer.polling_bytes_per_s / ours.polling_bytes_per_s,
+            less_is_better(
+                case + "both ways while idle",
+                ours.polling_bytes_per_s,
+                "the same, before FedAvg ran",
+                peer.polling_bytes_per_s,
+                "B/s",
                 ok=ours.polling_bytes_per_s > 0.0,
             ),
         ]
@@ -332,15 +333,14 @@ def run(quick: bool = False) -> list[Row]:
 def _row(
     case: str, ours_bytes: float, peer_bytes: float, measured: Traffic, *, num_models: int
 ) -> Row:
-    """Return a row that is right if so many models passed and not one more; the rest is what Flower wraps them in."""
+    """Return a row that is right if exactly `num_models` models passed; further bytes are Flower's wrapping."""
     least_bytes = num_models * measured.model_bytes
-    return Row(
-        case=case,
-        ours=ours_bytes,
-        peer="FedAvg of the same nodes",
-        peer_value=peer_bytes,
-        unit="B",
-        ratio=peer_bytes / ours_bytes,
+    return less_is_better(
+        case,
+        ours_bytes,
+        "FedAvg of the same nodes",
+        peer_bytes,
+        "B",
         limit=least_bytes,
         ok=least_bytes <= ours_bytes < least_bytes + measured.model_bytes
         and measured.accuracy > 0.5,

@@ -1,47 +1,43 @@
-"""What each technique of int8 training saves, one switched off at a time (Mandheling, Figure 10).
+"""The gain of each technique of int8 training, switched off one at a time (Mandheling, Figure 10).
 
     socflower bench int8-ablation [--quick] [--json]
 
-`ours` is the median training step with the technique, the peer the same step without it; answers are equal where
-the technique must not change them (all but rescaling, which may keep an exponent for a while).
+`ours` is the median training step with the technique, the peer the same step without it. Answers must be equal except
+for rescaling, which may keep an exponent for several batches.
 """
 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Row, main, measure_interleaved
+from benchmarks.harness import Row, less_is_better, main, measure_interleaved
 from socflower.precision import EngineSettings, Int8Model, RescalingPolicy
 from socflower.precision.int8.batch_splitting import best_blocks, profile_batch_blocks
 from socflower.precision.operator_costs import profile_operators
 from socflower.workloads.models import build_model
 
 SHAPE = (3, 32, 32)
-SETTLED = RescalingPolicy(
-    warm_up_batches=3
-)  # the state after the first part of training, reached at once
+# The steady state of training, reached after three batches.
+SETTLED = RescalingPolicy(warm_up_batches=3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
+class StepWorkload:
     model: str
     batch: int
     steps: int
 
 
 FULL = (
-    Workload(model="vgg11", batch=64, steps=9),
-    Workload(model="resnet18", batch=64, steps=5),
-    Workload(model="vgg-small", batch=512, steps=5),
+    StepWorkload(model="vgg11", batch=64, steps=9),
+    StepWorkload(model="resnet18", batch=64, steps=5),
+    StepWorkload(model="vgg-small", batch=512, steps=5),
 )
-QUICK = (Workload(model="resnet8", batch=32, steps=3),)
+QUICK = (StepWorkload(model="resnet8", batch=32, steps=3),)
 
 
 def run(quick: bool) -> list[Row]:
@@ -54,16 +50,16 @@ def run(quick: bool) -> list[Row]:
     return rows
 
 
-def rescaling(workload: Workload) -> Row:
-    """Exponents looked for now and then, against in every batch."""
+def rescaling(workload: StepWorkload) -> Row:
+    """Compare exponents that are searched from time to time with a search in every batch."""
     always = RescalingPolicy(adaptive=False)
     return compare(
         workload, "rescaling", EngineSettings(rescaling=SETTLED), EngineSettings(rescaling=always)
     )
 
 
-def batch_splitting(workload: Workload) -> Row:
-    """Micro-batches from the profile, against whole batches."""
+def batch_splitting(workload: StepWorkload) -> Row:
+    """Compare micro-batches chosen from a profile with whole batches."""
     model = int8(workload, EngineSettings())
     blocks = best_blocks(profile_batch_blocks(model.graph, workload.batch, model.engine))
     with_blocks = EngineSettings(rescaling=SETTLED, batch_blocks=blocks)
@@ -71,35 +67,35 @@ def batch_splitting(workload: Workload) -> Row:
     return compare(workload, name, with_blocks, EngineSettings(rescaling=SETTLED))
 
 
-def graph_reuse(workload: Workload) -> Row:
-    """Operators and buffers kept from step to step, against built in every step."""
+def graph_reuse(workload: StepWorkload) -> Row:
+    """Compare operators and buffers that are kept between steps with ones built in every step."""
     settings = EngineSettings(rescaling=SETTLED)
     return compare(workload, "graph reuse", settings, replace(settings, reuse_graph=False))
 
 
-def compare(workload: Workload, technique: str, on: EngineSettings, off: EngineSettings) -> Row:
+def compare(workload: StepWorkload, technique: str, on: EngineSettings, off: EngineSettings) -> Row:
     models = [int8(workload, settings) for settings in (on, off)]
     images, labels = batch_of(workload.batch)
     steps = [stepper(model, images, labels) for model in models]
-    for _ in range(4):  # past the rescaling's warm-up
+    # Past the warm-up of rescaling.
+    for _ in range(4):
         for step in steps:
             step()
     timings = measure_interleaved(steps, repeats=workload.steps)
     with_s, without_s = (timing.median_s for timing in timings)
     same = technique == "rescaling" or equal(*models)
-    return Row(
-        case=f"{technique}, {workload.model}, batch {workload.batch}, {models[0].engine.kernel}",
-        ours=1e3 * with_s,
-        peer="without it",
-        peer_value=1e3 * without_s,
-        unit="ms per training step",
-        ratio=without_s / with_s,
+    return less_is_better(
+        f"{technique}, {workload.model}, batch {workload.batch}, {models[0].engine.kernel}",
+        1e3 * with_s,
+        "without it",
+        1e3 * without_s,
+        "ms per training step",
         ok=same,
     )
 
 
 def placement(batch: int, steps: int) -> Row:
-    """Sides chosen with the cost of switching in mind (F17), against each operator where it is quickest alone."""
+    """Compare a placement that counts the cost of switching (F17) with each operator on its faster side."""
     torch.manual_seed(0)
     module = nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -118,18 +114,17 @@ def placement(batch: int, steps: int) -> Row:
     before = models[0].evaluate(images, labels).loss
     timings = measure_interleaved(functions, repeats=steps, warmup=5)
     with_s, without_s = (timing.median_s for timing in timings)
-    return Row(
-        case=f"placement {profile.placement.path()}, GELU network, batch {batch}, {models[0].engine.kernel}",
-        ours=1e3 * with_s,
-        peer=f"FP32 where it is quicker alone: {', '.join(greedy)}",
-        peer_value=1e3 * without_s,
-        unit="ms per training step",
-        ratio=without_s / with_s,
+    return less_is_better(
+        f"placement {profile.placement.path()}, GELU network, batch {batch}, {models[0].engine.kernel}",
+        1e3 * with_s,
+        f"FP32 where it is quicker alone: {', '.join(greedy)}",
+        1e3 * without_s,
+        "ms per training step",
         ok=models[0].evaluate(images, labels).loss < before,
     )
 
 
-def int8(workload: Workload, settings: EngineSettings) -> Int8Model:
+def int8(workload: StepWorkload, settings: EngineSettings) -> Int8Model:
     module = build_model(workload.model, in_channels=3, image_size=32, num_classes=10, seed=0)
     return Int8Model.from_module(module, input_shape=SHAPE, settings=settings)
 
@@ -138,7 +133,8 @@ def batch_of(batch: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(0)
     labels = random.integers(0, 10, batch, dtype=np.int32)
     images = random.standard_normal((batch, *SHAPE), dtype=np.float32)
-    images[:, 0] += labels[:, None, None] / 5.0  # so that there is something to learn
+    # Images that depend on their labels can be learnt.
+    images[:, 0] += labels[:, None, None] / 5.0
     return images, labels
 
 

@@ -4,9 +4,9 @@
     python benchmarks/int8_accuracy.py --quick                 (a small piece: LeNet, one epoch of 6,000 digits)
 
 Rows give the accuracy on the whole test set after the last epoch, int8 against FP32, per network, algorithm and
-seed. Every run that is done is kept as a file in out/int8-accuracy/, with its curve, so a cut run goes on where it
-stopped; --fresh starts anew, and `--curves FOLDER` also writes all curves there, as JSON and as a picture. Needs
-MNIST and CIFAR-10 in the folder that SOCFLOWER_DATA names.
+seed. Every finished run is kept as a file in out/int8-accuracy/, with its curve, so that an interrupted benchmark
+continues; `--curves FOLDER` also writes all curves there, as JSON and as a picture. Needs MNIST and CIFAR-10 in the
+folder that SOCFLOWER_DATA names.
 """
 
 import json
@@ -21,9 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Row, main
+from benchmarks.harness import Row, kept, main, more_is_better, note
 from socflower.precision import ADAPTIVE_FIXED_POINT, NITI, Int8Model, TrainingAlgorithm
 from socflower.precision.algorithm import IntegerUpdate
 from socflower.workloads.dataset import LabelledData
@@ -35,7 +33,7 @@ SEEDS = (0, 1, 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class AccuracyCase:
     """A network on the first `num_images` of a data set."""
 
     model: str
@@ -48,8 +46,8 @@ class Case:
 
 
 FP32 = "fp32"
-# NITI's gradient bits are 5, 4, 3; fewer are a smaller step, which suits short trainings better. With 0 bits and
-# fewer, only the pseudo-stochastic carry moves a weight.
+# NITI's gradient bits are 5, 4, 3. Fewer bits are a smaller step, which suits short trainings
+# better. With 0 bits or fewer, only the pseudo-stochastic carry changes a weight.
 NITI_321 = replace(NITI, name="niti, bits 3-2-1", update=IntegerUpdate(bits=(3, 2, 1)))
 NITI_210 = replace(NITI, name="niti, bits 2-1-0", update=IntegerUpdate(bits=(2, 1, 0)))
 ALGORITHMS: dict[str, TrainingAlgorithm] = {
@@ -58,23 +56,24 @@ ALGORITHMS: dict[str, TrainingAlgorithm] = {
 
 SMALL_STEPS = ("niti, bits 2-1-0", "adaptive-fixed-point")
 CASES = (
-    Case(
+    AccuracyCase(
         model="lenet5", data="mnist", num_images=60_000, epochs=10, learning_rate=0.05,
         methods=("niti", "niti, bits 3-2-1", "adaptive-fixed-point"),
     ),
-    Case(model="vgg-small", data="cifar10", num_images=20_000, epochs=12, learning_rate=0.05, methods=SMALL_STEPS),
-    Case(model="resnet8", data="cifar10", num_images=20_000, epochs=12, learning_rate=0.1, methods=SMALL_STEPS),
+    AccuracyCase(model="vgg-small", data="cifar10", num_images=20_000, epochs=12, learning_rate=0.05,
+    methods=SMALL_STEPS), AccuracyCase(model="resnet8", data="cifar10", num_images=20_000, epochs=12, learning_rate=0.1,
+    methods=SMALL_STEPS),
 )  # fmt: skip
-QUICK = Case(
+QUICK = AccuracyCase(
     model="lenet5", data="mnist", num_images=6_000, epochs=1, learning_rate=0.05, methods=("niti",)
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class Curve:
     """The test accuracies of one training, epoch by epoch."""
 
-    case: Case
+    case: AccuracyCase
     method: str
     seed: int
     test_accuracy: list[float]
@@ -82,8 +81,8 @@ class Run:
     train_s: float
 
 
-class Images:
-    """A data set, normalised a batch at a time."""
+class NormalisedImages:
+    """A data set; a batch is normalised when it is read."""
 
     def __init__(self, labelled: LabelledData, num_images: int | None = None) -> None:
         self._labelled = labelled
@@ -102,10 +101,11 @@ class Images:
             yield self.batch(order[start : start + batch_size])
 
 
-def train(case: Case, method: str, seed: int) -> Run:
-    """Train once and return the curve; equal seeds see equal batches in equal order from equal weights."""
+def train(case: AccuracyCase, method: str, seed: int) -> Curve:
+    """Train once and return the curve. Equal seeds have equal initial weights, and equal batches in equal order."""
     data = load_data(case.data)
-    train_images, test_images = Images(data.train, case.num_images), Images(data.test)
+    train_images = NormalisedImages(data.train, case.num_images)
+    test_images = NormalisedImages(data.test)
     channels, size = data.train.inputs.shape[1], data.train.inputs.shape[2]
     module = build_model(
         case.model, in_channels=channels, image_size=size, num_classes=10, seed=seed
@@ -135,11 +135,8 @@ def train(case: Case, method: str, seed: int) -> Run:
         )
         accuracies.append(correct / test_images.count)
         losses.append(loss / steps_per_epoch)
-        print(
-            f"{case.model} {method} seed {seed} epoch {len(losses)}: {accuracies[-1]:.4f}",
-            file=sys.stderr,
-        )
-    return Run(
+        note(f"{case.model} {method} seed {seed} epoch {len(losses)}: {accuracies[-1]:.4f}")
+    return Curve(
         case=case,
         method=method,
         seed=seed,
@@ -198,41 +195,35 @@ class Int8Learner:
 
 
 def run(quick: bool) -> list[Row]:
-    """Train every case, method and seed that no file has yet, and compare the accuracies."""
+    """Train every case, method and seed that has no file yet, and compare the accuracies."""
     torch.set_num_threads(1)
-    if "--fresh" in sys.argv[1:]:
-        for path in FOLDER.glob("*.json"):
-            path.unlink()
     rows = []
     for case in (QUICK,) if quick else CASES:
         for seed in SEEDS[:1] if quick else SEEDS:
             methods = (*case.methods, FP32)
             runs = {
-                method: train(case, method, seed) if quick else kept(case, method, seed)
+                method: train(case, method, seed) if quick else kept_curve(case, method, seed)
                 for method in methods
             }
             fp32 = runs[FP32].test_accuracy[-1]
             for name in case.methods:
                 ours = runs[name].test_accuracy[-1]
                 rows.append(
-                    Row(
-                        case=f"{case.model}, {case.num_images} images of {case.data}, {case.epochs} epochs, "
+                    more_is_better(
+                        f"{case.model}, {case.num_images} images of {case.data}, {case.epochs} epochs, "
                         f"seed {seed}, {name}",
-                        ours=100 * ours,
-                        peer="torch FP32",
-                        peer_value=100 * fp32,
-                        unit="% of the test images",
-                        ratio=ours / fp32,
+                        100 * ours,
+                        "torch FP32",
+                        100 * fp32,
+                        "% of the test images",
                         ok=math.isfinite(runs[name].train_loss[-1]),
                     )
                 )
-    if "--curves" in sys.argv[1:]:
-        write_curves(Path(sys.argv[sys.argv.index("--curves") + 1]))
     return rows
 
 
 def write_curves(folder: Path) -> None:
-    """Write every kept run of the cases, and a picture: test accuracy by epoch, one line per method and seed."""
+    """Write all kept runs of the cases, and a picture of test accuracy by epoch, a line per method and seed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 3.6), layout="constrained")
@@ -240,7 +231,7 @@ def write_curves(folder: Path) -> None:
     for case, axes in zip(CASES, figure.subplots(1, len(CASES)), strict=True):
         for index, method in enumerate((FP32, *case.methods)):
             for seed in SEEDS:
-                result = kept(case, method, seed)
+                result = kept_curve(case, method, seed)
                 documents.append({**asdict(result), "case": settings_of(case)})
                 label = method if seed == SEEDS[0] else None
                 epochs = range(1, case.epochs + 1)
@@ -253,31 +244,26 @@ def write_curves(folder: Path) -> None:
         axes.legend(fontsize=7)
     figure.axes[0].set_ylabel("% of the test images")
     figure.axes[0].set_ylim(95, 99.5)
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "int8-accuracy-curves.json").write_text(json.dumps(documents, indent=1) + "\n")
     figure.savefig(folder / "int8-accuracy-curves.svg")
 
 
-def settings_of(case: Case) -> dict[str, object]:
-    """Return what a run's result depends on: all of the case but the other methods."""
+def settings_of(case: AccuracyCase) -> dict[str, object]:
+    """Return the settings that a run's result depends on: the case without its list of methods."""
     return {key: value for key, value in asdict(case).items() if key != "methods"}
 
 
-def kept(case: Case, method: str, seed: int) -> Run:
+def kept_curve(case: AccuracyCase, method: str, seed: int) -> Curve:
     """Return the run from its file, or train and write the file."""
     path = FOLDER / f"{case.model}-{method.replace(', ', '-').replace(' ', '-')}-seed{seed}.json"
-    settings = settings_of(case)
-    if path.exists():
-        document = json.loads(path.read_text())
-        if document["case"] == settings:
-            return Run(**{**document, "case": case})
-    result = train(case, method, seed)
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps({**asdict(result), "case": settings}, indent=1))
-    partial.replace(path)
-    return result
+    if path.exists() and json.loads(path.read_text())["case"] != settings_of(case):
+        path.unlink()
+
+    def document() -> dict[str, object]:
+        return {**asdict(train(case, method, seed)), "case": settings_of(case)}
+
+    return Curve(**{**kept(path, document), "case": case})
 
 
 if __name__ == "__main__":
-    sys.exit(main(run))
+    sys.exit(main(run, write_curves=write_curves))

@@ -1,11 +1,11 @@
 """The settings in which the int8 benchmarks compare, each in a process of its own.
 
-What instructions torch and its libraries use is settled when they are loaded, so a setting is a set of environment
-variables for a new interpreter. Where the machine has AVX2, our AVX2 kernels meet a torch held to AVX2; where it has
-something better, our best kernels also meet a torch that may use whatever it likes. Everything runs on one thread.
+Torch and its libraries choose their instructions when they are loaded, so a setting is a set of environment variables
+for a new interpreter. On a machine with AVX2, our AVX2 kernels are compared with a torch that is limited to AVX2; on a
+machine with more, our best kernels are also compared with an unlimited torch. Everything runs on one thread.
 
 As a program, `python -m benchmarks.int8_settings MODULE:FUNCTION ARGUMENTS` calls a function with JSON arguments and
-prints what it returns as the last line; `in_setting` is the other end.
+prints its result as the last line; `in_setting` reads it.
 """
 
 import json
@@ -25,8 +25,10 @@ from socflower import _int8
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _AVX2_ONLY = {
-    "ATEN_CPU_CAPABILITY": "avx2",  # of torch's own kernels and of what torch.compile generates
-    "TORCHINDUCTOR_CPP_MARCH": "x86-64-v3",  # of the compiler behind torch.compile
+    # Torch's own kernels and the code that torch.compile generates.
+    "ATEN_CPU_CAPABILITY": "avx2",
+    # The compiler that torch.compile uses.
+    "TORCHINDUCTOR_CPP_MARCH": "x86-64-v3",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2",
@@ -36,19 +38,19 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One of our kernel paths, and whether the peers are held to AVX2."""
+    """One of our kernel paths, and whether the peers are limited to AVX2."""
 
     kernel: str
     avx2_only: bool
 
     def environment(self) -> dict[str, str]:
-        """Return the variables of a process in this setting; the caller's own limits on torch are lifted."""
+        """Return the variables of a process in this setting, without limits that the caller's own process has."""
         inherited = {name: value for name, value in os.environ.items() if name not in _AVX2_ONLY}
         return {**inherited, **_ONE_THREAD, **(_AVX2_ONLY if self.avx2_only else {})}
 
 
 def settings() -> list[Setting]:
-    """Return the settings that this machine can show: AVX2 against AVX2, and best against unrestricted."""
+    """Return the settings of this machine: AVX2 against AVX2, and best against unrestricted."""
     kernels = _int8.available_kernels()
     with_avx2 = [Setting(kernel="avx2", avx2_only=True)] if "avx2" in kernels else []
     return with_avx2 + (
@@ -57,7 +59,7 @@ def settings() -> list[Setting]:
 
 
 def in_setting(setting: Setting, function: str, **arguments: object) -> Any:
-    """Return what "module:function" returns for `arguments` in a new interpreter; both are carried as JSON."""
+    """Call "module:function" with `arguments` in a new interpreter; arguments and result travel as JSON."""
     with tempfile.TemporaryDirectory() as compiled:
         ran = subprocess.run(
             [sys.executable, "-m", "benchmarks.int8_settings", function, json.dumps(arguments)],
@@ -72,12 +74,12 @@ def in_setting(setting: Setting, function: str, **arguments: object) -> Any:
 
 
 def rows_of(setting: Setting, function: str, **arguments: object) -> list[Row]:
-    """Return the rows that "module:function" measures in `setting`; it is given the setting's kernel path."""
+    """Return the rows that "module:function" measures in `setting` with the setting's kernel path."""
     return [Row(**row) for row in in_setting(setting, function, kernel=setting.kernel, **arguments)]
 
 
 def describe_peers() -> dict[str, object]:
-    """Return, for each kernel path, what its peers were: limits, threads, memory layout and build of torch."""
+    """Return the peers of each kernel path: limits, threads, memory layout and build of torch."""
     return {
         setting.kernel: in_setting(
             setting, "benchmarks.int8_settings:describe_torch", avx2_only=setting.avx2_only
@@ -87,7 +89,7 @@ def describe_peers() -> dict[str, object]:
 
 
 def describe_torch(avx2_only: bool) -> dict[str, object]:
-    """Return how the torch of this process was built and what it will use."""
+    """Return the build and the settings of this process's torch."""
     import torch
 
     one_thread(torch)
@@ -112,7 +114,7 @@ def describe_torch(avx2_only: bool) -> dict[str, object]:
 
 
 def one_thread(torch: Any) -> None:
-    """Hold torch to one thread; the variables alone leave it to how it was built."""
+    """Limit torch to one thread; whether the variables alone do so depends on its build."""
     torch.set_num_threads(1)
     assert torch.get_num_threads() == 1
 
@@ -120,7 +122,8 @@ def one_thread(torch: Any) -> None:
 def _main(arguments: Sequence[str]) -> None:
     module, _, name = arguments[0].partition(":")
     result = getattr(import_module(module), name)(**json.loads(arguments[1]))
-    print()  # what a library printed last may lack its end of line
+    # The last line that a library printed may lack its end.
+    print()
     print(json.dumps(result, default=asdict))
 
 

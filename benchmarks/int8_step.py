@@ -1,11 +1,11 @@
 """A whole training step in int8 against torch's in FP32, eager and compiled, at batch 64 on one thread.
 
-A step is ours from float32 images to new parameters (NITI, SGD for the biases), and torch's from zeroed gradients to
-the end of SGD; both take the same batches in turn. Ours is timed in its steady state, after the batches in which
-self-adaptive rescaling looks for every exponent, and again with every exponent looked for in every batch.
+Our step is from float32 images to new parameters (NITI, SGD for the biases), torch's from zeroed gradients to the end
+of SGD; both take the same batches in turn. Ours is timed in its steady state, after the batches in which self-adaptive
+rescaling searches every exponent, and again with a search in every batch.
 
-`ok`: the loss fell over those batches, and a few steps of a smaller batch give the same bits as the portable
-kernels. Further rows: peak memory, two threads, and a step where torch cannot be imported.
+`ok`: the loss fell over those batches, and a few steps of a smaller batch give the same bits as the portable kernels.
+Further rows: peak memory, two threads, and a step in a process that cannot import torch.
 """
 
 import sys
@@ -18,9 +18,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Row, machine, main, measure_interleaved
+from benchmarks.harness import Row, less_is_better, machine, main, measure_interleaved, repeated
 from benchmarks.int8_settings import (
     Setting,
     describe_peers,
@@ -48,7 +46,8 @@ TITLES = {
     "mobilenet-v1": "MobileNetV1",
 }
 _WARM_UP = 16
-_SETTLED = RescalingPolicy(warm_up_batches=_WARM_UP)  # of 100 by default, a long way for ResNet-18
+# The default of 100 batches would take ResNet-18 too long.
+_SETTLED = RescalingPolicy(warm_up_batches=_WARM_UP)
 _IMAGES_OF_PORTABLE_STEPS = 16
 _EAGER, _COMPILED = "torch FP32, eager", "torch FP32, torch.compile"
 
@@ -56,7 +55,7 @@ peers = describe_peers
 
 
 def run(quick: bool = False) -> list[Row]:
-    """Return the rows of all models in each setting; with `quick` of LeNet-5 alone, not compiled."""
+    """Return the rows of all models in each setting; with `quick` only LeNet-5, and torch is not compiled."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         in_setting(settings()[0], "benchmarks.int8_step:save_models", folder=folder)
@@ -65,14 +64,6 @@ def run(quick: bool = False) -> list[Row]:
                 found += rows_of(setting, "benchmarks.int8_step:step_rows", name=name, quick=quick)
             found += _isolated_rows(setting, folder, quick=quick)
     return found
-
-
-def _repeated(step: Callable[[], object], times: int) -> Callable[[], None]:
-    def turn() -> None:
-        for _ in range(times):
-            step()
-
-    return turn
 
 
 def step_rows(kernel: str, name: str, quick: bool) -> list[Row]:
@@ -95,23 +86,15 @@ def step_rows(kernel: str, name: str, quick: bool) -> list[Row]:
     steps[_EAGER] = _torch_training(torch, _module(name), data)
     if not quick:
         steps[_COMPILED] = _torch_training(torch, _module(name), data, compiled=True)
-    # Steps of training follow each other, so a turn is a run of them: alone, a step of a few milliseconds would be
-    # timed with the caches full of its peer's data.
+    # A turn has many short steps: a single one of a few milliseconds would find its peer's data in
+    # the caches.
     turn = 20 if name == "lenet5" else 1
-    turns = [_repeated(one, turn) for one in steps.values()]
+    turns = [repeated(one, turn) for one in steps.values()]
     times = measure_interleaved(turns, repeats=7 if quick else 11, warmup=1)
     ms = {key: time.median_s * 1e3 / turn for key, time in zip(steps, times, strict=True)}
     case = f"{kernel}: {TITLES[name]} step"
     return [
-        Row(
-            case=case + suffix,
-            ours=ms[key],
-            peer=peer,
-            peer_value=ms[peer],
-            unit="ms",
-            ratio=ms[peer] / ms[key],
-            ok=ok,
-        )
+        less_is_better(case + suffix, ms[key], peer, ms[peer], "ms", ok=ok)
         for key, suffix in (
             ("ours", ""),
             ("searching", ", every exponent looked for in every batch"),
@@ -147,14 +130,13 @@ def _without_torch(setting: Setting, name: str, model: str, *, quick: bool) -> R
         for blocked in (True, False)
     )  # fmt: skip
     wrong = blocked["wrong"] + usual["wrong"]
-    return Row(
-        case=f"{setting.kernel}: {TITLES[name]} step of a saved model, torch's import blocked"
+    return less_is_better(
+        f"{setting.kernel}: {TITLES[name]} step of a saved model, torch's import blocked"
         + "".join(f"; {what}" for what in wrong),
-        ours=blocked["step_s"] * 1e3,
-        peer="the same, torch imported",
-        peer_value=usual["step_s"] * 1e3,
-        unit="ms",
-        ratio=usual["step_s"] / blocked["step_s"],
+        blocked["step_s"] * 1e3,
+        "the same, torch imported",
+        usual["step_s"] * 1e3,
+        "ms",
         ok=not wrong,
     )
 
@@ -165,13 +147,12 @@ def _memory(setting: Setting, name: str, model: str, small: str) -> Row:
         setting, f"{isolated}:our_peak_bytes", kernel=setting.kernel, model=model, small=small
     )
     theirs = in_setting(setting, f"{isolated}:torch_peak_bytes", model=name, small="lenet5")
-    return Row(
-        case=f"{setting.kernel}: {TITLES[name]}, peak memory of model, batch and step",
-        ours=ours / 1e6,
-        peer=_EAGER,
-        peer_value=theirs / 1e6,
-        unit="MB",
-        ratio=theirs / ours,
+    return less_is_better(
+        f"{setting.kernel}: {TITLES[name]}, peak memory of model, batch and step",
+        ours / 1e6,
+        _EAGER,
+        theirs / 1e6,
+        "MB",
         ok=ours > 0 and theirs > 0,
     )
 
@@ -181,13 +162,12 @@ def _two_threads(setting: Setting, name: str, model: str) -> Row:
         setting, "benchmarks.int8_step_isolated:thread_times",
         kernel=setting.kernel, model=model, steps=_WARM_UP, repeats=15,
     )  # fmt: skip
-    return Row(
-        case=f"{setting.kernel}: {TITLES[name]} step on two threads",
-        ours=times["two_s"] * 1e3,
-        peer="one thread",
-        peer_value=times["one_s"] * 1e3,
-        unit="ms",
-        ratio=times["one_s"] / times["two_s"],
+    return less_is_better(
+        f"{setting.kernel}: {TITLES[name]} step on two threads",
+        times["two_s"] * 1e3,
+        "one thread",
+        times["one_s"] * 1e3,
+        "ms",
         limit=times["one_s"] * 1e3 / 2,
         ok=times["same"],
     )

@@ -1,6 +1,6 @@
-"""What `int8_step` measures in processes of their own: memory, a step without torch, and two threads.
+"""Measurements of `int8_step` in separate processes: memory, a step without torch, and two threads.
 
-Nothing here imports torch unless it is called for torch.
+Only the functions about torch import it.
 """
 
 import ctypes
@@ -35,9 +35,9 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 
 def batches(shape: tuple[int, int, int], number: int) -> list[Batch]:
-    """Return batches that can be learnt: a pattern for each class, under as much noise, with one label in five wrong.
+    """Return batches that can be learnt: a pattern for each class with as much noise, and one label in five wrong.
 
-    Wrong labels keep the loss, and with it the gradients, away from zero.
+    Wrong labels keep the loss and the gradients away from zero.
     """
     rng = np.random.default_rng(0)
     patterns = rng.standard_normal((NUM_CLASSES, *shape), dtype=np.float32)
@@ -51,7 +51,7 @@ def batches(shape: tuple[int, int, int], number: int) -> list[Batch]:
 
 
 def torch_step(torch: Any, module: Any, *, compiled: bool = False) -> Callable[[Any, Any], None]:
-    """Return a training step in FP32, channels last, SGD; compiled: forward, loss and backward by torch.compile."""
+    """Return a training step in FP32, channels last, with SGD; torch.compile may compile all but the update."""
     module = module.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
 
@@ -75,9 +75,9 @@ def torch_batch(torch: Any, batch: Batch) -> tuple[Any, Any]:
 
 
 def our_peak_bytes(kernel: str, model: str, small: str) -> int:
-    """Return by how much three steps of the saved `model` raise the peak of resident memory.
+    """Return by how many bytes three steps of the saved `model` raise the peak of resident memory.
 
-    Libraries are loaded, and their code used, by a step of the saved `small` model before.
+    A step of the saved `small` model comes first, so that libraries are loaded and their code is used.
     """
     settings = EngineSettings(kernel=kernel)
 
@@ -117,8 +117,9 @@ def _peak_growth_bytes(function: Callable[[], None], warm_up: Callable[[], None]
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
-        trim(0)  # what the warm-up freed would otherwise serve the function, and not count
-    # Linux keeps the peak of the process, which loading torch may have set: 5 starts it anew from now.
+        # Otherwise the function would reuse memory that the warm-up freed, and it would not count.
+        trim(0)
+    # Loading torch may have set the peak of the process; writing 5 resets it.
     Path("/proc/self/clear_refs").write_text("5")
     before_bytes = _status_bytes("VmRSS")
     function()
@@ -135,7 +136,7 @@ def _status_bytes(key: str) -> int:
 
 
 class _NoTorch(MetaPathFinder):
-    """Refuses torch, as a machine on which it is not installed does."""
+    """Refuses to import torch, as if it were not installed."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         if fullname.partition(".")[0] == "torch":
@@ -143,7 +144,7 @@ class _NoTorch(MetaPathFinder):
 
 
 class _TypedConvolution(_int8.Convolution):
-    """A convolution (or linear layer) that notes the element types of what its products are made of and go to."""
+    """A convolution (or linear layer) that records the element types of its operands and results."""
 
     seen: ClassVar[set[tuple[str, ...]]] = set()
 
@@ -164,15 +165,16 @@ _FUNCTIONS = ("forward", "input gradient", "weight gradient")
 
 
 def saved_model_step(kernel: str, model: str, blocked: bool, repeats: int) -> dict[str, Any]:
-    """Train and evaluate a saved model, and return the median seconds of a step and what was wrong.
+    """Train and evaluate a saved model; return the median seconds of a step and a list of faults.
 
-    `blocked`: torch cannot be imported; otherwise it is, unused. While exponents are looked for, as in these first
-    steps, all operands of all products must be int8 and all results int32.
+    With `blocked` torch cannot be imported; otherwise it is imported and not used. In these first steps exponents are
+    searched, so all operands of products must be int8 and all results int32.
     """
     if blocked:
         sys.meta_path.insert(0, _NoTorch())
     imported = _can_import_torch()
-    _int8.Convolution = _TypedConvolution  # where a program takes its convolutions from
+    # Programs take their convolutions from this name.
+    _int8.Convolution = _TypedConvolution
     network = Int8Model.load(Path(model), settings=EngineSettings(kernel=kernel))
     ((images, labels),) = batches(network.graph.input_shape, 1)
     step = partial(network.train_step, images, labels, learning_rate=LEARNING_RATE, progress=0.0)
@@ -218,7 +220,7 @@ def thread_times(kernel: str, model: str, steps: int, repeats: int) -> dict[str,
 
 
 def training(network: Int8Model, data: list[Batch]) -> Callable[[], float]:
-    """Return a function that trains on the next batch, round and round, and returns its loss."""
+    """Return a function that trains on the next batch of a cycle and returns its loss."""
     following = cycle(data)
 
     def step() -> float:

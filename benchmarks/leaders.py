@@ -1,17 +1,13 @@
 """Leaders that exchange models in a ring against a star, between network namespaces at 100 Mbit/s.
 
-Each of 4, 6 and 8 leaders is on a board of its own. The ring is that of a deployment, from finding each other to the
-mean; the star is plain torch over gloo, its hub on a board of its own too. Both are compared with virtual time, whose
-messages are those of buckets, at the testbed's cost.
+Each of 4, 6 and 8 leaders is on its own board. The ring is the one that deployments use, timed from finding each other
+to the mean; the star is plain torch over gloo, with its hub on its own board, too. Both are compared with virtual time.
 """
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Row, main
+from benchmarks.harness import Row, less_is_better, main
 from socflower.hierarchy import Exchange, exchange_graph
 from socflower.sim import EventClock
 from tests.testbed.ring_driver import Run
@@ -24,7 +20,7 @@ _SETTING_UP_S = 120.0
 
 
 def run(quick: bool = False) -> list[Row]:
-    """Return what a synchronisation takes in the median, and how far virtual time is off."""
+    """Return rows of a synchronisation's median time, and of virtual time against it."""
     rack = Rack(slots_per_board=(1,) * 9)
     runs = [
         Run(
@@ -45,26 +41,24 @@ def run(quick: bool = False) -> list[Row]:
         leaders = f"{len(ring.run.rings[0])} leaders"
         ring_s, star_s = ring.median_s(0), star.median_s(0)
         rows.append(
-            Row(
-                case=f"{leaders}, 4 MB: ring",
-                ours=ring_s,
-                peer="star over gloo",
-                peer_value=star_s,
-                unit="s",
-                ratio=star_s / ring_s,
+            less_is_better(
+                f"{leaders}, 4 MB: ring",
+                ring_s,
+                "star over gloo",
+                star_s,
+                "s",
                 ok=ring.right and star.right,
             )
         )
         for name, result, seconds in (("ring", ring, ring_s), ("star", star, star_s)):
             simulated_s = _simulated_s(rack, result.run.rings[0], name)
             rows.append(
-                Row(
-                    case=f"{leaders}, 4 MB: {name} in virtual time",
-                    ours=simulated_s,
-                    peer="measured",
-                    peer_value=seconds,
-                    unit="s",
-                    ratio=seconds / simulated_s,
+                less_is_better(
+                    f"{leaders}, 4 MB: {name} in virtual time",
+                    simulated_s,
+                    "measured",
+                    seconds,
+                    "s",
                     ok=result.right,
                 )
             )

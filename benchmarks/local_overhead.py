@@ -1,11 +1,11 @@
 """The local engine against a bare torch loop that does the same arithmetic, and two cores against one.
 
 A round of SoCFlow (LeNet-5, 8 groups, batch 64, data of MNIST's size) goes through strategy, messages, worker process
-and native aggregation on one side; on the other a plain loop trains the same groups on the same batches one after the
-other, keeps their momentum, and averages their weights. Both use one torch thread, start warm, and take turns; the
+and native aggregation on our side; the peer is a plain loop that trains the same groups on the same batches one after
+the other, keeps their momentum, and averages their weights. Both use one torch thread, start warm, and take turns; the
 weights after the first round must agree.
 
-The second row runs the same rounds on one worker process and on two. It can only show a gain where two cores are free.
+The second row runs the same rounds on one worker process and on two. It shows a gain only if two cores are free.
 """
 
 import statistics
@@ -20,9 +20,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 from torch import nn
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Row, main
+from benchmarks.harness import Row, less_is_better, main
 from socflower.clients.app import make_client_app
 from socflower.cluster import parse_cluster
 from socflower.engines.local.grid import LocalGrid
@@ -41,7 +39,7 @@ LEARNING_RATE = 0.01
 
 @cache
 def data() -> LabelledData:
-    """Return random images of MNIST's size: what is learnt does not matter here, the arithmetic does."""
+    """Return random images of MNIST's size: only the arithmetic matters here."""
     generator = torch.Generator().manual_seed(0)
     return LabelledData(
         inputs=torch.randint(0, 256, (60_000, 1, 28, 28), generator=generator, dtype=torch.uint8),
@@ -136,7 +134,7 @@ class BareLoop:
 
 
 def run(quick: bool = False) -> list[Row]:
-    """Return the row of the engine's own cost and, where there are two cores, the row of their gain."""
+    """Return the row of the engine's overhead and, on two or more cores, the row of the gain by two workers."""
     torch.set_num_threads(1)
     interval, rounds = (0.05, 3) if quick else (0.25, 9)
     rows = [_overhead(interval, rounds)]
@@ -151,17 +149,17 @@ def _overhead(interval: float, rounds: int) -> Row:
         bare = BareLoop(engine.strategy)
         engine.step()
         bare.step()
-        # Compared now: rounding of the two averages differs, and training amplifies that from round to round.
+        # Compared after one round: the averages are rounded differently, and training amplifies the
+        # difference.
         ok = _equal(engine.arrays, bare.weights)
         pairs = [(engine.step(), bare.step()) for _ in range(rounds)]
     ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
-    return Row(
-        case=f"a round of {NUM_GROUPS} groups x {engine.strategy.method.intervals[0].num_steps} steps, one core",
-        ours=ours,
-        peer="bare torch loop",
-        peer_value=theirs,
-        unit="s",
-        ratio=theirs / ours,
+    return less_is_better(
+        f"a round of {NUM_GROUPS} groups x {engine.strategy.method.intervals[0].num_steps} steps, one core",
+        ours,
+        "bare torch loop",
+        theirs,
+        "s",
         limit=theirs,
         ok=ok,
     )
@@ -174,13 +172,12 @@ def _two_cores(interval: float, rounds: int) -> Row:
         two.step()
         pairs = [(two.step(), one.step()) for _ in range(rounds)]
     ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
-    return Row(
-        case=f"the same round on two cores ({num_cores()} usable)",
-        ours=ours,
-        peer="one worker process",
-        peer_value=theirs,
-        unit="s",
-        ratio=theirs / ours,
+    return less_is_better(
+        f"the same round on two cores ({num_cores()} usable)",
+        ours,
+        "one worker process",
+        theirs,
+        "s",
         limit=theirs / 2,
         ok=_equal(one.arrays, two.arrays.to_torch_state_dict()),
     )

@@ -1,4 +1,4 @@
-"""The reference of the mapping's benchmark and tests: every assignment of board slots to groups, tried."""
+"""Brute force over all assignments of board slots to groups: the reference of the mapping's benchmark and tests."""
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations_with_replacement
@@ -17,9 +17,8 @@ def small_clusters(max_slots: int) -> Iterator[tuple[tuple[int, ...], int, int]]
 def brute_force(slots: Sequence[int], num_groups: int, num_socs: int) -> tuple[int, int, int]:
     """Return the least objective of F5 over all assignments; boards in equal states count once."""
     small, num_large = divmod(num_socs, num_groups)
-    states = {
-        (tuple(sorted((free, 0) for free in slots)), 0, 0)
-    }  # (free, split groups) per board, splits, spans
+    # A state is ((free slots, split groups) per board, splits, spans).
+    states = {(tuple(sorted((free, 0) for free in slots)), 0, 0)}
     for size in [small + 1] * num_large + [small] * (num_groups - num_large):
         after = set()
         for boards, splits, spans in states:

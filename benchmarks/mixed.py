@@ -3,26 +3,23 @@
     socflower bench mixed --json
 
 Peers are torch FP32 on one core and on both, in the same run, step by step in turn. Batch 64, SGD with momentum. The
-answer checked is that of training: each of them trains the network on the embedded digits (padded to the network's
-images), from the same weights in the same order, and mixed precision must classify as many test digits rightly as
-FP32, to within 3 of a hundred. These are an epoch or a few; benchmarks/mixed_accuracy.py has whole trainings. A
-machine of one core shows less: the two workers take turns there.
+answer that is checked is the accuracy: each of them trains the network on the embedded digits (padded to the network's
+image size), from the same weights in the same order, and mixed precision may lose at most 3 points against FP32. These
+trainings have one to four epochs; benchmarks/mixed_accuracy.py has whole trainings. On one core the two workers take
+turns, so the gain is smaller.
 """
 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Row, main, measure_interleaved
+from benchmarks.harness import Row, less_is_better, main, measure_interleaved, repeated
 from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.training.mixed_precision import MixedPrecisionTrainer
 from socflower.training.trainer import Trainer, TrainingSpan
@@ -35,7 +32,7 @@ TOLERANCE = 0.03
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class StepCase:
     """A network, the shape of its images, and how it is trained for the check."""
 
     model: str
@@ -46,9 +43,9 @@ class Case:
 
 
 CASES = (
-    Case(model="lenet5", channels=1, size=28, learning_rate=0.02, epochs=4),
-    Case(model="vgg11", channels=3, size=32, learning_rate=0.005, epochs=3),
-    Case(model="resnet18", channels=3, size=32, learning_rate=0.02, epochs=1),
+    StepCase(model="lenet5", channels=1, size=28, learning_rate=0.02, epochs=4),
+    StepCase(model="vgg11", channels=3, size=32, learning_rate=0.005, epochs=3),
+    StepCase(model="resnet18", channels=3, size=32, learning_rate=0.02, epochs=1),
 )
 
 
@@ -60,16 +57,16 @@ def run(quick: bool = False) -> list[Row]:
     return found
 
 
-def _rows_of(case: Case, repeats: int, epochs: int) -> list[Row]:
+def _rows_of(case: StepCase, repeats: int, epochs: int) -> list[Row]:
     single = case.model == "lenet5"
     fp32 = FP32Trainer(optimizer=sgd(case.learning_rate), channels_last=True)
     steps = [_stepper(case, fp32, num_threads=1), _stepper(case, fp32, num_threads=2)]
     steps += [
         _stepper(case, MixedPrecisionTrainer(fp32=fp32, rule=rule), num_threads=1) for rule in RULES
     ]
-    # A step of a small network is shorter than a time slice of the system: many of them in a turn.
+    # A step of a small network is shorter than a time slice of the system, so a turn has many steps.
     turn = 20 if single else 1
-    functions = [_repeated(step, turn) for step in steps]
+    functions = [repeated(step, turn) for step in steps]
     one, two, *mixed = (
         timing.median_s / turn
         for timing in measure_interleaved(functions, repeats=repeats, warmup=2)
@@ -84,21 +81,11 @@ def _rows_of(case: Case, repeats: int, epochs: int) -> list[Row]:
             f"{100 * reference:.1f} %)"
         )
         for peer, peer_s in (("torch fp32, one core", one), ("torch fp32, two cores", two)):
-            found.append(
-                Row(
-                    case=name,
-                    ours=seconds,
-                    peer=peer,
-                    peer_value=peer_s,
-                    unit="s per step",
-                    ratio=peer_s / seconds,
-                    ok=ok,
-                )
-            )
+            found.append(less_is_better(name, seconds, peer, peer_s, "s per step", ok=ok))
     return found
 
 
-def _stepper(case: Case, trainer: Trainer, num_threads: int) -> Callable[[], None]:
+def _stepper(case: StepCase, trainer: Trainer, num_threads: int) -> Callable[[], None]:
     random = torch.Generator().manual_seed(0)
     inputs = torch.randn(BATCH, case.channels, case.size, case.size, generator=random)
     labels = torch.randint(0, 10, (BATCH,), generator=random)
@@ -111,15 +98,7 @@ def _stepper(case: Case, trainer: Trainer, num_threads: int) -> Callable[[], Non
     return step
 
 
-def _repeated(step: Callable[[], None], times: int) -> Callable[[], None]:
-    def run() -> None:
-        for _ in range(times):
-            step()
-
-    return run
-
-
-def _accuracy(case: Case, rule: str | None, epochs: int) -> float:
+def _accuracy(case: StepCase, rule: str | None, epochs: int) -> float:
     """Return the test accuracy after training on the digits, with two FP32 threads or one of each kind."""
     train, test = _digits(case)
     torch.set_num_threads(2 if rule is None else 1)
@@ -138,7 +117,7 @@ def _accuracy(case: Case, rule: str | None, epochs: int) -> float:
 
 
 @cache
-def _digits(case: Case) -> tuple[LabelledData, LabelledData]:
+def _digits(case: StepCase) -> tuple[LabelledData, LabelledData]:
     """Return the embedded digits as images of the network's shape."""
     digits = load_data("digits")
 
@@ -158,7 +137,7 @@ def _digits(case: Case) -> tuple[LabelledData, LabelledData]:
     return shaped(digits.train), shaped(digits.test)
 
 
-def _model(case: Case) -> nn.Module:
+def _model(case: StepCase) -> nn.Module:
     return build_model(
         case.model, in_channels=case.channels, image_size=case.size, num_classes=10, seed=1
     )

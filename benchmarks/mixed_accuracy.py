@@ -1,15 +1,15 @@
 """Does training on CPU and NPU at once keep the accuracy of FP32? SoCFlow+ Fig. 15 on 32 virtual SoCs in 8 groups.
 
-    python benchmarks/mixed_accuracy.py --json --curves docs/results    (hours; goes on where it was cut)
+    python benchmarks/mixed_accuracy.py --json --curves docs/results    (hours; continues after an interruption)
     python benchmarks/mixed_accuracy.py --stored --json                 (only the runs that are done)
     python benchmarks/mixed_accuracy.py --quick                         (one epoch of one network, one seed)
 
 The scenarios are scenarios/full/mixed_mnist.toml and mixed_cifar10.toml, the latter also with LeNet-5: whole data sets,
-real gradients, every rule on equal samples in equal order from equal weights, seed by seed. Beside the five rules of
-mixed precision stands training in int8 alone with NITI, whose weights are int8 too; and for ResNet-8 FP32 with half
-the batch on each SoC, which tells what splitting a batch costs BatchNorm from what int8 costs. Rows give the mean
-accuracy against that of FP32 on the same seeds. Every run that is done is kept in out/mixed-accuracy/. Needs MNIST and
-CIFAR-10 in SOCFLOWER_DATA.
+real gradients. With the same seed, all rules have equal initial weights and equal samples in equal order. The five
+rules of mixed precision are compared with int8 alone (NITI, whose weights are int8 too) and, for ResNet-8, with FP32
+on half the batch per SoC, which separates the cost of splitting a batch for BatchNorm from the cost of int8. Rows give
+the mean accuracy against that of FP32 on the same seeds. Finished runs are kept in out/mixed-accuracy/. Needs MNIST
+and CIFAR-10 in SOCFLOWER_DATA.
 """
 
 import json
@@ -20,9 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Row, main
+from benchmarks.harness import Row, kept, main, more_is_better, note
 from socflower.precision import MIXING_RULES
 from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.file import load_scenario
@@ -32,24 +30,27 @@ SEEDS = (1, 2, 3)
 NITI, HALVES = "niti", "fp32-in-halves"
 METHODS: dict[str, list[str]] = {
     **{rule: [f"precision.rule={rule}"] for rule in MIXING_RULES},
-    # Small steps, which suit short trainings best (benchmarks/int8_accuracy.py), and the samples that mixed sets aside.
+    # Small steps suit short trainings best (benchmarks/int8_accuracy.py). Mixed precision holds out
+    # as many samples.
     NITI: [
         "precision.arithmetic=int8",
         "precision.gradient_bits=[2, 1, 0]",
         "precision.held_out=128",
     ],
-    # FP32 on twice the SoCs in as many groups: what halving a SoC's batch costs a network with BatchNorm.
+    # FP32 on twice the SoCs in as many groups shows what half the batch per SoC costs a network
+    # with BatchNorm.
     HALVES: ["precision.rule=fp32", "cluster.boards=13", "strategy.socs=64"],
 }
 FIVE_RULES = (*MIXING_RULES, NITI)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """A network and data set, how it is trained, and what its accuracy may lose."""
+class MixedCase:
+    """A network and data set, how it is trained, and how much accuracy it may lose."""
 
     title: str
-    key: str  # in the names of the kept files
+    # Begins the names of the kept files.
+    key: str
     scenario: str
     overrides: tuple[str, ...] = ()
     methods: tuple[str, ...] = FIVE_RULES
@@ -57,51 +58,40 @@ class Case:
 
 
 CASES = (
-    Case(title="LeNet-5, MNIST", key="mixed_mnist", scenario="mixed_mnist", tolerance=0.005),
-    Case(title="LeNet-5, CIFAR-10", key="mixed_cifar10_lenet5", scenario="mixed_cifar10", tolerance=0.01,
+    MixedCase(title="LeNet-5, MNIST", key="mixed_mnist", scenario="mixed_mnist", tolerance=0.005),
+    MixedCase(title="LeNet-5, CIFAR-10", key="mixed_cifar10_lenet5", scenario="mixed_cifar10", tolerance=0.01,
          overrides=("model.name=lenet5", "train.learning_rate=0.02")),
-    Case(title="ResNet-8, CIFAR-10", key="mixed_cifar10", scenario="mixed_cifar10", tolerance=0.01,
+    MixedCase(title="ResNet-8, CIFAR-10", key="mixed_cifar10", scenario="mixed_cifar10", tolerance=0.01,
          methods=(*FIVE_RULES, HALVES)),
 )  # fmt: skip
+
+_OF_ROUND = ("epoch", "accuracy", "alpha", "cpu_share", "virtual_s", "energy_j")
+_OF_RUN = ("final_accuracy", "virtual_s", "energy_j", "wall_s", "weights_sha256", "kernels")
 
 # Student's t, two-sided 95 %, by degrees of freedom.
 _T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 
 
-def run_case(case: Case, method: str, seed: int, *, epochs: int | None = None) -> dict[str, Any]:
-    """Return accuracy, alpha, CPU share and virtual time of a run by round; from its file if it was done before."""
-    path = _file(case, method, seed, epochs)
-    if path.exists():
-        return dict(json.loads(path.read_text()))
-    overrides = [
-        f"seed={seed}",
-        *case.overrides,
-        *METHODS[method],
-        *([] if epochs is None else [f"train.epochs={epochs}"]),
-    ]
-    result = run_scenario(
-        load_scenario(Path("scenarios/full") / f"{case.scenario}.toml", overrides)
-    )
-    document = {
-        "scenario": case.key, "method": method, "seed": seed,
-        "rounds": [{key: entry.get(key) for key in ("epoch", "accuracy", "alpha", "cpu_share", "virtual_s", "energy_j")}
-                   for entry in result["rounds"]],
-        "final_accuracy": result["final_accuracy"], "virtual_s": result["virtual_s"], "energy_j": result["energy_j"],
-        "wall_s": result["wall_s"], "weights_sha256": result["weights_sha256"], "kernels": result["kernels"],
-    }  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(document))
-    partial.replace(path)
-    print(
-        f"{case.key} {method} seed {seed}: {document['final_accuracy']:.4f} in {document['wall_s']:.0f} s",
-        file=sys.stderr,
-        flush=True,
-    )
-    return document
+def run_case(case: MixedCase, method: str, seed: int, *, epochs: int | None = None) -> Any:
+    """Return a run's accuracy, alpha, CPU share and virtual time by round; a finished run is read from its file."""
+    return kept(_file(case, method, seed, epochs), lambda: _run_anew(case, method, seed, epochs))
 
 
-def _file(case: Case, method: str, seed: int, epochs: int | None) -> Path:
+def _run_anew(case: MixedCase, method: str, seed: int, epochs: int | None) -> dict[str, Any]:
+    overrides = [f"seed={seed}", *case.overrides, *METHODS[method]]
+    if epochs is not None:
+        overrides.append(f"train.epochs={epochs}")
+    scenario = load_scenario(Path("scenarios/full") / f"{case.scenario}.toml", overrides)
+    result = run_scenario(scenario)
+    rounds = [{key: entry.get(key) for key in _OF_ROUND} for entry in result["rounds"]]
+    note(
+        f"{case.key} {method} seed {seed}: {result['final_accuracy']:.4f} in {result['wall_s']:.0f} s"
+    )
+    own = {"scenario": case.key, "method": method, "seed": seed, "rounds": rounds}
+    return own | {key: result[key] for key in _OF_RUN}
+
+
+def _file(case: MixedCase, method: str, seed: int, epochs: int | None) -> Path:
     return (
         FOLDER / f"{case.key}-{method}-{seed}{'' if epochs is None else f'-{epochs}-epochs'}.json"
     )
@@ -114,17 +104,20 @@ def paired_interval(differences: list[float]) -> float:
     return _T95[len(differences) - 1] * statistics.stdev(differences) / math.sqrt(len(differences))
 
 
-def run(quick: bool = False) -> list[Row]:
-    """Return a row for every network and method: accuracy against FP32, and the speed in virtual time."""
+def run(quick: bool = False, stored: bool = False) -> list[Row]:
+    """Return a row for every network and method: accuracy against FP32, and the speed in virtual time.
+
+    With `stored` only finished runs are compared.
+    """
     cases = (replace(CASES[0], methods=("fp32", "paper")),) if quick else CASES
     seeds, epochs = (SEEDS[:1], 1) if quick else (SEEDS, None)
-    # Seed by seed, so that what is there after a cut can be compared.
+    # Seed by seed, so that finished runs can be compared after an interruption.
     runs = {
         (case.key, method, seed): run_case(case, method, seed, epochs=epochs)
         for seed in seeds
         for case in cases
         for method in case.methods
-        if "--stored" not in sys.argv or _file(case, method, seed, epochs).exists()
+        if not stored or _file(case, method, seed, epochs).exists()
     }
     found = []
     for case in cases:
@@ -139,7 +132,11 @@ def run(quick: bool = False) -> list[Row]:
 
 
 def _row(
-    case: Case, method: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]], *, judged: bool
+    case: MixedCase,
+    method: str,
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]],
+    *,
+    judged: bool,
 ) -> Row:
     """Return the row of a method's runs, each paired with that of FP32 with the same seed."""
     differences = [ours["final_accuracy"] - fp32["final_accuracy"] for ours, fp32 in pairs]
@@ -149,12 +146,16 @@ def _row(
         statistics.mean(run["final_accuracy"] for run in runs) for runs in zip(*pairs, strict=True)
     )
     claimed = judged and method in ("paper", "normalised")
-    return Row(
-        case=f"{case.title}, {method}, {len(pairs)} seeds: {100 * mean:+.2f} +- "
-             f"{100 * paired_interval(differences):.2f} points, {speed:.2f}x the speed in virtual time",
-        ours=ours, peer="fp32", peer_value=fp32, unit="accuracy", ratio=ours / fp32,
+    half_width = paired_interval(differences)
+    return more_is_better(
+        f"{case.title}, {method}, {len(pairs)} seeds: {100 * mean:+.2f} +- {100 * half_width:.2f} "
+        f"points, {speed:.2f}x the speed in virtual time",
+        ours,
+        "fp32",
+        fp32,
+        "accuracy",
         ok=not claimed or mean >= -case.tolerance,
-    )  # fmt: skip
+    )
 
 
 def write_curves(folder: Path) -> None:
@@ -205,11 +206,4 @@ def write_curves(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if "--curves" in sys.argv:
-        position = sys.argv.index("--curves")
-        target = Path(sys.argv[position + 1])
-        del sys.argv[position : position + 2]
-        main(run)
-        write_curves(target)
-    else:
-        main(run)
+    sys.exit(main(run, write_curves=write_curves))

@@ -3,21 +3,17 @@
     socflower bench mixed-cluster --json
 
 Rows are seconds and joules of an epoch of CIFAR-10 against the same cluster in FP32, predicted as `socflower plan`
-does, from the catalogue's rates (Mandheling Table 8: the CPU in FP32, the NPU in int8) at alpha = 1, the most that
-int8 can be trusted. `limit` is the bound of F11 on the computing part where the rule has one: under the paper's rule
-gamma is at least e^-1, so no NPU makes a step more than 2.72 times as fast; 3.53 to 5.78 cannot come from it.
-`one SoC` leaves out all communication and shows the rule itself; so does the check of the answer, which derives the
-step from throughputs alone.
+does, from the catalogue's rates (Mandheling Table 8: the CPU in FP32, the NPU in int8) at alpha = 1, the largest share
+for int8. `limit` is the bound of F11 on the computation, for rules that have one: under the paper's rule gamma is at
+least e^-1, so no NPU makes a step more than 2.72 times as fast, and 3.53 to 5.78 is out of reach. Rows of `one SoC`
+have no communication and show the rule itself; their answer is checked against throughputs alone.
 """
 
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Row, main
+from benchmarks.harness import Row, less_is_better, main
 from socflower.cluster import FP32, ModelProfile, device
 from socflower.precision.cpu_share import cpu_share, most_speedup
 from socflower.precision.processor_costs import MixedPricing
@@ -43,16 +39,21 @@ def run(quick: bool = False) -> list[Row]:
                 ("epoch_s", "virtual s per epoch"),
                 ("epoch_energy_j", "virtual J per epoch"),
             ):
-                found.append(Row(
-                    case=f"{model}, {rule}, 32 SoCs in 8 groups", ours=mixed[key], peer="the same in fp32",
-                    peer_value=fp32[key], unit=unit, ratio=fp32[key] / mixed[key],
+                row = less_is_better(
+                    f"{model}, {rule}, 32 SoCs in 8 groups",
+                    mixed[key],
+                    "the same in fp32",
+                    fp32[key],
+                    unit,
                     limit=_limit(rule, fp32[key]) if key == "epoch_s" else None,
-                    ok=mixed["epoch_s"] <= fp32["epoch_s"]))  # fmt: skip
+                    ok=mixed["epoch_s"] <= fp32["epoch_s"],
+                )
+                found.append(row)
     return found
 
 
 def _one_soc(model: str, rule: str, profile: ModelProfile) -> Row:
-    """Return a SoC's compute of a batch; the answer is derived again from the catalogue's two rates."""
+    """Return the row of a SoC's compute time for a batch, checked against the catalogue's two rates."""
     soc = device("snapdragon-865")
     alone_s = FP32.step_cost(profile, soc, BATCH).compute_s
     seconds = max(
@@ -66,13 +67,12 @@ def _one_soc(model: str, rule: str, profile: ModelProfile) -> Row:
         (on_cpu * profile.training_flops / cpu + overhead_s) if on_cpu else 0.0,
         (BATCH - on_cpu) * profile.training_flops / npu + overhead_s,
     )
-    return Row(
-        case=f"{model}, {rule}, one SoC",
-        ours=seconds,
-        peer="fp32 on its CPU",
-        peer_value=alone_s,
-        unit="virtual s per batch of 64",
-        ratio=alone_s / seconds,
+    return less_is_better(
+        f"{model}, {rule}, one SoC",
+        seconds,
+        "fp32 on its CPU",
+        alone_s,
+        "virtual s per batch of 64",
         limit=_limit(rule, alone_s),
         ok=math.isclose(seconds, expected_s, rel_tol=1e-9),
     )

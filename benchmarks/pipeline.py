@@ -1,18 +1,18 @@
-"""Pipelines over unequal devices, as real processes: plans against other ways to train, predictions against clocks.
+"""Pipelines over unequal devices in real processes: our plans against peers, predictions against measurements.
 
 Four processes with quotas of 0.5, 0.35, 0.25 and 0.15 cores are the devices, each in a network namespace behind a link
-of 20, 100 or 1000 Mbit/s. They measure their layers' seconds, all at once; from these and the links' rates
-`plan_pipeline` makes our plan; what a byte of messages costs a processor that computes is measured, too. Virtual time
-says what each plan's update takes, at the speeds that the devices have just before and after it. All train a
-VGG of half width on images of 64 x 64 by mini-batches of 64 from the same weights.
+of 20, 100 or 1000 Mbit/s. All at once measure the seconds of their layers, and what a byte of messages costs a
+processor that computes. From these and the links' rates `plan_pipeline` makes our plan. Virtual time predicts each
+plan's update, at the devices' speeds just before and after it. All train a VGG of half width on images of 64 x 64 in
+mini-batches of 64 from the same weights.
 
-The others: the fastest device alone; data parallelism with samples by speed (Algorithm 1), and FedAvg with samples by
-speed that averages every 8 updates' samples, both in our ring; an even pipeline, whose layers are divided as for equal
-devices; torch's own 1F1B on the even pipeline and on one whose layers are divided by speed, which it cannot replicate.
+Peers: the fastest device alone; data parallelism with samples by speed (Algorithm 1), and FedAvg with samples by speed
+that averages after the samples of 8 updates, both in our ring; an even pipeline, whose layers are divided as for equal
+devices; torch's 1F1B on the even pipeline and on one divided by speed (torch cannot replicate stages).
 
-`ok`: the weights are those of the same plan in one process, bit for bit (torch's: within 1e-4; FedAvg's: the same on
-all devices). The overlap row is of two stages whose passes take as long as their transfers, over 64 micro-batches, of
-which filling and draining are a small part.
+`ok`: the weights equal those of the same plan in one process, bit for bit (torch's within 1e-4; FedAvg's are the same
+on all devices). The overlap row has two stages whose passes take as long as their transfers, and 64 micro-batches, so
+that filling and draining take little of the time.
 """
 
 import os
@@ -21,14 +21,11 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
 
-from benchmarks.harness import Row, main
+from benchmarks.harness import Row, less_is_better, main, more_is_better, note
 from benchmarks.pipeline_contest.launch import Devices
 from benchmarks.pipeline_contest.work import (
     CORES,
@@ -74,60 +71,65 @@ MICRO_BATCHES = (4, 8, 16)
 EIGHT_BITS = ActivationCoding(bits=8, gradient_bits=8)
 OVERLAP_AIM = 1.2
 BATCHES = (1, 2, 4, 8, 16)
-_ENTRY_S = 5.0  # that a measured entry takes about
+# About how long a measured entry takes.
+_ENTRY_S = 5.0
 _NUM_UPDATES = (2, 6)
 _WARM_UP = 1
 _CARRIED_BYTES, _CARRIED_S, _CARRIED_TIMES = 1 << 18, 2.5, 2
-_PROBED, _PROBE_S = 4, 2.0  # samples of a batch, and how long the devices' speeds are measured
-_ROUND_UPDATES = 8  # of FedAvg
+# Samples of a batch, and how long the devices' speeds are measured.
+_PROBED, _PROBE_S = 4, 2.0
+# FedAvg averages after the samples of as many updates.
+_ROUND_UPDATES = 8
 _TOLERANCE = 1e-4
 _MEMORY_BYTES = 1e12
 _told: dict[str, object] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """A way to train, and what virtual time says of it."""
+class Contestant:
+    """A plan, how it is run, and the predicted seconds of an update."""
 
     name: str
     problem: PipelineProblem
     plan: Plan
-    predicted_s: float  # of an update
+    predicted_s: float
     coding: ActivationCoding = EXACT
     by_torch: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What came of an entry."""
+    """The measured speed of a contestant; `predicted_s` is by the devices' speeds around the measurement."""
 
     samples_per_s: float
     update_s: float
     ok: bool
-    predicted_s: float = 0.0  # see `trained_and_predicted`
+    predicted_s: float = 0.0
 
 
 def run(quick: bool = False) -> list[Row]:
-    """Return rows of samples per second, of predictions, and of the overlap; none where the testbed cannot be built."""
+    """Return rows of samples per second, predictions and overlap; none if the testbed cannot be built."""
     reason = testbed.missing() or cpu_quota.missing()
     _told.clear()
     _told["devices"] = reason or f"quotas of {', '.join(map(str, CORES))} cores"
     _told["load_before"] = list(os.getloadavg())
     if reason is not None:
         return []
-    torch.set_num_threads(1)  # as the devices have: other numbers of threads round otherwise
+    # As on the devices: another number of threads rounds differently.
+    torch.set_num_threads(1)
     rows: list[Row] = []
+    # Answers must be checked in time on a busy machine, too.
     with suppress(PermissionError):
-        os.nice(-10)  # so that answers are checked in time whatever else the machine does
+        os.nice(-10)
     for mbit in RATES_MBIT[1:2] if quick else RATES_MBIT:
-        rows += _contest(mbit, quick)
+        rows += _contest(mbit)
     rows.append(_overlap(quick))
     _told["load_after"] = list(os.getloadavg())
     return rows
 
 
 def peers() -> dict[str, object]:
-    """Return how the devices were held, the plans, and how busy the machine was."""
+    """Return the devices' quotas, the plans, and the machine's load."""
     return {
         "torch": f"torch {torch.__version__}, Schedule1F1B of distributed.pipelining over gloo, same optimiser",
         **_told,
@@ -137,7 +139,7 @@ def peers() -> dict[str, object]:
 # ---------------------------------------------------------------------------------------------------------- contest
 
 
-def _contest(mbit: int, quick: bool) -> list[Row]:
+def _contest(mbit: int) -> list[Row]:
     place = f"{mbit} Mbit/s"
     with Devices(rack(mbit * 1_000_000), CORES) as devices:
         profiled: dict[int, Profiled] = devices.do(
@@ -161,13 +163,12 @@ def _contest(mbit: int, quick: bool) -> list[Row]:
     if "ours, 8 bits" in found:
         rows.append(_speed_row(place, "ours, 8 bits", found["ours, 8 bits"], "ours, exact", ours))
     return rows + [
-        Row(
-            case=f"{place}: {entry.name}, {text_of(entry.plan)}: an update",
-            ours=found[entry.name].update_s,
-            peer="predicted",
-            peer_value=found[entry.name].predicted_s,
-            unit="s",
-            ratio=found[entry.name].predicted_s / found[entry.name].update_s,
+        less_is_better(
+            f"{place}: {entry.name}, {text_of(entry.plan)}: an update",
+            found[entry.name].update_s,
+            "predicted",
+            found[entry.name].predicted_s,
+            "s",
             ok=found[entry.name].ok,
         )
         for entry in entries
@@ -176,13 +177,12 @@ def _contest(mbit: int, quick: bool) -> list[Row]:
 
 
 def _speed_row(place: str, name: str, ours: Result, peer: str, theirs: Result) -> Row:
-    return Row(
-        case=f"{place}: {name}",
-        ours=ours.samples_per_s,
-        peer=peer,
-        peer_value=theirs.samples_per_s,
-        unit="samples/s",
-        ratio=ours.samples_per_s / theirs.samples_per_s,
+    return more_is_better(
+        f"{place}: {name}",
+        ours.samples_per_s,
+        peer,
+        theirs.samples_per_s,
+        "samples/s",
         ok=ours.ok and theirs.ok,
     )
 
@@ -193,7 +193,7 @@ def problem_of(
     mbit: int,
     batches: tuple[int, ...] = BATCHES,
 ) -> PipelineProblem:
-    """Return what is planned, from what the devices have measured of these sizes of micro-batches."""
+    """Return the planning problem, from the devices' measurements at these micro-batch sizes."""
     model = workload.read(workload.build()).model
     weight_bytes = model.weight_bytes(0, model.num_layers - 1)
     devices = tuple(
@@ -220,7 +220,7 @@ def problem_of(
     )
 
 
-def _entries(problem: PipelineProblem, *, coded: bool) -> list[Entry]:
+def _entries(problem: PipelineProblem, *, coded: bool) -> list[Contestant]:
     settings = PlannerSettings(micro_batch_sizes=MICRO_BATCHES)
     planned = plan_pipeline(problem, settings)
     even, by_speed = _best(problem, _even), _best(problem, pipeline_parallel)
@@ -241,8 +241,8 @@ def _entries(problem: PipelineProblem, *, coded: bool) -> list[Entry]:
 
 def _best(
     problem: PipelineProblem, planner: Callable[[PipelineProblem], Plan], name: str = ""
-) -> Entry:
-    """Return a planner's plan with its best size of micro-batches."""
+) -> Contestant:
+    """Return a planner's plan with its best micro-batch size."""
     sizes = micro_batch_choices(problem, (*MICRO_BATCHES, MINI_BATCH))
     return min(
         (_entry(name, sized, planner(sized)) for sized in sizes),
@@ -251,7 +251,7 @@ def _best(
 
 
 def _even(problem: PipelineProblem) -> PipelinePlan:
-    """Return a stage a device with equal times on the mean device, in 1F1B order."""
+    """Return a plan with one stage per device, of equal times on the mean device, in 1F1B order."""
     plan = replace(gpipe(problem), policy=Policy.ONE_FORWARD_ONE_BACKWARD)
     return with_in_flight(problem, plan, ASTEROID.counts(len(plan.stages), plan.num_micro_batches))
 
@@ -263,8 +263,8 @@ def _entry(
     *,
     coding: ActivationCoding = EXACT,
     by_torch: bool = False,
-) -> Entry:
-    return Entry(
+) -> Contestant:
+    return Contestant(
         name=name,
         problem=problem,
         plan=plan,
@@ -275,7 +275,7 @@ def _entry(
 
 
 def predicted_s(problem: PipelineProblem, plan: Plan) -> float:
-    """Return what an update takes in virtual time among others, the first one not counted, as in what is measured."""
+    """Return an update's virtual seconds, without the first update, which measurements leave out as well."""
     ends_s = simulate_schedule(problem, plan, num_steps=4).step_ends_s
     return (ends_s[-1] - ends_s[_WARM_UP - 1]) / (len(ends_s) - _WARM_UP)
 
@@ -290,10 +290,10 @@ def _eight_bits(model: PipelineModel) -> PipelineModel:
 def trained_and_predicted(
     devices: Devices, work: Train, problem: PipelineProblem
 ) -> tuple[dict[int, Trained], float]:
-    """Have devices train, and return what they answer and what virtual time says of an update.
+    """Train on devices; return their answers and the predicted seconds of an update.
 
-    It goes by the speeds that the devices have in the seconds before and after, all at work: another share of a shared
-    machine than a minute ago is not what a prediction is about.
+    The prediction uses the devices' speeds just before and after, while all compute: the share that they get of a
+    shared machine differs from minute to minute.
     """
     probe, socs = (
         Speed(workload=work.workload, batch_size=_PROBED, seconds=_PROBE_S),
@@ -340,10 +340,8 @@ def with_messages(
             )
             found += [byte_s * CORES[soc] for soc, byte_s in carried.items()]
     core_s = max(0.0, statistics.median(found))
-    print(
-        f"a megabyte: {1e6 * core_s:.4f} s of a core, of {[round(1e6 * each, 4) for each in found]}",
-        file=sys.stderr,
-        flush=True,
+    note(
+        f"a megabyte: {1e6 * core_s:.4f} s of a core, of {[round(1e6 * each, 4) for each in found]}"
     )
     return replace(
         problem,
@@ -353,7 +351,7 @@ def with_messages(
     )
 
 
-def _measured(devices: Devices, entry: Entry) -> Result:
+def _measured(devices: Devices, entry: Contestant) -> Result:
     least, most = _NUM_UPDATES
     num_updates = _WARM_UP + min(most, max(least, round(_ENTRY_S / entry.predicted_s)))
     work = Train(
@@ -371,12 +369,9 @@ def _measured(devices: Devices, entry: Entry) -> Result:
         ok=is_right(work, answers),
         predicted_s=said_s,
     )
-    print(
+    note(
         f"{entry.name}: {text_of(entry.plan)}: {update_s:.3f} s, predicted {result.predicted_s:.3f} "
-        f"({100 * (result.predicted_s / update_s - 1):+.1f} %; planned with {entry.predicted_s:.3f}), {result.ok}; "
-        f"cores {[round(each.cpu_s / (each.ends_s[-1] - each.began_s), 3) for each in answers.values()]}",
-        file=sys.stderr,
-        flush=True,
+        f"({100 * (result.predicted_s / update_s - 1):+.1f} %; planned with {entry.predicted_s:.3f}), {result.ok}"
     )
     return result
 
@@ -428,7 +423,7 @@ def _together(work: Train) -> dict[str, np.ndarray]:
 
 
 def _federated(devices: Devices, problem: PipelineProblem) -> Result:
-    """Measure FedAvg: a round has the samples of `_ROUND_UPDATES` updates, dealt by speed."""
+    """Measure FedAvg: a round has the samples of `_ROUND_UPDATES` updates, divided by speed."""
     samples = split_batch(
         _ROUND_UPDATES * MINI_BATCH, [1.0 / seconds_of(device) for device in problem.devices]
     )
@@ -437,7 +432,7 @@ def _federated(devices: Devices, problem: PipelineProblem) -> Result:
     )
     first, *others = (each.weights for each in answers.values())
     round_s = interval_s(answers)
-    print(f"FedAvg: {samples}: {round_s:.3f} s", file=sys.stderr, flush=True)
+    note(f"FedAvg: {samples}: {round_s:.3f} s")
     return Result(
         samples_per_s=sum(samples) / round_s,
         update_s=round_s,
@@ -462,7 +457,7 @@ def text_of(plan: Plan) -> str:
 
 
 def _overlap(quick: bool) -> Row:
-    """Measure passes alone, choose the rate at which transfers take as long, and measure transfers alone and both."""
+    """Measure passes alone, choose the rate at which transfers take as long, then measure transfers alone and both."""
     plan, cores = _overlap_plan(), (0.6, 0.6)
     first = WIDE.read(WIDE.build()).model.layers[plan.stages[0].last_layer]
     message_bytes = int(plan.micro_batch_size * first.output_bytes)
@@ -490,19 +485,14 @@ def _overlap(quick: bool) -> Row:
             )
     longer_s = max(statistics.median(alone), transfers_s)
     both_s = statistics.median(both)
-    print(
-        f"overlap: passes {alone}, transfers {transfers_s}, both {both}",
-        file=sys.stderr,
-        flush=True,
-    )
-    return Row(
-        case=f"overlap, {plan.num_micro_batches} micro-batches between 2 devices at {rate / 1e6:.0f} Mbit/s: "
+    note(f"overlap: passes {alone}, transfers {transfers_s}, both {both}")
+    return less_is_better(
+        f"overlap, {plan.num_micro_batches} micro-batches between 2 devices at {rate / 1e6:.0f} Mbit/s: "
         f"passes alone {statistics.median(alone):.2f} s, transfers alone {transfers_s:.2f} s, both",
-        ours=both_s,
-        peer="the longer one",
-        peer_value=longer_s,
-        unit="s",
-        ratio=longer_s / both_s,
+        both_s,
+        "the longer one",
+        longer_s,
+        "s",
         limit=OVERLAP_AIM * longer_s,
         ok=both_s < OVERLAP_AIM * longer_s,
     )

@@ -1,12 +1,12 @@
 """LoRA adapters of a small GPT over four unequal processes at 100 Mbit/s, against the fastest of them alone.
 
-The GPT of 1.3 million parameters, six blocks, is trained here on the modules of Python's standard library, then frozen;
-adapters of rank 8 on its attention learn the English of `help("topics")`, with AdamW, by mini-batches of 16 windows of
-128 bytes, with seeds 1, 2, 3 for adapters and mini-batches. Devices, links, measured layers and plans are those of
-`bench pipeline`. Both ways see the same tokens in the same order. The loss is that of English that nobody trained on.
+The GPT of 1.3 million parameters in six blocks is trained here on the modules of Python's standard library, then
+frozen; adapters of rank 8 on its attention learn the English of `help("topics")`, with AdamW, in mini-batches of 16
+windows of 128 bytes, with seeds 1, 2, 3 for adapters and mini-batches. Devices, links and planner are those of `bench
+pipeline`. Both trainings see the same tokens in the same order. The loss is measured on English that is not trained on.
 
-`ok`: the pipeline's adapters are those of the same plan in one process, bit for bit, and its loss is that of one device
-within 1e-3 nats a byte.
+`ok`: the pipeline's adapters equal those of the same plan in one process, bit for bit, and its loss equals that of one
+device within 1e-3 nats a byte.
 """
 
 import sys
@@ -14,11 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 
-from benchmarks.harness import Row, main
+from benchmarks.harness import Row, less_is_better, main, more_is_better, note
 from benchmarks.pipeline import (
     interval_s,
     is_right,
@@ -41,14 +39,15 @@ from tests.testbed import testbed
 MBIT = 100
 MINI_BATCH, SIZES = 16, (1, 2, 4)
 SEEDS = (1, 2, 3)
-_NUM_UPDATES, _NUM_WINDOWS = 60, 4096  # of the adapters, and of code for the base
+# Updates of the adapters, and windows of code for the base.
+_NUM_UPDATES, _NUM_WINDOWS = 60, 4096
 _QUICK = (4, 64)
 _LOSS_TOLERANCE = 1e-3
 _told: dict[str, object] = {}
 
 
 def run(quick: bool = False) -> list[Row]:
-    """Return rows of samples a second, losses and predictions; none where the testbed cannot be built."""
+    """Return rows of samples a second, losses and predictions; none if the testbed cannot be built."""
     reason = testbed.missing() or cpu_quota.missing()
     _told.clear()
     _told["devices"] = reason or f"quotas of {', '.join(map(str, CORES))} cores"
@@ -58,7 +57,8 @@ def run(quick: bool = False) -> list[Row]:
     with TemporaryDirectory() as folder:
         base = Path(folder) / "base.pt"
         _told["loss of the base on code, nats a byte"] = save_base(base, num_windows)
-        torch.set_num_threads(1)  # as the devices have: other numbers of threads round otherwise
+        # As on the devices: another number of threads rounds differently.
+        torch.set_num_threads(1)
         return [
             row
             for seed in (SEEDS[:1] if quick else SEEDS)
@@ -67,7 +67,7 @@ def run(quick: bool = False) -> list[Row]:
 
 
 def peers() -> dict[str, object]:
-    """Return how the devices were held, the plans and the base's losses."""
+    """Return the devices' quotas and the base's loss."""
     return dict(_told)
 
 
@@ -95,34 +95,24 @@ def _rows(trained: Workload, seed: int, num_updates: int) -> list[Row]:
     case = f"seed {seed}, {MBIT} Mbit/s, {num_updates * MINI_BATCH * 128} tokens"
     ours, same = f"ours, {text_of(planned.plan)}", abs(ours_loss - alone_loss) < _LOSS_TOLERANCE
     return [
-        Row(
-            case=f"{case}: {ours}",
-            ours=MINI_BATCH / ours_s,
-            peer="one device",
-            peer_value=MINI_BATCH / alone_s,
-            unit="samples/s",
-            ratio=alone_s / ours_s,
+        more_is_better(
+            f"{case}: {ours}",
+            MINI_BATCH / ours_s,
+            "one device",
+            MINI_BATCH / alone_s,
+            "samples/s",
             ok=ok,
         ),
-        Row(
-            case=f"{case}: test loss, {start:.3f} before",
-            ours=ours_loss,
-            peer="one device",
-            peer_value=alone_loss,
-            unit="nats a byte",
-            ratio=alone_loss / ours_loss,
+        less_is_better(
+            f"{case}: test loss, {start:.3f} before",
+            ours_loss,
+            "one device",
+            alone_loss,
+            "nats a byte",
             ok=same,
         ),
         *(
-            Row(
-                case=f"{case}: {name}: an update",
-                ours=own_s,
-                peer="predicted",
-                peer_value=said_s,
-                unit="s",
-                ratio=said_s / own_s,
-                ok=ok,
-            )
+            less_is_better(f"{case}: {name}: an update", own_s, "predicted", said_s, "s", ok=ok)
             for name, own_s, said_s in (
                 (ours, ours_s, ours_said),
                 ("one device", alone_s, alone_said),
@@ -139,7 +129,7 @@ def _run(
     problem: PipelineProblem,
     plan: Plan,
 ) -> tuple[float, float, float, bool]:
-    """Return the seconds of an update, the loss afterwards, the predicted seconds, and whether the weights fit."""
+    """Return an update's seconds, the final loss, the predicted seconds, and whether the weights are right."""
     work = Train(workload=trained, plan=plan, num_updates=num_updates, seed=seed)
     answers, said_s = trained_and_predicted(devices, work, problem)
     model = trained.build()
@@ -152,11 +142,7 @@ def _run(
         strict=False,
     )
     update_s, loss = interval_s(answers), test_loss(model)
-    print(
-        f"{text_of(plan)}: {update_s:.3f} s, predicted {said_s:.3f}, loss {loss:.4f}",
-        file=sys.stderr,
-        flush=True,
-    )
+    note(f"{text_of(plan)}: {update_s:.3f} s, predicted {said_s:.3f}, loss {loss:.4f}")
     return update_s, loss, said_s, is_right(work, answers)
 
 

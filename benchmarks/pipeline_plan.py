@@ -1,20 +1,17 @@
-"""Plans of hybrid pipelines: planning time, gaps to brute force and to other systems' plans, closed form and simulator.
+"""Plans of hybrid pipelines: planning time, gaps to brute force and other systems' plans, closed form and simulator.
 
-Planning times stand beside the 480 s that Asteroid's paper gives for EfficientNet-B1's 213 layers on the six devices of
-its environment C, on a Jetson NX (§5.7).
+Planning times are compared with the 480 s of Asteroid's paper for EfficientNet-B1's 213 layers on the six devices of
+its environment C, planned on a Jetson NX (§5.7).
 """
 
 import statistics
 import sys
 from collections.abc import Sequence
 from itertools import permutations
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from benchmarks.harness import Row, main, measure
+from benchmarks.harness import Row, less_is_better, main, measure
 from benchmarks.pipeline_cases.brute_force import plans_of, plans_of_order
 from benchmarks.pipeline_cases.published import Example, examples
 from benchmarks.pipeline_cases.random_problems import large_problem, small_problem
@@ -52,13 +49,12 @@ def _algorithm_2_row(quick: bool) -> Row:
     problem = large_problem(0, 213, 6)
     found = algorithm_2(problem)
     timed = measure(lambda: algorithm_2(problem), repeats=5 if quick else 15)
-    return Row(
-        case="Algorithm 2 alone, 213 layers on 6 devices",
-        ours=timed.median_s,
-        peer="Asteroid, as published",
-        peer_value=PUBLISHED_S,
-        unit="s",
-        ratio=PUBLISHED_S / timed.median_s,
+    return less_is_better(
+        "Algorithm 2 alone, 213 layers on 6 devices",
+        timed.median_s,
+        "Asteroid, as published",
+        PUBLISHED_S,
+        "s",
         ok=timed.min_s < 0.2 and fits(problem, found.plan),
     )
 
@@ -68,14 +64,13 @@ def _planner_row(quick: bool) -> Row:
     found = plan_pipeline(problem)
     timed = measure(lambda: plan_pipeline(problem), repeats=1 if quick else 3, warmup=0)
     paper = predict(problem, algorithm_2(problem).plan)
-    return Row(
-        case=f"Pareto set and re-ranking, 213 layers on 6 devices: a step of {found.prediction.step_s:.3f} s "
+    return less_is_better(
+        f"Pareto set and re-ranking, 213 layers on 6 devices: a step of {found.prediction.step_s:.3f} s "
         f"instead of Algorithm 2's {paper.step_s:.3f} s",
-        ours=timed.median_s,
-        peer="Asteroid, as published",
-        peer_value=PUBLISHED_S,
-        unit="s",
-        ratio=PUBLISHED_S / timed.median_s,
+        timed.median_s,
+        "Asteroid, as published",
+        PUBLISHED_S,
+        "s",
         ok=timed.median_s < 5.0
         and found.prediction.step_s <= paper.step_s
         and fits(problem, found.plan),
@@ -87,14 +82,13 @@ def _rack_row() -> Row:
     found = []
     timed = measure(lambda: found.append(plan_pipeline(problem)), repeats=1, warmup=0)
     how = "whole search" if found[0].exact else "pruned"
-    return Row(
-        case=f"400 layers on 64 devices, {how}: {found[0].plan.architecture}, "
+    return less_is_better(
+        f"400 layers on 64 devices, {how}: {found[0].plan.architecture}, "
         f"{found[0].prediction.step_s:.2f} s a step",
-        ours=timed.median_s,
-        peer="the bound of the issue",
-        peer_value=60.0,
-        unit="s",
-        ratio=60.0 / timed.median_s,
+        timed.median_s,
+        "the bound of the issue",
+        60.0,
+        "s",
         ok=timed.median_s < 60.0 and fits(problem, found[0].plan),
     )
 
@@ -130,15 +124,14 @@ def _brute_force_rows(cases: Sequence[PipelineProblem]) -> list[Row]:
         optimal = sum(gap <= 1.0 + 1e-6 for gap in own)
         of_paper = sum(gap <= 1.0 + 1e-6 for gap in papers[name])
         rows.append(
-            Row(
-                case=f"mean time as a multiple of brute force's, {name}, {len(own)} cases of 4 "
+            less_is_better(
+                f"mean time as a multiple of brute force's, {name}, {len(own)} cases of 4 "
                 f"layers on 3 devices: not "
                 f"more in {optimal}, Algorithm 2 in {of_paper}, worst {max(own):.3f} and {max(papers[name]):.3f}",
-                ours=statistics.fmean(own),
-                peer="Algorithm 2",
-                peer_value=statistics.fmean(papers[name]),
-                unit="times",
-                ratio=statistics.fmean(papers[name]) / statistics.fmean(own),
+                statistics.fmean(own),
+                "Algorithm 2",
+                statistics.fmean(papers[name]),
+                "times",
                 ok=statistics.median(own) <= 1.0 + 1e-6,
             )
         )
@@ -146,26 +139,25 @@ def _brute_force_rows(cases: Sequence[PipelineProblem]) -> list[Row]:
 
 
 def _published_row(example: Example) -> Row:
-    """Return a published example: ours and the published plan in the simulator, both with the best K."""
+    """Return the row of a published example: our plan and the published one, both simulated with the best K."""
     problem = example.problem
     ours = plan_pipeline(problem)
     _, published = best_in_flight(problem, example.published_plan())
     shape = "-".join(str(replicas) for _, replicas in example.published)
     own = "-".join(str(len(stage.devices)) for stage in ours.plan.pipelines[0].stages)
     times = f"{len(ours.plan.pipelines)} x " if len(ours.plan.pipelines) > 1 else ""
-    return Row(
-        case=f"{example.name}: {ours.plan.architecture} {times}{own} against {shape}",
-        ours=ours.prediction.step_s,
-        peer=f"{example.source}'s published plan",
-        peer_value=published.step_s,
-        unit="s a step",
-        ratio=published.step_s / ours.prediction.step_s,
+    return less_is_better(
+        f"{example.name}: {ours.plan.architecture} {times}{own} against {shape}",
+        ours.prediction.step_s,
+        f"{example.source}'s published plan",
+        published.step_s,
+        "s a step",
         ok=ours.prediction.step_s <= published.step_s * (1.0 + 1e-9),
     )
 
 
 def _peer_rows(cases: Sequence[PipelineProblem]) -> list[Row]:
-    """Return our step beside that of each peer, medians over cases in which its plan fits."""
+    """Return rows of our step against that of each peer: medians over the cases in which its plan fits."""
     ours = [plan_pipeline(case).prediction.step_s for case in cases]
     compared = [compare(case) for case in cases]
     rows = []
@@ -194,9 +186,9 @@ def _peer_rows(cases: Sequence[PipelineProblem]) -> list[Row]:
 
 
 def _deviation_rows(count: int) -> list[Row]:
-    """Return closed form / simulator over random plans of random problems, by the number of micro-batches.
+    """Return rows of closed form / simulator over random plans of random problems, by number of micro-batches.
 
-    The formula of the paper is shown beside that which counts the directions of a link as concurrent.
+    The peer is the paper's formula; ours counts the two directions of a link as concurrent.
     """
     rows = []
     for num_micro_batches in (2, 4, 16):
@@ -216,14 +208,13 @@ def _deviation_rows(count: int) -> list[Row]:
         paper, ours = (statistics.median(own) for own in ratios.values())
         spans = [f"{min(own):.2f} to {max(own):.2f}" for own in ratios.values()]
         rows.append(
-            Row(
-                case=f"closed form / simulator, median of {count} random pipelines, M = {num_micro_batches}; "
+            less_is_better(
+                f"closed form / simulator, median of {count} random pipelines, M = {num_micro_batches}; "
                 f"the paper's formula {spans[0]}, with concurrent directions {spans[1]}",
-                ours=ours,
-                peer="the paper's formula",
-                peer_value=paper,
-                unit="times",
-                ratio=paper / ours,
+                ours,
+                "the paper's formula",
+                paper,
+                "times",
                 ok=0.85 < ours < 1.15 and 0.85 < paper < 1.15,
             )
         )
@@ -238,11 +229,11 @@ def _random_plan(rng: np.random.Generator, problem: PipelineProblem) -> Pipeline
         np.diff([0, *sorted(rng.choice(np.arange(1, total), num_stages - 1, replace=False)), total])
         for total in (len(order), problem.model.num_layers)
     )
-    return next(plans_of(problem, order, widths, depths, rule=ASTEROID))
+    return next(plans_of(problem, order, widths, depths))
 
 
 def _in_flight_row(count: int) -> Row:
-    """Return the time with the K that the simulator chooses beside that with 2(P − p) − 1 (F28)."""
+    """Return the row of the K that the simulator chooses against 2(P − p) − 1 (F28)."""
     gains = []
     for seed in range(count):
         problem = large_problem(seed, 12, 4, bytes_per_s=(2e6, 1.25e7)[seed % 2])
@@ -263,4 +254,4 @@ def _in_flight_row(count: int) -> Row:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(run))
+    sys.exit(main(run))

@@ -1,16 +1,16 @@
-"""Shares that follow measured speed, against equal shares, in rings of real processes that the kernel makes slow.
+"""Shares that follow measured speed, against equal shares, in rings of real processes under CPU quotas.
 
 Four members with quotas of 0.3, 0.2, 0.15 and 0.1 cores train together, each a process with one thread. The ideal is
-the batch over the sum of the members' rates; a rate is what a member alone, under its quota, with an equal share of the
-batch, does in the same run. Rounds repeat: each member alone, one after the other; all of them at once, but each for
-itself; the ring with equal shares; the ring that re-balances after every step. A figure is the median of the rounds.
-Steps until shares have come to rest do not count. Where quotas change in the middle of a training, neither do those
-until then. `ok`: no run's weights differ by more than 1e-4 from those of one process that trains on whole batches.
+the batch over the sum of the members' rates, and a member's rate is measured in the same run: alone, under its quota,
+with an equal share of the batch. A round has four parts: each member alone, one after the other; all members at once
+without a ring; the ring with equal shares; the ring that re-balances after every step. A figure is the median of the
+rounds. Steps before the shares have settled do not count, nor do those before a change of the quotas. `ok`: no run's
+weights differ by more than 1e-4 from those of one process that trains on whole batches.
 
-What the quotas allow is not what members get where they share caches with each other, and cores with whatever else
-runs: rows with "side by side" compare with the rates that they have at once, rows with "in the same steps" with those
-of the very steps that are timed, which a machine that is faster or slower a minute later does not change. `peers` has
-the load, the cores that each member got, and what a step consists of.
+Members get less than their quotas allow, since they share caches with each other and cores with other processes. Rows
+with "side by side" compare with the rates of all members at once; rows with "in the same steps" compare with the rates
+in the timed steps themselves, so that a change of the machine's speed between two runs has no effect. `peers` has the
+load, the cores that each member got, and the parts of a step.
 """
 
 import statistics
@@ -19,38 +19,36 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from os import getloadavg
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
 
-from benchmarks.harness import Row, main
-from benchmarks.rebalancing_rack.plan import Measured, Run, model, trainer
+from benchmarks.harness import Row, main, more_is_better
+from benchmarks.rebalancing_rack.plan import MemberTimes, RingRun, flat_weights, model, trainer
 from benchmarks.rebalancing_rack.rack import ThrottledRack
 from socflower.training.group import train_group
 from tests.cpu_quota import missing
 from tests.peers.peers import free_addresses
 
 CORES = (0.3, 0.2, 0.15, 0.1)
-"""Little enough that members get it on a machine that does something else, too."""
+"""Small enough to be available on a machine with other work."""
 
 OTHERWISE = (0.1, 0.15, 0.2, 0.3)
-"""The quotas before those change."""
+"""The quotas before they change."""
 
 BATCH_SIZE = 1536
 TOLERANCE = 1e-4
 _PEER = "equal shares"
 _EQUAL_STEPS, _BALANCED_STEPS, _ALONE_STEPS = 5, 22, 4
 _CHANGE_AFTER = 6
-_COUNTED = 6  # steps at the end of a run that re-balances
+# Steps at the end of a run with re-balancing.
+_COUNTED = 6
 _said: dict[str, object] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """A ring, and whether its quotas change under way."""
+class RingCase:
+    """A ring, and whether its quotas change during the training."""
 
     name: str
     transport: str
@@ -59,27 +57,29 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Round:
-    """What one round came to, in seconds of a step."""
+    """The results of one round, in seconds of a step."""
 
     ideal_s: float
-    side_by_side_s: float  # the ideal, by the rates that members have at once
+    # The ideal by the rates of all members at once.
+    side_by_side_s: float
     equal_s: float
     balanced_s: float
-    balanced_even_s: float  # the ideal, by the rates in the very steps that are timed
+    # The ideal by the rates in the timed steps themselves.
+    balanced_even_s: float
     equal_even_s: float
     told: dict[str, object] = field(default_factory=dict)
     ok: bool
 
 
 CASES = (
-    Case(name="constant quotas, gloo", transport="gloo"),
-    Case(name="constant quotas, grpc", transport="grpc"),
-    Case(name="quotas that change between two batches, gloo", transport="gloo", changes=True),
+    RingCase(name="constant quotas, gloo", transport="gloo"),
+    RingCase(name="constant quotas, grpc", transport="grpc"),
+    RingCase(name="quotas that change between two batches, gloo", transport="gloo", changes=True),
 )
 
 
 def run(quick: bool = False) -> list[Row]:
-    """Return rows of a step's seconds and of the parts of ideals that are reached; none where no quota can be set."""
+    """Return rows of a step's seconds and of the reached shares of the ideals; none if no quota can be set."""
     _said.clear()
     _said["quotas"] = missing() or list(CORES)
     if missing() is not None:
@@ -94,11 +94,11 @@ def run(quick: bool = False) -> list[Row]:
 
 
 def peers() -> dict[str, object]:
-    """Return how the peer was set up, what the machine was busy with, and each round's details."""
+    """Return the peer's settings, the quotas and each round's details."""
     return {_PEER: "the same ring and processes, rebalance_steps = 0", **_said}
 
 
-def _round(rack: ThrottledRack, case: Case, batch_size: int) -> Round:
+def _round(rack: ThrottledRack, case: RingCase, batch_size: int) -> Round:
     size = len(CORES)
     rack.hold(CORES)
     load = [round(getloadavg()[0], 2)]
@@ -158,11 +158,11 @@ def _round(rack: ThrottledRack, case: Case, batch_size: int) -> Round:
     )
 
 
-def _bounds(measured: Sequence[Measured], counted: int) -> dict[str, float]:
-    """Return what a step consists of, in seconds, as the median of the last `counted` steps.
+def _bounds(measured: Sequence[MemberTimes], counted: int) -> dict[str, float]:
+    """Return the parts of a step in seconds: medians of the last `counted` steps.
 
-    `even_s` is what it would take if all members, as fast as they were in it, ended their own work together,
-    `slowest_s` what the slowest took for its own, `exchange_s` the rest, in which all wait for each other.
+    `even_s` is the time if all members, at their speeds in that step, ended their own work together; `slowest_s` is the
+    slowest member's own work, `exchange_s` the rest of the step, in which members wait for each other.
     """
     own_s, samples = (
         np.array([getattr(own, name)[-counted:] for own in measured])
@@ -177,8 +177,10 @@ def _bounds(measured: Sequence[Measured], counted: int) -> dict[str, float]:
     return {name: round(float(np.median(values)), 3) for name, values in parts.items()}
 
 
-def _asked(case: Case, size: int, batch_size: int, num_steps: int, rebalance_steps: int = 0) -> Run:
-    return Run(
+def _asked(
+    case: RingCase, size: int, batch_size: int, num_steps: int, rebalance_steps: int = 0
+) -> RingRun:
+    return RingRun(
         transport=case.transport,
         addresses=tuple(free_addresses(size)),
         batch_size=batch_size,
@@ -187,7 +189,7 @@ def _asked(case: Case, size: int, batch_size: int, num_steps: int, rebalance_ste
     )
 
 
-def _rows(case: Case, rounds: Sequence[Round]) -> list[Row]:
+def _rows(case: RingCase, rounds: Sequence[Round]) -> list[Row]:
     _said[case.name] = [each.told for each in rounds]
     ours, theirs, ideal = (
         statistics.median(values)
@@ -227,16 +229,7 @@ def _rows(case: Case, rounds: Sequence[Round]) -> list[Row]:
             ideal_s / each.equal_s for (_, ideal_s), each in zip(ideals, rounds, strict=True)
         )
         rows.append(
-            Row(
-                case=f"{case.name}: {name}",
-                ours=part,
-                peer=_PEER,
-                peer_value=equal,
-                unit="of ideal",
-                ratio=part / equal,
-                limit=1.0,
-                ok=ok,
-            )
+            more_is_better(f"{case.name}: {name}", part, _PEER, equal, "of ideal", limit=1.0, ok=ok)
         )
     return rows
 
@@ -244,16 +237,14 @@ def _rows(case: Case, rounds: Sequence[Round]) -> list[Row]:
 _references: dict[tuple[int, int], np.ndarray] = {}
 
 
-def _difference(run: Run, measured: Sequence[Measured]) -> float:
-    """Return by how much weights differ at most, of any member, from those of training on whole batches."""
+def _difference(run: RingRun, measured: Sequence[MemberTimes]) -> float:
+    """Return the largest difference of any member's weights from those of training on whole batches."""
     key = run.batch_size, run.num_steps
     if key not in _references:
         torch.set_num_threads(1)
         whole = model()
         train_group(whole, run.samples(), run.task(), trainer())
-        _references[key] = np.concatenate(
-            [parameter.detach().contiguous().numpy().ravel() for parameter in whole.parameters()]
-        )
+        _references[key] = flat_weights(whole)
     return max(float(np.abs(np.load(own.weights) - _references[key]).max()) for own in measured)
 
 

@@ -1,10 +1,9 @@
-"""Re-balancing on real SuperNodes that the kernel makes slow: step time against equal shares and the ideal.
+"""Re-balancing on real SuperNodes under CPU quotas: step time against equal shares.
 
 Four SuperNodes with quotas of 0.6, 0.6, 0.3 and 0.15 cores train under SoCFlow, as one group of four and as two groups
 of two, once with equal shares and once with re-balancing: inside a ring every few batches, and between rounds, when
-nodes also change groups. Times are between the steps of the nodes' ledgers, in the last round; a step is as slow as the
-slowest group's. The ideal is the batch, or the batches of all groups, over the sum of the rates that the nodes measure
-of themselves in the same run, while they wait for nobody.
+nodes also change groups. Times are between the steps of the nodes' ledgers in the last round; the slowest group's step
+counts.
 
 `socflower bench rebalancing` compares the same rings without Flower around them, with rates measured alone.
 """
@@ -18,32 +17,33 @@ from itertools import pairwise
 from os import getloadavg
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Row, main
+from benchmarks.harness import Row, less_is_better, main
 from benchmarks.hub_traffic import deployed
 from tests.cpu_quota import missing, quotas
 
 APP = Path(__file__).with_name("rebalancing_app")
 CORES = (0.6, 0.6, 0.3, 0.15)
 NUM_ROUNDS, STEPS_PER_ROUND, BATCH_SIZE, LOOK_STEPS = 3, 14, 256, 2
-_COUNTED = 6  # steps at the end of a round
+# Steps at the end of a round.
+_COUNTED = 6
 _said: dict[str, object] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class LastRound:
     """The last round of a run."""
 
-    step_s: float  # of the slowest group
-    samples_per_s: float  # of all groups together
+    # Of the slowest group.
+    step_s: float
+    # Of all groups together.
+    samples_per_s: float
     groups: tuple[tuple[int, ...], ...]
     shares: dict[int, int]
     events: tuple[str, ...]
 
 
 def run(quick: bool = False) -> list[Row]:
-    """Return rows of one group and of two; none where no quota can be set."""
+    """Return rows of one group and of two; none if no quota can be set."""
     _said.clear()
     _said["quotas"] = missing() or list(CORES)
     if missing() is not None:
@@ -58,13 +58,12 @@ def run(quick: bool = False) -> list[Row]:
             "balanced": _told(balanced),
         }
         rows.append(
-            Row(
-                case=f"{case}: a step",
-                ours=balanced.step_s,
-                peer="equal shares",
-                peer_value=equal.step_s,
-                unit="s",
-                ratio=equal.step_s / balanced.step_s,
+            less_is_better(
+                f"{case}: a step",
+                balanced.step_s,
+                "equal shares",
+                equal.step_s,
+                "s",
                 ok=sum(balanced.shares.values()) == num_groups * BATCH_SIZE,
             )
         )
@@ -72,12 +71,12 @@ def run(quick: bool = False) -> list[Row]:
 
 
 def peers() -> dict[str, object]:
-    """Return how busy the machine was, and what each run came to."""
+    """Return the machine's load and the details of each run."""
     return dict(_said)
 
 
-def _train(num_groups: int, rebalance_steps: int) -> Outcome:
-    """Train on a deployment of its own; the quotas hold once the nodes are ready."""
+def _train(num_groups: int, rebalance_steps: int) -> LastRound:
+    """Train on a new deployment; the quotas apply once the nodes are ready."""
     with deployed(len(CORES), warm=True, app=APP) as cluster:
         cluster.wait_until_idle()
         ledgers = cluster.folder / "ledgers"
@@ -103,7 +102,7 @@ def _train(num_groups: int, rebalance_steps: int) -> Outcome:
     }
     groups = tuple(tuple(group) for group in marks[-1]["groups"])
     steps_s = [statistics.median(_gaps_s(last[group[0]])) for group in groups]
-    return Outcome(
+    return LastRound(
         step_s=max(steps_s),
         samples_per_s=sum(BATCH_SIZE / step_s for step_s in steps_s),
         groups=groups,
@@ -116,7 +115,7 @@ def _gaps_s(lines: Sequence[dict[str, float]]) -> list[float]:
     return [after["at_s"] - before["at_s"] for before, after in pairwise(lines)]
 
 
-def _told(outcome: Outcome) -> dict[str, object]:
+def _told(outcome: LastRound) -> dict[str, object]:
     return {
         "step_s": round(outcome.step_s, 3),
         "samples_per_s": round(outcome.samples_per_s, 1),
@@ -127,4 +126,4 @@ def _told(outcome: Outcome) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(run))
+    sys.exit(main(run, peers))

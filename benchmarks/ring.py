@@ -1,24 +1,21 @@
 """A training step in a ring of real processes against plain `DistributedDataParallel` over gloo, in the same processes.
 
-Every entry trains the same model from the same weights on the same batches with one thread a process, and entries take
-turns: some steps of the one, the same steps of the next, round after round. A figure is the median of the rounds, a
-ratio the median of each round's own, so that a machine that is shared slows both sides of it. Weights must equal DDP's
-within 1e-6 after the first step, from which on training amplifies what is rounded differently, and be the same bits on
-all members at the end; where gradients are compressed, only the latter can be asked for.
+Every entry trains the same model from the same weights on the same batches with one thread per process. Entries take
+turns: some steps of one, the same steps of the next, round after round. A figure is the median of the rounds, a ratio
+the median of the rounds' ratios, so that other work on the machine slows both sides. Weights must equal DDP's within
+1e-6 after the first step (training amplifies different rounding later) and have the same bits on all members at the
+end; compressed gradients only need the latter.
 
-On loopback bandwidth is nearly free and all members share this machine's cores, so what shows there is the cost of the
-exchange itself. What overlap and compression are good for shows where members are behind links of 400 Mbit/s; the
-simulator's steps (F7), with the passes as one member alone has them, are beside those measured. That needs user
-namespaces; `peers` says where they are missing.
+On loopback, bandwidth is nearly free and all members share this machine's cores, so the cost of the exchange itself is
+visible. The gain of overlap and compression is visible between members behind links of 400 Mbit/s. There the measured
+steps are also compared with the simulator's (F7), which gets the passes of one member alone. This needs user
+namespaces; `peers` says if they are missing.
 """
 
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from os import getloadavg
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
@@ -66,7 +63,7 @@ _load: dict[str, list[float]] = {}
 
 
 def run(quick: bool = False) -> list[Row]:
-    """Return rows of step times, of processor times, of bytes that left a member, and of the simulator's steps."""
+    """Return rows of step times, processor times, bytes sent by a member, and simulated steps."""
     _load["before"] = list(getloadavg())
     uncompressed = (DDP, GLOO_WHOLE, GLOO, GRPC, TLS)
     rounds = 3 if quick else 11
@@ -99,7 +96,7 @@ def run(quick: bool = False) -> list[Row]:
 
 
 def peers() -> dict[str, object]:
-    """Return how the peer was set up, and how busy the machine was."""
+    """Return the peer's settings and the machine's load."""
     return {
         "DistributedDataParallel": f"torch {torch.__version__}, backend gloo, all settings as they come; SGD with "
         "momentum, channels_last and one thread a process on both sides",
@@ -124,7 +121,7 @@ def _on_link(model: str, samples: int, num_members: int, *, rounds: int, steps: 
 
 
 def _step_rows(place: str, contest: Contest, times: Sequence[Times]) -> list[Row]:
-    """Return what a step takes until the last member is done."""
+    """Return rows of a step's time until the last member has finished."""
     rows = [
         _row(f"{place}: {entry.name}", own.step_s, times[0].step_s, "ms", _is_right(entry, own))
         for entry, own in zip(contest.entries, times, strict=True)
@@ -145,7 +142,7 @@ def _step_rows(place: str, contest: Contest, times: Sequence[Times]) -> list[Row
 
 
 def _cpu_rows(place: str, contest: Contest, times: Sequence[Times]) -> list[Row]:
-    """Return what a step takes of one member's processors: what is left to compare where others use them, too."""
+    """Return rows of a member's processor time for a step, which other processes hardly change."""
     return [
         _row(
             f"{place}: {entry.name}, processor time",
@@ -160,7 +157,7 @@ def _cpu_rows(place: str, contest: Contest, times: Sequence[Times]) -> list[Row]
 
 
 def _byte_rows(place: str, contest: Contest, times: Sequence[Times], num_members: int) -> list[Row]:
-    """Return what leaves a member's interface in a step, headers and acknowledgements included."""
+    """Return rows of the bytes that a member sends in a step, with headers and acknowledgements."""
     model = build_model(contest.model, in_channels=3, image_size=32, num_classes=10, seed=1)
     rows = []
     for entry, own in zip(contest.entries, times, strict=True):
@@ -191,7 +188,7 @@ def _byte_rows(place: str, contest: Contest, times: Sequence[Times], num_members
 def _simulated_rows(
     place: str, contest: Contest, times: Sequence[Times], num_members: int
 ) -> list[Row]:
-    """Return the steps measured beside those that the simulator has for the passes of a member on its own (F7)."""
+    """Return rows of measured steps against simulated ones (F7), with the passes of a member on its own."""
     model = build_model(contest.model, in_channels=3, image_size=32, num_classes=10, seed=1)
     parameters = list(model.parameters())
     alone = times[contest.entries.index(ALONE)]

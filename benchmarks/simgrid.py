@@ -1,8 +1,8 @@
 """Our virtual time against SimGrid 3.32, an independent simulator, and against exact integration.
 
 SimGrid (Debian's `libsimgrid-dev`) replays the same tasks on the same directed links by its model CM02: no cross
-traffic, no TCP windows, full bandwidths. Rows of deviations give the greatest of any finish time, relative to it; `ok`
-says whether it is within the limit, where there is one.
+traffic, no TCP windows, full bandwidths. Rows of deviations give the largest relative deviation of any finish time;
+`ok` says whether it is within the limit, if there is one.
 """
 
 import subprocess
@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-from benchmarks.harness import Row, main
+from benchmarks.harness import Row, less_is_better, main
 from socflower.cluster import HUB, Cluster, GraphBuilder, TaskGraph, parse_cluster
 from socflower.cluster.link_rate import RateSteps
 from socflower.cluster.task_graph import Compute, Endpoint
@@ -39,12 +39,13 @@ OPTIONS = (
     "network/bandwidth-factor:1",
     "network/latency-factor:1",
     "network/weight-S:0",
+    # Its default, lazy updates, gives other results with latency.
     "network/optim:Full",
-)  # its lazy updates, the default, differ from these where there is latency
+)
 RISING = RateSteps((0.0, 2.0, 5.0), (100.0, 50.0, 200.0))
 
 Replay = Callable[[Sequence[str]], list[float]]
-"""Returns the finish time of every task of a description; benchmarks/simgrid_replay.cpp has its form."""
+"""Returns the finish time of every task of a description, whose format is in benchmarks/simgrid_replay.cpp."""
 
 
 # ------------------------------------------------------------------------------------------------------ SimGrid
@@ -52,7 +53,7 @@ Replay = Callable[[Sequence[str]], list[float]]
 
 @contextmanager
 def simgrid() -> Iterator[Replay]:
-    """Compile the replay and yield it; `ConfigError` if SimGrid or a compiler is missing."""
+    """Compile the replay and yield it. Raises `ConfigError` if SimGrid or a compiler is missing."""
     with TemporaryDirectory() as folder:
         program = Path(folder) / "replay"
         try:
@@ -90,7 +91,7 @@ def simgrid() -> Iterator[Replay]:
 
 
 def graph_lines(graph: TaskGraph, cluster: Cluster, latency_s: Callable[[str], float]) -> list[str]:
-    """Return a graph's description, with `latency_s` of each link, by its name."""
+    """Return a graph's description; `latency_s` maps a link's name to its latency."""
     ends = {
         end
         for task in graph.tasks
@@ -150,7 +151,7 @@ def random_cluster(random: Random) -> Cluster:
 
 
 def random_graph(random: Random, cluster: Cluster) -> TaskGraph:
-    """Return 20 to 80 tasks; those of a processor follow each other, since SimGrid would let them share it."""
+    """Return 20 to 80 tasks. Tasks of a processor follow each other, since SimGrid would let them share it."""
     builder, last = GraphBuilder(), dict[tuple[Endpoint, str], int]()
     places: list[Endpoint] = [*range(cluster.num_socs), HUB]
     for index in range(random.randint(20, 80)):
@@ -175,7 +176,7 @@ def random_graph(random: Random, cluster: Cluster) -> TaskGraph:
 
 
 def clock_ends_s(graph: TaskGraph, cluster: Cluster) -> list[float]:
-    """Return the finish time of every task by the event clock, whose duration is the last of them."""
+    """Return the finish time of every task on the event clock."""
     ends_s = [0.0] * len(graph.tasks)
     for component in compile_graph(graph, cluster).components:
         program = component.program
@@ -195,7 +196,7 @@ def clock_ends_s(graph: TaskGraph, cluster: Cluster) -> list[float]:
 def process_ends_s(
     graph: TaskGraph, cluster: Cluster, latency_s: Callable[[str], float]
 ) -> list[float]:
-    """Return the finish time of every task as a process, where transfers first wait for the latency of their path."""
+    """Return the finish time of every task run as a process; transfers first wait for their path's latency."""
     simulation = Simulation(cluster, range(cluster.num_socs))
     ends = [Event[None](task.name) for task in graph.tasks]
     ends_s = [0.0] * len(ends)
@@ -234,12 +235,12 @@ def _every_link(_: str) -> float:
 
 
 def _first_link(name: str) -> float:
-    """Return the latency of a link if every path has the same, that of the link by which it leaves."""
+    """Return a latency for first links only, so that all paths have the same latency."""
     return LATENCY_S if name.endswith("/tx") else 0.0
 
 
 def graph_rows(replay: Replay, num_cases: int) -> list[Row]:
-    """Return the deviations over random graphs, without and with latency in SimGrid."""
+    """Return rows of deviations over random graphs, without and with latency in SimGrid."""
     clock = processes = latency = waiting = equal = 0.0
     num_tasks = 0
     for seed in range(num_cases):
@@ -282,32 +283,32 @@ def graph_rows(replay: Replay, num_cases: int) -> list[Row]:
 
 
 def shares_row(replay: Replay) -> Row:
-    """Return how SimGrid shares a link where there is latency: by the inverse of the paths' latencies, here 2 to 1.
+    """Return the row of SimGrid's sharing with latency: in inverse proportion to the paths' latencies, here 2 to 1.
 
-    The first flow has the link to itself until the second's latency is over, and 2/3 of it from then on.
+    The first flow has the link to itself until the second's latency has passed, and 2/3 of it afterwards.
     """
     num_bytes, rate = 40_000_000, 1e8
     cluster = parse_cluster({"boards": [2, 1], "soc_bytes_per_s": rate}, where="benchmark")
     builder = GraphBuilder()
-    for target in (1, 2):  # over two links and over four
+    # Over two links and over four.
+    for target in (1, 2):
         builder.transfer(f"to {target}", 0, target, num_bytes, num_messages=0)
     graph = builder.build(range(3))
     ours_s = clock_ends_s(graph, replace(cluster, message_s=0.0))[0]
     theirs_s = replay(graph_lines(graph, cluster, _every_link))[0]
-    return Row(
-        case="two transfers from one SoC, over two links and over four: when the first ends",
-        ours=ours_s,
-        peer=f"SimGrid, {LATENCY_S * 1e3} ms a link: it shares in inverse proportion to the latency of paths",
-        peer_value=theirs_s,
-        unit="s",
-        ratio=theirs_s / ours_s,
+    return less_is_better(
+        "two transfers from one SoC, over two links and over four: when the first ends",
+        ours_s,
+        f"SimGrid, {LATENCY_S * 1e3} ms a link: it shares in inverse proportion to the latency of paths",
+        theirs_s,
+        "s",
         ok=abs(ours_s - 2.0 * num_bytes / rate) <= LIMIT * ours_s
         and abs(theirs_s - LATENCY_S - 1.5 * num_bytes / rate) <= LIMIT * theirs_s,
     )
 
 
 def handling_row(replay: Replay) -> Row:
-    """Return what the cost of messages is instead of latency: it occupies the interface, one message after another."""
+    """Return the row of our message cost, which occupies the interface for one message after another."""
     count, num_bytes, rate = 8, 1_000_000, 1e8
     cluster = replace(
         parse_cluster({"boards": [count + 1], "soc_bytes_per_s": rate}, where="benchmark"),
@@ -324,13 +325,12 @@ def handling_row(replay: Replay) -> Row:
         abs(ours_s - count * LATENCY_S - bytes_s) <= LIMIT * ours_s
         and abs(theirs_s - LATENCY_S - bytes_s) <= LIMIT * theirs_s
     )
-    return Row(
-        case=f"{count} messages from one SoC at once, {LATENCY_S * 1e3} ms of handling each, one after another",
-        ours=ours_s,
-        peer="SimGrid, as much latency, all at once",
-        peer_value=theirs_s,
-        unit="s",
-        ratio=theirs_s / ours_s,
+    return less_is_better(
+        f"{count} messages from one SoC at once, {LATENCY_S * 1e3} ms of handling each, one after another",
+        ours_s,
+        "SimGrid, as much latency, all at once",
+        theirs_s,
+        "s",
         ok=right,
     )
 
@@ -340,7 +340,7 @@ def handling_row(replay: Replay) -> Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flow:
-    """Bytes that begin to flow at a time over links, by their numbers."""
+    """Bytes that start at a time and take a path of links, given by their numbers."""
 
     start_s: float
     path: tuple[int, ...]
@@ -365,7 +365,7 @@ def flow_ends_s(links: Sequence[RateSteps], flows: Sequence[Flow]) -> list[float
 
 
 def flow_lines(links: Sequence[RateSteps], flows: Sequence[Flow], until_s: float) -> list[str]:
-    """Return the description of flows, each after a computation until its start; steps repeat up to `until_s`."""
+    """Return the description of flows; a computation delays each until its start, steps repeat up to `until_s`."""
     lines = [f"host {end}{index}" for index in range(len(flows)) for end in ("from", "to")]
     for number, steps in enumerate(links):
         listed, time_s = list[str](), 0.0
@@ -385,7 +385,7 @@ def flow_lines(links: Sequence[RateSteps], flows: Sequence[Flow], until_s: float
 
 
 def random_flows(random: Random) -> tuple[list[RateSteps], list[Flow]]:
-    """Return links whose bandwidths fall and come back up to where they began, and flows on random paths."""
+    """Return links whose bandwidths fall and return to their first value, and flows on random paths."""
     links = []
     for _ in range(random.randint(2, 6)):
         full, times_s = random.uniform(1e6, 1e7), [0.0]
@@ -411,7 +411,7 @@ def random_flows(random: Random) -> tuple[list[RateSteps], list[Flow]]:
 
 
 def narrowest_bytes_per_s(links: Sequence[RateSteps], flow: Flow, end_s: float) -> list[float]:
-    """Return the bandwidth of a flow's path, that of its narrowest link, at its start and after every change."""
+    """Return the bandwidth of a flow's narrowest link at its start and after every change."""
     times_s = [flow.start_s]
     while (next_s := min(links[number].step_at(times_s[-1])[1] for number in flow.path)) < end_s:
         times_s.append(next_s)
@@ -421,8 +421,8 @@ def narrowest_bytes_per_s(links: Sequence[RateSteps], flow: Flow, end_s: float) 
 def comparable_flows(random: Random) -> tuple[list[RateSteps], list[Flow], list[float], int]:
     """Return links, flows, our finish times, and how often a path's bandwidth changed under a flow.
 
-    No path's bandwidth ever rises above that at which its flow started: SimGrid 3.32 holds it there. Flows whose path's
-    does are left out, until there are none.
+    No path's bandwidth rises above its value at the flow's start, since SimGrid 3.32 keeps a flow at that value. Flows
+    that break this rule are removed until none is left.
     """
     while True:
         links, flows = random_flows(random)
@@ -448,7 +448,7 @@ def comparable_flows(random: Random) -> tuple[list[RateSteps], list[Flow], list[
 
 
 def profile_rows(replay: Replay, num_cases: int) -> list[Row]:
-    """Return the deviations over random flows, and that of SimGrid where a bandwidth rises."""
+    """Return the row of deviations over random flows, and the row of SimGrid under a rising bandwidth."""
     greatest, num_flows, num_changes = 0.0, 0, 0
     for seed in range(num_cases):
         links, flows, ends_s, changes = comparable_flows(Random(seed))
@@ -465,13 +465,12 @@ def profile_rows(replay: Replay, num_cases: int) -> list[Row]:
             greatest,
             LIMIT,
         ),
-        Row(
-            case="1,000 B over 100, from 2 s on 50, from 5 s on 200 B/s: 8.25 s by hand",
-            ours=ours_s,
-            peer="SimGrid, which holds a flow at the 100 B/s at its start",
-            peer_value=theirs_s,
-            unit="s",
-            ratio=theirs_s / ours_s,
+        less_is_better(
+            "1,000 B over 100, from 2 s on 50, from 5 s on 200 B/s: 8.25 s by hand",
+            ours_s,
+            "SimGrid, which holds a flow at the 100 B/s at its start",
+            theirs_s,
+            "s",
             ok=abs(ours_s - 8.25) <= EXACT_LIMIT and abs(theirs_s - 11.5) <= LIMIT,
         ),
     ]
@@ -487,10 +486,10 @@ def integrated_ends_s(
     start_s: float,
     num_bytes: Sequence[float],
 ) -> list[float]:
-    """Return when flows that begin together and share one link evenly end, in exact fractions.
+    """Return the end times of flows that start together and share one link evenly, in exact fractions.
 
-    By then the link has carried of each flow what it has, at most as much as of the one that ends: T_k is where the
-    integral of the rate from `start_s` is the sum of min(b_i, b_k) over all flows i.
+    When flow k ends, the link has carried min(b_i, b_k) bytes of each flow i. So the integral of the rate from
+    `start_s` to T_k equals the sum of min(b_i, b_k) over all i.
     """
     sizes = [Fraction(count) for count in num_bytes]
     return [
@@ -514,7 +513,7 @@ def _carried_s(
     start_s: Fraction,
     left: Fraction | int,
 ) -> Fraction:
-    """Return when `left` bytes have passed from `start_s` on: one step of the rate after another."""
+    """Return the moment at which `left` bytes have passed since `start_s`, step by step of the rate."""
     origin_s = Fraction(0)
     while True:
         for index, rate in enumerate(map(Fraction, bytes_per_s)):
@@ -530,7 +529,7 @@ def _carried_s(
 
 
 def oracle_row(num_cases: int) -> Row:
-    """Return the deviation from exact integration, of one or several flows over one link that rises and falls."""
+    """Return the row of the deviation from exact integration, for flows over one link of changing bandwidth."""
     greatest = 0.0
     for seed in range(num_cases):
         random = Random(seed)
@@ -582,7 +581,7 @@ def _reported(case: str, greatest: float, beside: float, peer: str, *, ok: bool 
 
 
 def run(quick: bool = False) -> list[Row]:
-    """Return all rows; `quick` takes a tenth of the cases."""
+    """Return all rows; `quick` has a tenth of the cases."""
     num_cases = NUM_CASES // 10 if quick else NUM_CASES
     with simgrid() as replay:
         return [

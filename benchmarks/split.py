@@ -1,19 +1,18 @@
-"""Split training in two real processes over a shaped link: throughput and memory, against what else one could do.
+"""Split training in two real processes over a shaped link: throughput and memory against other ways to train.
 
-The edge is held to a tenth of a core by a CPU quota, the cloud has one, so it is ten times as fast; features and
-gradients go over gRPC through a relay, a third process, which limits each direction. At every speed of the link,
-samples a second of: the edge alone; plain split learning (middle cut, K = 0, 32 bits); JointDNN (best fixed cut,
-sequential, 32 bits, edge-only among its choices); pipelined (best cut, K = 5, 32 bits, with and without edge-only);
-ours (what the decision engine chooses from 8 bits and edge-only, K = 5), with gradients in 32 bits and in 8. A
-deployment that two of them choose is run once. All choices go by costs that are measured anew at each speed, in the
-same processes, under the same quota and over the same link. Rows "by F26" have what the cost model says of each, with
-the edge's part, messages included, measured again just before and after: what a tenth of a core gets done
-changes from second to second.
+A CPU quota holds the edge to a tenth of a core; the cloud has a whole one. Features and gradients go over gRPC through
+a relay, a third process, which limits each direction. At every speed of the link, samples per second of: the edge
+alone; plain split learning (middle cut, K = 0, 32 bits); JointDNN (best fixed cut, sequential, 32 bits, may choose
+edge-only); pipelined (best cut, K = 5, 32 bits, with and without edge-only); ours (the decision engine chooses from 8
+bits and edge-only, K = 5), with gradients in 32 bits and in 8. A deployment that two systems choose is run once. All
+choose by the same costs, which are measured at each speed in the same processes, under the same quota and over the same
+link. Rows "by F26" compare with the cost model. For them the edge's part, with messages, is measured again just before
+and after the run: the speed of a tenth of a core changes from second to second.
 
-Memory is the peak of the resident memory of a fresh edge process, quota or not, against plain split learning; the link
-is made slow enough to be what limits, so that all that may wait does wait. Energy is that of the same deployments by
-profiles. `ok`: losses are finite, no gradient is staler than K, and plain split learning gave the weights of local
-training bit for bit. Time never decides it.
+Memory is the peak of the resident memory of a fresh edge process without a quota, against plain split learning; the
+link is slow enough to be the bottleneck, so that all queues fill. Energy is predicted from device profiles. `ok`:
+losses are finite, no gradient is staler than K, and plain split learning gave the weights of local training bit for
+bit. Time never decides it.
 """
 
 import math
@@ -23,14 +22,12 @@ from dataclasses import asdict, dataclass, replace
 from os import getloadavg
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import numpy as np
 import torch
 
-from benchmarks.harness import Row, main
+from benchmarks.harness import Row, less_is_better, main, more_is_better
 from benchmarks.split_contest.launch import Pair
-from benchmarks.split_contest.plan import BATCH_SIZE, MODEL, Batches, Measured, Run, program
+from benchmarks.split_contest.plan import BATCH_SIZE, MODEL, Batches, EdgeRun, EdgeTimes, program
 from socflower.cluster.device_catalog import device
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, fetch_weights
 from socflower.edgecloud.links.bandwidth_profile import LinkRates
@@ -50,9 +47,11 @@ SPEEDS = (2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0)
 _QUICK_SPEEDS = (5.0, 50.0, 500.0)
 _MEMORY_CUT, _MEMORY_MBIT_PER_S = 2, 200.0
 _ENERGY_MBIT_PER_S, _ENERGY_BATCHES = 20.0, 1000
-_PLANNED_BATCHES = 200  # as many as the engine plans for
+# The engine plans for as many batches.
+_PLANNED_BATCHES = 200
 _told: dict[str, object] = {}
-_runs: list[dict[str, object]] = []  # what was said of each, and what it took
+# The prediction and the measurement of each run.
+_runs: list[dict[str, object]] = []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,14 +63,14 @@ class System:
     gradient_bits: int = 32
 
     def label(self, costs: SplitCosts) -> str:
-        """Return the name, with what was chosen."""
+        """Return the name with the chosen cut, bits and window."""
         cut = self.split_plan.cut
         if cut is None:
             return f"{self.name} (edge alone)"
         return f"{self.name} (behind {costs.cuts[cut].name}, {self.split_plan.bits} bits, K = {self.split_plan.window})"
 
     def seconds(self, costs: SplitCosts, rates: LinkRates) -> float:
-        """Return what F26 says of a batch in the full pipeline."""
+        """Return the seconds of a batch in the full pipeline (F26)."""
         return period_s(self.phases(costs, rates), self.split_plan.window)
 
     def phases(self, costs: SplitCosts, rates: LinkRates) -> Phases:
@@ -79,8 +78,18 @@ class System:
         return phases(replace(costs, gradient_bits=self.gradient_bits), self.split_plan, rates)
 
 
+@dataclass(frozen=True, slots=True)
+class SystemResult:
+    """The predicted and the measured seconds of a batch for a system at one speed."""
+
+    label: str
+    predicted_s: float
+    measured_s: float
+    ok: bool
+
+
 def run(quick: bool = False) -> list[Row]:
-    """Return rows of throughput, of predictions, of memory and of energy; of the first two only where quotas can be."""
+    """Return rows of throughput, predictions, memory and energy; the first two only if quotas can be set."""
     _told.clear()
     _runs.clear()
     _told["quota"] = missing() or f"{CORES} cores"
@@ -88,10 +97,9 @@ def run(quick: bool = False) -> list[Row]:
     if missing() is None:
         with Pair(CORES) as pair:
             exact = _is_exact(pair)
-            _told["weights of local training at K = 0"], _told["costs"] = (
-                exact,
-                (by_speed := dict[str, object]()),
-            )
+            by_speed: dict[str, object] = {}
+            _told["weights of local training at K = 0"] = exact
+            _told["costs"] = by_speed
             for speed in _QUICK_SPEEDS if quick else SPEEDS:
                 costs = pair.costs(mbit_per_s=speed, num_repeats=1, num_batches=10)
                 by_speed[_place(speed)] = to_document(costs)
@@ -100,12 +108,12 @@ def run(quick: bool = False) -> list[Row]:
 
 
 def peers() -> dict[str, object]:
-    """Return how processes were held, what a batch costs at every cut, how busy the machine was, and each run."""
+    """Return the quota, the costs of a batch at every cut, the machine's load, and each run."""
     return {"load_average": list(getloadavg()), **_told, "runs": _runs}
 
 
 def systems(costs: SplitCosts, rates: LinkRates) -> list[System]:
-    """Return all that train at one speed; ours last."""
+    """Return all systems at one speed; ours are the last two."""
     ours = [
         System(
             name=f"ours, gradients in {bits} bits",
@@ -130,7 +138,7 @@ def systems(costs: SplitCosts, rates: LinkRates) -> list[System]:
             ),
         )
 
-    # Ours may leave the cloud out here, so the pipeline without compression may too.
+    # Ours may choose edge-only here, so the pipeline without compression may as well.
     return [
         peer("edge-only", "edge-only"),
         peer("split", "plain split learning"),
@@ -145,87 +153,86 @@ def _rows_of(
     pair: Pair, costs: SplitCosts, mbit_per_s: float, exact: bool, *, seconds: float
 ) -> list[Row]:
     rates = _rates(mbit_per_s)
-    runs: dict[tuple[object, ...], tuple[float, float, bool]] = {}
-    found: list[Outcome] = []
+    # By deployment: two systems may choose the same one.
+    runs: dict[EdgeRun, SystemResult] = {}
+    found: list[SystemResult] = []
     for system in systems(costs, rates):
         chosen = system.split_plan
-        window = 0 if chosen.cut is None else chosen.window
-        key = (
-            (chosen.cut,)
-            if chosen.cut is None
-            else (chosen.cut, chosen.bits, window, system.gradient_bits)
-        )
-        if key not in runs:
-            sent = replace(costs, gradient_bits=system.gradient_bits)
-            now = pair.as_of_now(sent, chosen)
-            steady = max(
-                4 if window == 0 else window + 2, math.ceil(seconds / system.seconds(now, rates))
+        run = EdgeRun(cut=None, mbit_per_s=mbit_per_s)
+        if chosen.cut is not None:
+            run = replace(
+                run,
+                cut=chosen.cut,
+                bits=chosen.bits,
+                window=chosen.window,
+                gradient_bits=system.gradient_bits,
             )
-            measured = pair.train(
-                Run(
-                    cut=chosen.cut,
-                    bits=chosen.bits,
-                    window=window,
-                    gradient_bits=system.gradient_bits,
-                    mbit_per_s=mbit_per_s,
-                    num_batches=2 * (window + 1) + steady,
-                )
-            )
-            then = pair.as_of_now(sent, chosen)
-            predicted_s = (system.seconds(now, rates) + system.seconds(then, rates)) / 2
-            runs[key] = (
-                predicted_s,
-                measured.period_s(window),
-                exact and _is_right(measured, chosen),
-            )
-            _told["samples"] = measured.source
-            _runs.append(
-                {
-                    "case": f"{_place(mbit_per_s)}: {system.label(costs)}",
-                    "predicted_s": predicted_s,
-                    "measured_s": measured.period_s(window),
-                    "phases": asdict(system.phases(now, rates)),
-                    "measured_edge_s": pair.slowdown * measured.spent_period_s(window),
-                }
-            )
-        found.append(Outcome(system.label(costs), *runs[key]))
+        label = system.label(costs)
+        if run not in runs:
+            runs[run] = _measured(pair, system, run, costs, exact, label, seconds=seconds)
+        found.append(replace(runs[run], label=label))
     return throughput_rows(mbit_per_s, found)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What was said of a system at one speed, and what came of it."""
+def _measured(
+    pair: Pair,
+    system: System,
+    run: EdgeRun,
+    costs: SplitCosts,
+    exact: bool,
+    label: str,
+    *,
+    seconds: float,
+) -> SystemResult:
+    """Do a run of about `seconds`, and measure the edge's costs before and after it."""
+    rates, window, chosen = _rates(run.mbit_per_s), run.window, system.split_plan
+    sent = replace(costs, gradient_bits=system.gradient_bits)
+    now = pair.as_of_now(sent, chosen)
+    now_s = system.seconds(now, rates)
+    steady = max(4 if window == 0 else window + 2, math.ceil(seconds / now_s))
+    times = pair.train(replace(run, num_batches=2 * (window + 1) + steady))
+    then_s = system.seconds(pair.as_of_now(sent, chosen), rates)
+    result = SystemResult(
+        label=label,
+        predicted_s=(now_s + then_s) / 2,
+        measured_s=times.period_s(window),
+        ok=exact and _is_right(times, chosen),
+    )
+    _told["samples"] = times.source
+    _runs.append(
+        {
+            "case": f"{_place(run.mbit_per_s)}: {label}",
+            "predicted_s": result.predicted_s,
+            "measured_s": result.measured_s,
+            "phases": asdict(system.phases(now, rates)),
+            "measured_edge_s": pair.slowdown * times.spent_period_s(window),
+        }
+    )
+    return result
 
-    label: str
-    predicted_s: float  # of a batch
-    measured_s: float
-    ok: bool
 
-
-def throughput_rows(mbit_per_s: float, found: Sequence[Outcome]) -> list[Row]:
-    """Return rows of what was measured at one speed; edge-only is the first, both of ours are the last."""
+def throughput_rows(mbit_per_s: float, found: Sequence[SystemResult]) -> list[Row]:
+    """Return the rows of one speed; `found` begins with edge-only and ends with both of ours."""
     place = _place(mbit_per_s)
     rows = [
-        Row(
-            case=f"{place}: {own.label}, by F26",
-            ours=BATCH_SIZE / own.measured_s,
-            peer="F26",
-            peer_value=BATCH_SIZE / own.predicted_s,
-            unit="samples/s",
-            ratio=own.predicted_s / own.measured_s,
+        more_is_better(
+            f"{place}: {own.label}, by F26",
+            BATCH_SIZE / own.measured_s,
+            "F26",
+            BATCH_SIZE / own.predicted_s,
+            "samples/s",
             ok=own.ok,
         )
         for own in found
     ]
     for own in found[-2:]:
         rows += [
-            Row(
-                case=f"{place}: {own.label}",
-                ours=BATCH_SIZE / own.measured_s,
-                peer=other.label,
-                peer_value=BATCH_SIZE / other.measured_s,
-                unit="samples/s",
-                ratio=other.measured_s / own.measured_s,
+            more_is_better(
+                f"{place}: {own.label}",
+                BATCH_SIZE / own.measured_s,
+                other.label,
+                BATCH_SIZE / other.measured_s,
+                "samples/s",
                 ok=own.ok and other.ok,
             )
             for other in found[:-2]
@@ -241,7 +248,7 @@ def _rates(mbit_per_s: float) -> LinkRates:
     return LinkRates(up_bytes_per_s=mbit_per_s * 1e6 / 8, down_bytes_per_s=mbit_per_s * 1e6 / 8)
 
 
-def _is_right(measured: Measured, split_plan: SplitPlan) -> bool:
+def _is_right(measured: EdgeTimes, split_plan: SplitPlan) -> bool:
     return (
         all(map(math.isfinite, measured.losses))
         and max(measured.staleness, default=0) <= split_plan.window
@@ -249,9 +256,9 @@ def _is_right(measured: Measured, split_plan: SplitPlan) -> bool:
 
 
 def _is_exact(pair: Pair) -> bool:
-    """Whether plain split learning gives the weights of local training, bit for bit."""
+    """Return whether plain split learning gives the weights of local training, bit for bit."""
     num_batches, name, file = 4, "exact", Path(pair.folder) / "edge.npz"
-    pair.train(Run(cut=2, num_batches=num_batches, name=name, weights=str(file)))
+    pair.train(EdgeRun(cut=2, num_batches=num_batches, name=name, weights=str(file)))
     cloud = fetch_weights(CloudOperator(address=pair.address, token=pair.token), name)[1]
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -270,13 +277,14 @@ def _is_exact(pair: Pair) -> bool:
 
 
 def _memory_rows(quick: bool) -> list[Row]:
-    """Return the peak of an edge process against that of plain split learning."""
-    cases = [Run(cut=_MEMORY_CUT, window=0)]
+    """Return rows of an edge process's peak memory against plain split learning."""
+    cases = [EdgeRun(cut=_MEMORY_CUT, window=0)]
     cases += [
-        Run(cut=_MEMORY_CUT, window=window) for window in ((WINDOW,) if quick else (1, WINDOW, 10))
+        EdgeRun(cut=_MEMORY_CUT, window=window)
+        for window in ((WINDOW,) if quick else (1, WINDOW, 10))
     ]
     cases += [
-        Run(cut=_MEMORY_CUT, window=WINDOW, bits=8, gradient_bits=bits, feedback=feedback)
+        EdgeRun(cut=_MEMORY_CUT, window=WINDOW, bits=8, gradient_bits=bits, feedback=feedback)
         for bits, feedback in (
             ((8, "diagonal"),) if quick else ((32, "none"), (8, "none"), (8, "diagonal"))
         )
@@ -295,17 +303,16 @@ def _memory_rows(quick: bool) -> list[Row]:
                         num_batches=12 + 2 * case.window,
                     )
                 )
-                peak = measured.memory["peak_bytes"]
+                peak = measured.peak_bytes
                 plain = plain or peak
                 rows.append(
-                    Row(
-                        case=f"peak memory of the edge, batch {batch_size}: K = {case.window}, features in {case.bits} "
+                    less_is_better(
+                        f"peak memory of the edge, batch {batch_size}: K = {case.window}, features in {case.bits} "
                         f"bits, gradients in {case.gradient_bits}, error feedback {case.feedback}",
-                        ours=peak / 1e6,
-                        peer="plain split learning",
-                        peer_value=plain / 1e6,
-                        unit="MB",
-                        ratio=plain / peak,
+                        peak / 1e6,
+                        "plain split learning",
+                        plain / 1e6,
+                        "MB",
                         ok=_is_right(measured, case.split_plan),
                     )
                 )
@@ -313,7 +320,7 @@ def _memory_rows(quick: bool) -> list[Row]:
 
 
 def _energy_rows() -> list[Row]:
-    """Return the edge's joules for a sample by profiles, at one speed of the link."""
+    """Return rows of the edge's joules per sample, by device profiles at one speed of the link."""
     split, profile = (
         program().split,
         profile_module(program().model(), torch.zeros(1, *program().example), MODEL),
@@ -354,13 +361,12 @@ def _energy_rows() -> list[Row]:
             )
             plain_j = plain_j or joules
             rows.append(
-                Row(
-                    case=f"energy of a {name} at {_ENERGY_MBIT_PER_S:g} Mbit/s: {system.label(costs)}",
-                    ours=1e3 * joules,
-                    peer="plain split learning",
-                    peer_value=1e3 * plain_j,
-                    unit="mJ/sample",
-                    ratio=plain_j / joules,
+                less_is_better(
+                    f"energy of a {name} at {_ENERGY_MBIT_PER_S:g} Mbit/s: {system.label(costs)}",
+                    1e3 * joules,
+                    "plain split learning",
+                    1e3 * plain_j,
+                    "mJ/sample",
                     ok=math.isfinite(joules),
                 )
             )

@@ -1,47 +1,35 @@
 """Virtual time against trainings of random cells in network namespaces, each predicted before it is measured.
 
 `ours` is the prediction. A cell is a cluster, a model, a strategy and options, drawn from the seed; no constant is
-fitted on any. In every other one SoCs sleep instead of computing, so that this machine's cores do not decide. What our
-runtime costs besides (a message, an exchange, a synchronisation) is measured first, on trainings that are no cells.
+fitted to cells. In every other cell SoCs sleep instead of computing, so that the number of cores of this machine does
+not matter. The overhead of our runtime (per message, exchange and synchronisation) is measured first, on other
+trainings.
 """
 
 import json
-import os
-import queue
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Row, main
+from benchmarks.harness import Row, main, more_is_better, note
+from benchmarks.processes import LineProcess
 from benchmarks.truth_cells.cell import ONE_RING, Cell, draw_cells, reference_cells
 from benchmarks.truth_cells.prediction import Constants
-from tests.testbed.testbed import REPOSITORY, missing
+from tests.testbed.testbed import missing
+from tests.testbed.topology import NAMESPACES
 
-_CELL_S = 60.0  # after which a cell has failed
-_NAMESPACES = (
-    "unshare",
-    "--user",
-    "--map-root-user",
-    "--net",
-    "--mount",
-    "--pid",
-    "--fork",
-    "--kill-child",
-)
+# A cell that does not answer within this time has failed.
+_CELL_S = 60.0
 CATALOGUE_MESSAGE_S = 0.000485
 
 
 def run(quick: bool = False, cells: int = 100, seed: int = 0) -> list[Row]:
-    """Return a row for each cell, and what all come to."""
+    """Return a row for each cell, and rows of the errors over all cells."""
     reason = missing()
     if reason is not None:
         sys.exit(reason)
@@ -79,11 +67,9 @@ def run(quick: bool = False, cells: int = 100, seed: int = 0) -> list[Row]:
         row, error = _row(cell, found)
         rows.append(row)
         halves["sleeping" if cell.sleeps else "computing"].append(error)
-        print(
+        note(
             f"{row.case}: {row.ours:.3f} s, measured {row.peer_value:.3f}: {100 * error:+.1f} % "
-            f"{_phases(found)}",
-            file=sys.stderr,
-            flush=True,
+            f"{_phases(found)}"
         )
     for name, errors in {**halves, "all": [*halves["sleeping"], *halves["computing"]]}.items():
         if len(errors) > 1:
@@ -92,9 +78,10 @@ def run(quick: bool = False, cells: int = 100, seed: int = 0) -> list[Row]:
 
 
 def measured_constants() -> Constants:
-    """Return what our runtime costs beside bytes and computation, measured on trainings that are no cells.
+    """Return the overhead of our runtime beside bytes and computation, measured on reference trainings.
 
-    A step takes s + m * (sub-steps of its rings) longer than the bytes: least squares, none negative.
+    A step takes s + m * (sub-steps of its rings) longer than its bytes; s and m are fitted by least squares, and
+    neither is negative.
     """
     steps: dict[str, list[tuple[tuple[float, float], float]]] = {}
     synchronisation_s: dict[str, float] = {}
@@ -118,7 +105,7 @@ def measured_constants() -> Constants:
 
 
 def _least_squares(rows: Sequence[tuple[tuple[float, float], float]]) -> tuple[float, float]:
-    """Return the two coefficients of least squares, none below 0."""
+    """Return the two coefficients of non-negative least squares."""
     left, right = np.array([each for each, _ in rows]), np.array([value for _, value in rows])
     both, *_ = np.linalg.lstsq(left, right, rcond=None)
     if (both >= 0.0).all():
@@ -132,12 +119,13 @@ def _least_squares(rows: Sequence[tuple[tuple[float, float], float]]) -> tuple[f
 
 
 def measured(cells: Sequence[Cell], constants: Constants) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """Yield each cell with its prediction and what was measured; or with an error, where it failed."""
-    resident: _Resident | None = None
+    """Yield each cell with its prediction and its measurement, or with an error if it failed."""
+    resident: LineProcess | None = None
     try:
         for cell in cells:
-            resident = resident or _Resident()
-            found = resident.answer({"cell": cell.to_document(), "constants": asdict(constants)})
+            resident = resident or _resident()
+            asked = {"cell": asdict(cell), "constants": asdict(constants)}
+            found = _answer(resident, json.dumps(asked))
             if "measured_s" not in found:
                 resident.end()
                 resident = None
@@ -147,50 +135,29 @@ def measured(cells: Sequence[Cell], constants: Constants) -> Iterator[tuple[Cell
             resident.end()
 
 
-class _Resident:
-    """The process that has all imported, and its lines."""
+def _resident() -> LineProcess:
+    """Start the process that has imported everything and forks each cell's processes."""
+    return LineProcess(
+        "benchmarks.truth_cells.resident",
+        prefix=NAMESPACES,
+        timeout_s=_CELL_S,
+        stderr=subprocess.DEVNULL,
+    )
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [*_NAMESPACES, sys.executable, "-m", "benchmarks.truth_cells.resident"],
-            cwd=REPOSITORY,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
 
-    def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
-        found: dict[str, Any] = {}
-        while not {"measured_s", "error"} & set(found):
-            try:
-                line = self._lines.get(timeout=_CELL_S)
-            except queue.Empty:
-                return {**found, "error": f"not done after {_CELL_S:g} s"}
-            if not line:
-                return {**found, "error": "the resident process ended"}
-            found |= json.loads(line)
-        return found
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put("")
+def _answer(resident: LineProcess, asked: str) -> dict[str, Any]:
+    resident.write(asked)
+    found: dict[str, Any] = {}
+    while not {"measured_s", "error"} & set(found):
+        try:
+            found |= json.loads(resident.read())
+        except RuntimeError as error:
+            return {**found, "error": str(error)}
+    return found
 
 
 def _row(cell: Cell, found: Mapping[str, Any]) -> tuple[Row, float]:
-    """Return a cell's row and its relative error; a cell that failed is off by all."""
+    """Return a cell's row and its relative error, which is 1 if the cell failed."""
     predicted_s, measured_s = found.get("predicted_s", 0.0), found.get("measured_s", 0.0)
     if not measured_s:
         case = f"{cell.text}: FAILED: {found['error'].strip().splitlines()[-1]}"
@@ -203,13 +170,12 @@ def _row(cell: Cell, found: Mapping[str, Any]) -> tuple[Row, float]:
             ratio=0.0,
             ok=False,
         ), 1.0
-    row = Row(
-        case=f"{cell.text}, {found['num_steps']} steps",
-        ours=predicted_s,
-        peer="measured",
-        peer_value=measured_s,
-        unit="s",
-        ratio=predicted_s / measured_s,
+    row = more_is_better(
+        f"{cell.text}, {found['num_steps']} steps",
+        predicted_s,
+        "measured",
+        measured_s,
+        "s",
         ok=found["right"],
     )
     return row, predicted_s / measured_s - 1.0
@@ -225,7 +191,7 @@ def _phases(found: Mapping[str, Any]) -> str:
 
 
 def _summary(name: str, errors: Sequence[float], seed: int) -> list[Row]:
-    """Return the median and the 95th percentile of absolute errors, beside what is aimed at."""
+    """Return rows of the median, the 95th percentile and the largest of absolute errors, against the aims."""
     figures = {
         "median error": (median(errors), 0.02),
         "95th percentile": (quantiles(errors, n=20, method="inclusive")[-1], 0.05),

@@ -1,9 +1,9 @@
 """Seconds of a round whose ClientApps are forked from a process with torch loaded, against fresh processes.
 
-Two deployments of four real SuperNodes train LeNet-5 on the digits in turn, so that other work on a machine slows both
-alike. Each round has a message for each node. The first round of a run, in which the nodes may fetch the app, is left
-out of its time. Beside the wall clock stand the processor seconds that all SuperNodes spent in a round, which say more
-on a machine with fewer cores than nodes. The answer is right if all runs end with the same weights, bit for bit.
+Two deployments of four real SuperNodes train LeNet-5 on the digits in turn, so that other work on the machine slows
+both. Each round has a message for each node. The first round of a run, in which nodes may fetch the app, is not timed.
+Processor seconds of all SuperNodes in a round are given as well, since wall-clock time says less on a machine with
+fewer cores than nodes. The answer is right if all runs end with the same weights, bit for bit.
 """
 
 import sys
@@ -14,22 +14,22 @@ from statistics import median
 
 import psutil
 
-from benchmarks.harness import Row, main
+from benchmarks.harness import Row, less_is_better, main
 from benchmarks.hub_traffic import Deployment, deployed
 
 NUM_NODES, NUM_ROUNDS = 4, 4
 
 
-class Measured:
-    """What the runs of one deployment took so far."""
+class DeploymentTimes:
+    """The times of one deployment's runs so far."""
 
     def __init__(self, cluster: Deployment) -> None:
         cluster.wait_until_idle()
         self._cluster = cluster
-        self.round_s: list[float] = []  # of each round but the first of a run
-        self.cpu_s: list[
-            float
-        ] = []  # of all SuperNodes and what they started; a round's share of each run
+        # Of each round but the first of a run.
+        self.round_s: list[float] = []
+        # Of all SuperNodes and the processes that they started, for a round, by run.
+        self.cpu_s: list[float] = []
         self.weights: set[str] = set()
 
     def run(self) -> None:
@@ -44,7 +44,7 @@ class Measured:
         self.weights.add(marks[-1]["sha256"])
 
     def memory_bytes(self) -> float:
-        """Return that of one SuperNode and what it started, between rounds; pages that are shared count once."""
+        """Return the memory of a SuperNode and its processes between rounds; shared pages count once."""
         return median(_memory_bytes(pid) for pid in self._cluster.node_pids)
 
 
@@ -52,7 +52,8 @@ def run(quick: bool = False) -> list[Row]:
     """Return rows for time, processor time and memory."""
     with ExitStack() as stack:
         warm, cold = (
-            Measured(stack.enter_context(deployed(NUM_NODES, warm=warm))) for warm in (True, False)
+            DeploymentTimes(stack.enter_context(deployed(NUM_NODES, warm=warm)))
+            for warm in (True, False)
         )
         for _ in range(1 if quick else 2):
             warm.run()
@@ -62,15 +63,7 @@ def run(quick: bool = False) -> list[Row]:
         ]
     case, ok = f"LeNet-5, {NUM_NODES} SuperNodes: ", len(warm.weights | cold.weights) == 1
     return [
-        Row(
-            case=case + what,
-            ours=ours,
-            peer="a fresh process for each message",
-            peer_value=peer,
-            unit=unit,
-            ratio=peer / ours,
-            ok=ok,
-        )
+        less_is_better(case + what, ours, "a fresh process for each message", peer, unit, ok=ok)
         for what, ours, peer, unit in (
             ("a round, median", median(warm.round_s), median(cold.round_s), "s"),
             ("a round, fastest", min(warm.round_s), min(cold.round_s), "s"),
@@ -91,7 +84,7 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 def _cpu_s(pids: tuple[int, ...]) -> float:
-    """Return user and system seconds of processes and of all that they have waited for."""
+    """Return user and system seconds of processes and of their children that have ended."""
     return sum(sum(process.cpu_times()[:4]) for pid in pids for process in _family(pid))
 
 

@@ -1,7 +1,6 @@
-"""Which capabilities of a scenario go together: docs/reference/combinations.md, from the checks of a run.
+"""Generate docs/reference/combinations.md: which capabilities a scenario can combine, from the checks of a run.
 
-Each cell of a table is a small scenario with two capabilities, which is checked as `socflower run` checks it. A test
-runs every cell.
+Each cell of a table is a small scenario with two capabilities, checked as by `socflower run`. A test runs every cell.
 """
 
 import sys
@@ -253,7 +252,7 @@ def _add(document: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 
 def refusal(family: Family, *keys: str, engine: str = "local") -> str | None:
-    """Return the line with which a run is refused before anything starts, or None if it runs."""
+    """Return the line that refuses a run before anything starts, or None if it runs."""
     try:
         prepare(scenario_with(family, *keys), engine)
     except SocflowerError as error:
@@ -294,6 +293,16 @@ def page() -> str:
     )
 
 
+def _shipped_with(family: Family, pair: Sequence[str], shipped: Sequence[Scenario]) -> list[str]:
+    """Return the names of shipped scenarios that have two capabilities."""
+    return [
+        each.name
+        for each in shipped
+        if each.is_split == (family is SPLIT)
+        and all(family.capabilities[key].is_in(each) for key in pair)
+    ]
+
+
 def _section(family: Family, shipped: Sequence[Scenario]) -> Iterator[str]:
     lines: list[str] = []
     examples: list[str] = []
@@ -304,19 +313,9 @@ def _section(family: Family, shipped: Sequence[Scenario]) -> Iterator[str]:
             return "–"
         line = refusal(family, *pair, engine=engine)
         if line is None:
-            found = (
-                [
-                    each.name
-                    for each in shipped
-                    if each.is_split == (family is SPLIT)
-                    and all(family.capabilities[key].is_in(each) for key in pair)
-                ]
-                if engine == "local"
-                else []
-            )
-            if found and len(pair) == 2:
-                examples.extend(found[:1])
-            return "●" if found and len(pair) == 2 else "✓"
+            found = _shipped_with(family, pair, shipped) if len(pair) == 2 else []
+            examples.extend(found[:1])
+            return "●" if found else "✓"
         if line not in lines:
             lines.append(line)
         return str(lines.index(line) + 1)

@@ -27,49 +27,46 @@ GRID = {"light": "#d5dae0", "dark": "#3b4249"}
 TICKS_S = (1, 3, 10, 30, 60, 180, 600, 1800, 3600)
 
 
+STYLE: dict[str, object] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "socflower",
+    "font.family": "sans-serif",
+    "font.size": 12,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
 def main() -> None:
     """Write picture-light.svg and picture-dark.svg beside this file."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "out/demo")
     comparison = json.loads((folder / "comparison.json").read_text("utf-8"))
-    curves = {
-        row["strategy"]: json.loads((folder / row["strategy"] / "result.json").read_text("utf-8"))[
-            "rounds"
-        ]
-        for row in comparison["rows"]
-    }
+    curves = {}
+    for row in comparison["rows"]:
+        result = json.loads((folder / row["strategy"] / "result.json").read_text("utf-8"))
+        curves[row["strategy"]] = result["rounds"]
     for theme in COLOURS:
         picture(curves, comparison["target_accuracy"], theme, DOCS / f"picture-{theme}.svg")
+
+
+def _whole_seconds(seconds: float, _: object) -> str:
+    return re.sub(r"\.0+ | 00 s", " ", human_seconds(seconds)).strip()
 
 
 def picture(
     curves: dict[str, list[dict[str, float]]], target: float, theme: str, path: Path
 ) -> None:
     """Draw the curves of all strategies with a transparent background."""
-    style = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "socflower",
-        "font.family": "sans-serif",
-        "font.size": 12,
-        "text.color": INK[theme],
-        "axes.labelcolor": INK[theme],
-        "axes.edgecolor": INK[theme],
-        "xtick.color": INK[theme],
-        "ytick.color": INK[theme],
-        "grid.color": GRID[theme],
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
+    of_ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    style = STYLE | dict.fromkeys(of_ink, INK[theme]) | {"grid.color": GRID[theme]}
     with rc_context(style):
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         axes = figure.add_subplot()
         for (name, rounds), colour in zip(curves.items(), COLOURS[theme], strict=False):
-            points = [
-                (entry["virtual_s"], entry["accuracy"])
-                for entry in rounds
-                if entry["virtual_s"] > 0
-            ]
+            shown = [entry for entry in rounds if entry["virtual_s"] > 0]
             axes.plot(
-                *zip(*points, strict=True),
+                [entry["virtual_s"] for entry in shown],
+                [entry["accuracy"] for entry in shown],
                 color=colour,
                 linewidth=2.5,
                 marker="o",
@@ -79,19 +76,15 @@ def picture(
         axes.axhline(target, color=INK[theme], linewidth=1, dashes=(4, 3))
         axes.set_xscale("log")
         low, high = axes.get_xlim()
-        axes.xaxis.set_major_locator(
-            FixedLocator([tick for tick in TICKS_S if low <= tick <= high])
-        )
+        ticks_s = [tick for tick in TICKS_S if low <= tick <= high]
+        axes.xaxis.set_major_locator(FixedLocator(ticks_s))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(
-            FuncFormatter(
-                lambda value, _: re.sub(r"\.0+ | 00 s", " ", human_seconds(value)).strip()
-            )
-        )
+        axes.xaxis.set_major_formatter(FuncFormatter(_whole_seconds))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
         axes.set_xlabel("time on the cluster, logarithmic")
         axes.set_ylabel("accuracy")
-        axes.set_ylim(0.7, 1.0)  # what comes before is over in seconds
+        # Lower accuracies last only for seconds.
+        axes.set_ylim(0.7, 1.0)
         axes.grid(visible=True)
         axes.legend(frameon=False, loc="lower right")
         figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})

@@ -1,6 +1,6 @@
-"""Write what is made from the code: socflower/__init__.pyi, the pages of reference, the tables of docs/results.md.
+"""Generate socflower/__init__.pyi, the reference pages and the tables of docs/results.md from the code.
 
-Run it by `make api`; with --check it only compares. A test does so, so that no page can fall behind.
+`make api` runs it; with --check it only compares, as a test does, so that no page becomes outdated.
 """
 
 import inspect
@@ -113,7 +113,7 @@ def stub() -> str:
 
 
 def api_page() -> str:
-    """Return the page of the API: every export by part, with its signature and the first clause on it."""
+    """Return the page of the API: every export by part, with its signature and the first clause of its docstring."""
     lines = [
         "# API",
         "",
@@ -136,7 +136,7 @@ def api_page() -> str:
 
 
 def between(page: Path, marker: str, text: str) -> str:
-    """Return a page with the part between its two markers made anew; the rest of it is written by hand."""
+    """Return a page with a new part between its two markers; the rest of it is written by hand."""
     before, _, rest = page.read_text("utf-8").partition(f"<!-- {marker} -->\n")
     after = rest.partition(f"<!-- end of {marker} -->\n")[2]
     return f"{before}<!-- {marker} -->\n\n{text}\n\n<!-- end of {marker} -->\n{after}"
@@ -180,7 +180,7 @@ def cli_page() -> str:
 
 
 def commands(command: Any, path: str, shown: set[str] | None = None) -> Iterator[str]:
-    """Yield a section for each command: its arguments and options but for --json, which all have.
+    """Yield a section for each command: its arguments, and its options without --json, which all commands have.
 
     Options that an earlier section has with the same meaning are only named; `shown` has their lines.
     """
@@ -220,7 +220,7 @@ def commands(command: Any, path: str, shown: set[str] | None = None) -> Iterator
 
 
 def parameter_line(parameter: Any, command: Any) -> str:
-    """Return what a command takes: its name, whether it is required, else its default, and the help."""
+    """Return the line of a parameter: its name, "required" or its default, and the help."""
     if parameter.param_type_name == "argument":
         return f"`{parameter.make_metavar(typer.Context(command))}`: {parameter.help}"
     name = max(parameter.opts, key=len)
@@ -258,14 +258,14 @@ def scenarios_page() -> str:
 
 
 def section(heading: str, table: type, doc: str) -> str:
-    """Return the section of a table: what its docstring says after the colon, then its keys."""
+    """Return the section of a table: the text after the colon of its docstring, then its keys."""
     about = " ".join(doc.split()).partition(": ")[2] if doc.startswith("`[") else ""
     about_lines = [about[:1].upper() + about[1:], ""] if about else []
     return "\n".join([f"### {heading}", "", *about_lines, *key_lines(table)])
 
 
 def key_lines(table: type) -> Iterator[str]:
-    """Yield a line for each key that is no table, or a described one; keys of one meaning and type share theirs."""
+    """Yield a line for each key except undescribed tables; keys with the same meaning and type share a line."""
     before = ""
     for line in single_key_lines(table):
         key, separator, meaning = line.partition("` (")
@@ -305,12 +305,12 @@ def single_key_lines(table: type) -> Iterator[str]:
 
 
 def _from_here(text: str) -> str:
-    """Return a description with its links, which begin in docs/, as the page of reference has them."""
+    """Return a description whose links begin at the reference page instead of docs/."""
     return re.sub(r"\]\((?![#.]|http)", "](../", text)
 
 
 def results_page() -> str:
-    """Return the page of results with its tables made anew; the rest of it is written by hand."""
+    """Return the page of results with new tables; the rest of it is written by hand."""
     tables = tomllib.loads((DOCS / "results" / "tables.toml").read_text("utf-8"))
 
     def filled(marker: re.Match[str]) -> str:
@@ -350,7 +350,7 @@ def with_units(
     chosen: list[tuple[str, dict[str, Any]]],
     peer: str | None,
 ) -> tuple[list[str], list[list[str]]]:
-    """Return heads and rows: a unit, and the name of a peer, that all rows share is in the head alone."""
+    """Return heads and rows; a unit or a peer's name that all rows share is only in the head."""
     cells = {head: [in_unit(*figure) for figure in column] for head, column in figures}
     cells = {head: column for head, column in cells.items() if any(digits for digits, _ in column)}
     units = {unit for column in cells.values() for digits, unit in column if digits}
@@ -376,7 +376,7 @@ def with_units(
 
 
 def points(row: dict[str, Any]) -> str:
-    """Return the difference of two accuracies: as the case says it, if it pairs the seeds, else that of the means."""
+    """Return the difference of two accuracies: the one in the case if seeds are paired, else that of the means."""
     said = re.search(r"([+-][\d.]+) (?:\+- \S+ )?points", row["case"])
     scale = 100 if row["unit"] == "accuracy" else 1
     return f"{float(said[1]) if said else (row['ours'] - row['peer_value']) * scale:+.2f}".replace(
@@ -385,7 +385,7 @@ def points(row: dict[str, Any]) -> str:
 
 
 def plain_rows(rows: list[dict[str, Any]], spec: dict[str, Any]) -> Iterator[list[str]]:
-    """Yield the cells of rows without a peer: of those alike in `one_for_each` the one with the largest value."""
+    """Yield the cells of rows without a peer; of rows equal in `one_for_each`, the one with the largest value."""
     rows = [row for row in rows if all(row[key] == value for key, value in spec["where"].items())]
     best: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: float(row[spec["largest"]])):
@@ -401,7 +401,7 @@ def plain_rows(rows: list[dict[str, Any]], spec: dict[str, Any]) -> Iterator[lis
 def variants(
     wanted: Sequence[str], rows: list[dict[str, Any]], spec: dict[str, Any]
 ) -> list[list[str]]:
-    """Return the row that is wanted, or one for each seed that the file has of it."""
+    """Return the wanted row, or one row for each of its seeds in the file."""
     if "mean_over" not in spec:
         return [list(wanted)]
     word = spec["mean_over"]
@@ -412,7 +412,7 @@ def variants(
 
 
 def find(rows: list[dict[str, Any]], case: str, peer: str = "", unit: str = "") -> dict[str, Any]:
-    """Return the only row of this case and peer; a case that is the very text goes before ones that begin with it."""
+    """Return the only row of this case and peer; an equal case precedes cases that begin with the text."""
     fitting = [
         row
         for row in rows

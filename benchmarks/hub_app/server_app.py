@@ -21,14 +21,12 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Train; the line of round k is written once all replies of round k have been read and aggregated."""
+    """Train; round k's line is written when all its replies have been aggregated."""
     config = context.run_config
     num_nodes, num_rounds = int(config["num-nodes"]), int(config["num-rounds"])
     batch_size = int(config["batch-size"])
-    model, num_samples = (
-        load_model(str(config["model"])),
-        len(load_training_data(str(config["model"]))),
-    )
+    name = str(config["model"])
+    model, num_samples = load_model(name), len(load_training_data(name))
     marks = Path(str(config["marks"]))
 
     def mark(server_round: int, arrays: ArrayRecord) -> MetricRecord:
@@ -45,7 +43,7 @@ def main(grid: Grid, context: Context) -> None:
         }
         if server_round == num_rounds:
             load_trainable_state(model, weights)
-            line |= test_scores(str(config["model"]), model)
+            line |= test_scores(name, model)
         with marks.open("a") as stream:
             stream.write(json.dumps(line) + "\n")
         return MetricRecord({})

@@ -1,4 +1,4 @@
-"""The models: LeNet-5, whose messages are mostly wrapping, a perceptron thirty times its size, those of scenarios."""
+"""The models: LeNet-5, a perceptron thirty times its size, and those of scenarios."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -19,7 +19,7 @@ WIDTH = 1024
 
 
 def load_model(name: str) -> nn.Module:
-    """Return a model for the digits, or that of a scenario's file and its overrides; equal weights each time."""
+    """Return a model for the digits, or the model of a scenario file with overrides; its weights are always equal."""
     if _is_scenario(name):
         return initial_model(_scenario(name))
     if name != "perceptron":
@@ -42,7 +42,7 @@ def load_trainer(name: str) -> Trainer:
 
 
 def load_training_data(name: str) -> DataSource:
-    """Return the samples that are trained on: the digits, or the scenario's."""
+    """Return the training samples: the digits, or those of the scenario."""
     return _data(name).train
 
 

@@ -1,13 +1,12 @@
-"""Plans by brute force: every grouping, cut and allocation of small pipeline problems, as oracles for planners."""
+"""Plans by brute force over all groupings, cuts and allocations of small problems: references for planners."""
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise, permutations
+from itertools import combinations, pairwise, product
 from math import inf
 
 from socflower.pipeline.plan import PipelinePlan, Stage
-from socflower.pipeline.planner.closed_form import update_latency
 from socflower.pipeline.problem import PipelineDevice, PipelineProblem
-from socflower.pipeline.schedule.order import ASTEROID, InFlight
+from socflower.pipeline.schedule.order import ASTEROID
 
 
 def compositions(total: int, parts: int, least: int = 1) -> Iterator[tuple[int, ...]]:
@@ -46,20 +45,17 @@ def plans_of_order(
     problem: PipelineProblem,
     order: Sequence[PipelineDevice],
     *,
-    rule: InFlight = ASTEROID,
     all_shares: bool = False,
 ) -> Iterator[PipelinePlan]:
-    """Yield every plan whose stages take the devices in this order, all of them unless their best share is 0.
+    """Yield every plan whose stages take the devices in this order; devices with a best share of 0 are left out.
 
-    Each stage has its best allocation, or, with `all_shares`, every allocation within the budgets in turn.
+    Each stage has its best allocation or, with `all_shares`, every allocation within the budgets.
     """
     num_layers = problem.model.num_layers
     for num_stages in range(1, min(len(order), num_layers) + 1):
         for widths in compositions(len(order), num_stages):
             for depths in compositions(num_layers, num_stages):
-                yield from plans_of(
-                    problem, order, widths, depths, rule=rule, all_shares=all_shares
-                )
+                yield from plans_of(problem, order, widths, depths, all_shares=all_shares)
 
 
 def plans_of(
@@ -68,37 +64,22 @@ def plans_of(
     widths: Sequence[int],
     depths: Sequence[int],
     *,
-    rule: InFlight = ASTEROID,
     all_shares: bool = False,
 ) -> Iterator[PipelinePlan]:
-    """Yield the plans whose stages have so many devices of the order and so many layers."""
+    """Yield the plans whose stages have `widths` devices of the order and `depths` layers."""
     choices: list[list[Stage]] = []
     begin = first = 0
-    counts = rule.counts(len(widths), problem.num_micro_batches)
+    counts = ASTEROID.counts(len(widths), problem.num_micro_batches)
     for width, depth, in_flight in zip(widths, depths, counts, strict=True):
         group, last = order[begin : begin + width], first + int(depth) - 1
         choices.append(list(_stages(problem, first, last, group, in_flight, all_shares)))
         begin, first = begin + int(width), last + 1
-    yield from _products(problem, choices)
-
-
-def best_by_brute_force(
-    problem: PipelineProblem,
-    *,
-    rule: InFlight = ASTEROID,
-    subsets: bool = True,
-    all_shares: bool = False,
-) -> tuple[float, PipelinePlan | None]:
-    """Return the least latency by the closed form over all orders, groupings and cuts, and its plan."""
-    best: tuple[float, PipelinePlan | None] = (inf, None)
-    sizes = range(1, len(problem.devices) + 1) if subsets else (len(problem.devices),)
-    for size in sizes:
-        for order in permutations(problem.devices, size):
-            for plan in plans_of_order(problem, order, rule=rule, all_shares=all_shares):
-                seconds = update_latency(problem, plan)
-                if seconds < best[0]:
-                    best = (seconds, plan)
-    return best
+    for stages in product(*choices):
+        yield PipelinePlan(
+            stages=stages,
+            micro_batch_size=problem.micro_batch_size,
+            num_micro_batches=problem.num_micro_batches,
+        )
 
 
 def _stages(
@@ -127,22 +108,3 @@ def _stages(
             stage.memory_bytes(problem, share) <= device.memory_bytes for device, share in members
         ):
             yield stage
-
-
-def _products(
-    problem: PipelineProblem, choices: Sequence[Sequence[Stage]]
-) -> Iterator[PipelinePlan]:
-    def combined(index: int) -> Iterator[tuple[Stage, ...]]:
-        if index == len(choices):
-            yield ()
-            return
-        for stage in choices[index]:
-            for rest in combined(index + 1):
-                yield (stage, *rest)
-
-    for stages in combined(0):
-        yield PipelinePlan(
-            stages=stages,
-            micro_batch_size=problem.micro_batch_size,
-            num_micro_batches=problem.num_micro_batches,
-        )

@@ -1,4 +1,4 @@
-"""The published examples of PipeDream's and DAPPLE's planners: their profiles, and the plans that they print for them.
+"""Published examples of the planners of PipeDream and DAPPLE: their profiles and the plans that they print.
 
 Sources: the repositories msr-fiddle/pipedream (`profiler/image_classification/profiles/vgg16/graph.txt`, MIT License;
 plans printed by its `optimizer_graph_hierarchical.py` with `--activation_compression_ratio 1` and the default of
@@ -107,9 +107,20 @@ BERT48: Profile = (
 )
 
 
+GPU = Device(
+    name="gpu",
+    idle_w=50.0,
+    network_w=0.0,
+    memory_bytes=16e9,
+    memory_bytes_per_s=9e11,
+    layer_overhead_s=0.0,
+    processors={"gpu": Processor(name="gpu", flops_per_s=1e13, active_w=300.0)},
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """A problem of equal workers, and its published plan as (last layer, replicas)."""
+    """A problem with equal workers, and its published plan as (last layer, replicas) of each stage."""
 
     name: str
     problem: PipelineProblem
@@ -142,7 +153,7 @@ class Example:
 
 
 def examples() -> tuple[Example, ...]:
-    """Return the published examples that have a chain of layers and a printed plan."""
+    """Return the published examples with a chain of layers and a printed plan."""
     return (
         _example(
             "VGG-16, 4 workers, 1 GB/s",
@@ -178,8 +189,8 @@ def examples() -> tuple[Example, ...]:
             micro_batch_size=480,
             num_micro_batches=4,
         ),
-        # Two servers of 8 GPUs: 130 GB/s inside, 25 Gbps between; its runtime has 25 of 51 parts of the graph in the
-        # first stage, embeddings and layers 0 to 22.
+        # Two servers of 8 GPUs: 130 GB/s inside, 25 Gbps between; its runtime has 25 of 51 parts of
+        # the graph in the first stage, embeddings and layers 0 to 22.
         _example(
             "BERT-48, 2 x 8 workers, 25 Gbps",
             BERT48,
@@ -193,6 +204,20 @@ def examples() -> tuple[Example, ...]:
             per_server=8,
             server_bytes_per_s=3.125e9,
         ),
+    )
+
+
+def _layers(profile: Profile, batch: int) -> tuple[PipelineLayer, ...]:
+    return tuple(
+        PipelineLayer(
+            name=layer,
+            forward_flops=0.0,
+            backward_flops=0.0,
+            weight_bytes=float(weights),
+            activation_bytes=output / batch,
+            output_bytes=output / batch,
+        )
+        for layer, _, _, output, weights in profile
     )
 
 
@@ -210,33 +235,13 @@ def _example(
     per_server: int | None = None,
     server_bytes_per_s: float | None = None,
 ) -> Example:
-    """Return an example; seconds and bytes are in proportion to the samples, as both planners take them."""
-    kind = Device(
-        name="gpu",
-        idle_w=50.0,
-        network_w=0.0,
-        memory_bytes=16e9,
-        memory_bytes_per_s=9e11,
-        layer_overhead_s=0.0,
-        processors={"gpu": Processor(name="gpu", flops_per_s=1e13, active_w=300.0)},
-    )
+    """Return an example; seconds and bytes are proportional to the samples, as in both planners."""
     slots = per_server or num_workers
     board = Board(
         num_slots=slots,
-        device=kind,
+        device=GPU,
         soc_bytes_per_s=bytes_per_s,
         uplink_bytes_per_s=server_bytes_per_s or slots * bytes_per_s,
-    )
-    layers = tuple(
-        PipelineLayer(
-            name=layer,
-            forward_flops=0.0,
-            backward_flops=0.0,
-            weight_bytes=float(weights),
-            activation_bytes=output / batch,
-            output_bytes=output / batch,
-        )
-        for layer, _, _, output, weights in profile
     )
     seconds = LayerSeconds(
         device="gpu",
@@ -245,7 +250,7 @@ def _example(
         backward_s=np.array([[row[2] * 1e-3] for row in profile]),
     )
     problem = PipelineProblem(
-        model=PipelineModel(name=name, layers=layers, input_bytes=0.0),
+        model=PipelineModel(name=name, layers=_layers(profile, batch), input_bytes=0.0),
         devices=tuple(
             PipelineDevice(soc=soc, name=f"gpu {soc}", seconds=seconds, memory_bytes=1e15)
             for soc in range(num_workers)

@@ -1,4 +1,4 @@
-"""Random pipeline problems: layers, devices of up to three kinds, links; from a seed."""
+"""Random pipeline problems from a seed: layers, devices of up to three kinds, and links."""
 
 import numpy as np
 
@@ -67,7 +67,7 @@ def _problem(
     bytes_per_s: float,
     scarce: bool,
 ) -> PipelineProblem:
-    """Weights grow and outputs shrink from layer to layer, as in convolutional networks."""
+    """Return a problem whose weights grow and whose outputs shrink with depth, as in convolutional networks."""
     depth = np.linspace(0.0, 1.0, num_layers)
     weights = rng.uniform(0.5, 1.5, num_layers) * 4e6 * (0.05 + depth) / num_layers * 4
     outputs = rng.uniform(0.2, 1.5, num_layers) * 1e5 * (1.1 - depth)

@@ -1,4 +1,4 @@
-"""A byte-level GPT that was trained on code, and LoRA adapters that teach it English, as a contest's workload."""
+"""A workload of a contest: LoRA adapters that teach English to a byte-level GPT that was trained on code."""
 
 import importlib.util
 import sysconfig
@@ -17,14 +17,15 @@ from socflower.workloads.data_source import DataSource, Indices
 
 CONTEXT, WIDTH, NUM_BLOCKS, RANK = 128, 128, 6, 8
 BYTES = 256
-_NUM_TEST = 128  # windows, behind those of the training
+# Windows of the test, after those of the training.
+_NUM_TEST = 128
 _BASE_RATE, _BASE_BATCH, _RATE = 2e-3, 16, 1e-2
 _TEMPLATE = Path(__file__).resolve().parents[2] / "templates" / "text" / "my_app" / "task.py"
 
 
 @cache
 def _template() -> ModuleType:
-    """Return the module of `socflower new --template text`, which has the network and the code as text."""
+    """Return the module of `socflower new --template text`, which has the network and reads the text."""
     spec = importlib.util.spec_from_file_location("text_template", _TEMPLATE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -55,7 +56,7 @@ def code(num_windows: int) -> NextBytes:
 
 @cache
 def english(*, test: bool = False) -> NextBytes:
-    """Return the text of `help("topics")`, its end for the test."""
+    """Return the text of `help("topics")`: its end for the test, otherwise the rest."""
     text = (Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py").read_bytes()
     bound = len(text) - _NUM_TEST * CONTEXT
     return NextBytes(text[bound - 1 :] if test else text[:bound])
@@ -119,12 +120,11 @@ def workload(base: Path, seed: int) -> Workload:
 
 
 def test_loss(model: nn.Module) -> float:
-    """Return the mean loss of the English that is not trained on."""
+    """Return the mean loss on the English of the test."""
     data = english(test=True)
     with torch.no_grad():
-        return sum(
-            float(loss_of(model(inputs), following)) * len(inputs)
-            for inputs, following in (
-                data.batch(indices) for indices in torch.arange(len(data)).split(16)
-            )
-        ) / len(data)
+        total = 0.0
+        for indices in torch.arange(len(data)).split(16):
+            inputs, following = data.batch(indices)
+            total += float(loss_of(model(inputs), following)) * len(inputs)
+        return total / len(data)

@@ -1,4 +1,4 @@
-"""One device: it does the work that it is given, one after the other."""
+"""One device, which does the works that it is given."""
 
 import os
 import time
@@ -62,7 +62,7 @@ class Device:
         keep_freed_memory()
 
     def do(self, work: Work, number: int, socs: Sequence[int]) -> Any:
-        """Return what came of it."""
+        """Do a work and return its result."""
         if isinstance(work, Profile):
             return self._profile(work)
         if isinstance(work, Speed):
@@ -86,7 +86,7 @@ class Device:
             channels.close()
 
     def _profile(self, work: Profile) -> Profiled:
-        """Measure in seconds of the processor, since a quota lets a layer pass or halts it, and tell what it gets."""
+        """Measure processor time, since a quota may halt a layer, and divide it by the cores that it gets."""
         workload = work.workload
         module, batch = workload.build(), workload.data().batch(torch.arange(1))
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
@@ -125,7 +125,7 @@ class Device:
         return spent_s / count
 
     def _carry(self, work: Carry, channels: GlooChannels, socs: Sequence[int]) -> float:
-        """Return the seconds of the processor that a byte takes: those by which the passes are late."""
+        """Return the processor seconds per byte: the delay of the passes by the messages."""
         other, number = next(soc for soc in socs if soc != self._soc), 0
         session = work.workload.trainer.start(work.workload.build(), SPAN)
         batch = work.workload.data().batch(torch.arange(work.batch_size))
@@ -150,19 +150,16 @@ class Device:
 
     def _train(self, work: Train, channels: GlooChannels) -> Trained:
         member = self._member(work, channels.send, work.coding)
-        began_s, ends_s, cpu_s = time.monotonic(), [], time.process_time()
+        began_s, ends_s = time.monotonic(), []
         for mini in minis(work):
             run_script(member.update(mini), channels)
             ends_s.append(time.monotonic())
         channels.flush()
-        sent_bytes, cpu_s = channels.sent_bytes, time.process_time() - cpu_s
         end = run_script(member.finish(), channels)
         channels.flush()
         return Trained(
             began_s=began_s,
             ends_s=tuple(ends_s),
-            sent_bytes=sent_bytes,
-            cpu_s=cpu_s,
             weights={}
             if end is None
             else {name: tensor.numpy() for name, tensor in end.weights.items()},
@@ -266,17 +263,15 @@ class Device:
                     weight.copy_(part.view_as(weight))
             ends_s.append(time.monotonic())
         channels.flush()
-        sent_bytes = channels.sent_bytes
         self._meet(channels, socs)
         return Trained(
             began_s=began_s,
             ends_s=tuple(ends_s),
-            sent_bytes=sent_bytes,
             weights={name: tensor.numpy() for name, tensor in module.state_dict().items()},
         )
 
     def _passes(self, work: Passes) -> Trained:
-        """Run the passes of a stage on what could have come."""
+        """Run the passes of a stage on zeros instead of received activations."""
         index = next(
             number for number, each in enumerate(work.plan.stages) if self._soc in each.devices
         )
@@ -328,6 +323,6 @@ class Device:
         return Trained(began_s=began_s, ends_s=(ended_s,))
 
     def _meet(self, channels: GlooChannels, socs: Sequence[int]) -> None:
-        """Wait until all are here, so that nobody leaves while another one may still read."""
+        """Wait for all devices, so that none closes its channels while another may still read."""
         channels.all_reduce(Reduce(tuple(socs), torch.zeros(len(socs))))
         channels.flush()

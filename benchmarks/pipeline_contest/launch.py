@@ -1,7 +1,8 @@
-"""Starts a rack of devices with quotas, and hands them work.
+"""Starts a rack of devices with CPU quotas, and gives them work.
 
 `python -m benchmarks.pipeline_contest.launch` is the first process inside the namespaces. It reads pickles: the rack
-and the folders of the devices' quotas, then one work after the other with the SoCs that do it; it writes their answers.
+and the folders of the devices' quotas, then pairs of a work and the SoCs that do it; it writes pickles of their
+answers.
 """
 
 import multiprocessing
@@ -21,26 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pipeline_contest.work import Work
+from benchmarks.processes import ONE_THREAD, REPOSITORY
 from tests.cpu_quota import quota
 from tests.testbed.rack_process import enter_network
-from tests.testbed.topology import Rack
+from tests.testbed.topology import NAMESPACES, Rack
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-_NAMESPACES = (
-    "unshare",
-    "--user",
-    "--map-root-user",
-    "--net",
-    "--mount",
-    "--pid",
-    "--fork",
-    "--kill-child",
-)
 _TIMEOUT_S = 300.0
 
 
 class Devices:
-    """Processes of a rack, each held to its part of a core; a context that leaves nothing behind."""
+    """Processes of a rack, each with a CPU quota; a context that removes all of them at its end."""
 
     def __init__(self, rack: Rack, cores: Sequence[float]) -> None:
         self._rack, self._cores, self._stack = rack, tuple(cores), ExitStack()
@@ -53,13 +44,13 @@ class Devices:
                 self._stack.enter_context(quota(cores=cores)).folder for cores in self._cores
             ]
             self._process = subprocess.Popen(
-                [*_NAMESPACES, sys.executable, "-m", "benchmarks.pipeline_contest.launch"],
+                [*NAMESPACES, sys.executable, "-m", "benchmarks.pipeline_contest.launch"],
                 cwd=REPOSITORY,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._said,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+                env={**os.environ, **ONE_THREAD},
             )
             self._stack.callback(self._end)
             self._send((self._rack, folders))
@@ -70,7 +61,7 @@ class Devices:
         self._stack.close()
 
     def do(self, work: Work, socs: Sequence[int] | None = None) -> dict[int, Any]:
-        """Have SoCs, all if not given, do a work and return their answers; `RuntimeError` if one fails."""
+        """Let SoCs (by default all) do a work, and return their answers. Raises `RuntimeError` if one fails."""
         members = tuple(range(len(self._cores))) if socs is None else tuple(socs)
         overdue = threading.Timer(_TIMEOUT_S, self._process.kill)
         overdue.start()
@@ -102,15 +93,11 @@ class Devices:
 
 
 def main() -> int:
-    """Be the rack."""
+    """Build the rack, fork the devices, and pass on work until the input ends."""
     rack, folders = pickle.load(sys.stdin.buffer)
-    script = "\n".join(
-        ["set -e", "mount -t tmpfs none /run", "mkdir -p /run/netns", *rack.commands()]
-    )
-    subprocess.run(["bash", "-c", script], check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr)
-    import_module(
-        "benchmarks.pipeline_contest.device"
-    )  # with torch, once for all processes that are forked
+    rack.build()
+    # Imports torch before the fork, once for all devices.
+    import_module("benchmarks.pipeline_contest.device")
 
     fork = multiprocessing.get_context("fork")
     pipes: list[Connection] = []
@@ -140,7 +127,7 @@ def _answers(pipes: Sequence[Connection], socs: Sequence[int]) -> tuple[dict[int
             try:
                 found[soc], error = pipes[soc].recv()
             except EOFError:
-                error = f"SoC {soc} ended without a word"
+                error = f"SoC {soc} ended without an answer"
             if error:
                 return {}, error
     return found, ""

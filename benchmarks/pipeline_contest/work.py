@@ -1,4 +1,4 @@
-"""What the devices of a contest are told to do, and what they answer; the models and their data."""
+"""The work for devices of a contest, their answers, and the models and data."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from socflower.workloads import DataSource, LabelledData
 from tests.testbed.topology import Rack
 
 CORES = (0.5, 0.35, 0.25, 0.15)
-"""The devices: parts of a core, together little enough for this machine to give."""
+"""The devices' quotas of a core; their sum is small enough for this machine."""
 
 MINI_BATCH = 64
 SHAPE = (3, 64, 64)
@@ -34,10 +34,11 @@ _WIDTHS = (32, "pool", 64, "pool", 128, 128, "pool", 256, 256, "pool", 256, 256,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """A model and what it is trained on; what its functions return is the same in every process."""
+    """A model, its data and its trainer; its functions return the same in every process."""
 
     build: Callable[[], nn.Module]
-    data: Callable[[], DataSource]  # pairs of inputs and labels
+    # Pairs of inputs and labels.
+    data: Callable[[], DataSource]
     trainer: FP32Trainer
 
     def read(self, module: nn.Module) -> ReadModel:
@@ -60,12 +61,14 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profiled:
-    """What a device takes, as long as it gets its part of a core."""
+    """The seconds that a device needs under its quota; passes by [layer][batch]."""
 
-    forward_s: NDArray[np.float64]  # [layer][batch]
+    forward_s: NDArray[np.float64]
     backward_s: NDArray[np.float64]
-    update_s: float  # of all weights
-    cores: float  # that it got
+    # Of all weights.
+    update_s: float
+    # That the device got.
+    cores: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,18 +77,22 @@ class Speed:
 
     workload: Workload
     batch_size: int
-    seconds: float  # that it takes about
+    # About how long the measurement takes.
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Carry:
-    """Do the model's passes while messages go to another device and come from it, which does the same."""
+    """Do the model's passes while exchanging messages with another device that does the same."""
 
     workload: Workload
     batch_size: int
-    pass_s: dict[int, float]  # of both passes without messages, by device
-    num_bytes: int  # of a message
-    num_messages: int  # each way
+    # Of both passes without messages, by device.
+    pass_s: dict[int, float]
+    # Of a message.
+    num_bytes: int
+    # In each direction.
+    num_messages: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +102,8 @@ class Train:
     workload: Workload
     plan: Plan
     num_updates: int
-    seed: int = 2  # of the mini-batches
+    # Of the mini-batches.
+    seed: int = 2
     coding: ActivationCoding = EXACT
     by_torch: bool = False
 
@@ -104,14 +112,15 @@ class Train:
 class Federated:
     """Train alone, and average the models in a ring after each round."""
 
-    samples: tuple[int, ...]  # of each device in a round
+    # Of each device in a round.
+    samples: tuple[int, ...]
     batch_size: int
     num_rounds: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passes:
-    """Do all passes of a plan that a device does, without any message."""
+    """Do all passes of a device under a plan, without messages."""
 
     workload: Workload
     plan: PipelinePlan
@@ -120,28 +129,29 @@ class Passes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfers:
-    """Send all messages that a pipeline of two stages sends, without any pass."""
+    """Send all messages of a pipeline of two stages, without passes."""
 
-    num_bytes: int  # of one message
-    num_messages: int  # each way
+    # Of a message.
+    num_bytes: int
+    # In each direction.
+    num_messages: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """What a device answers."""
+    """A device's times by the machine's monotonic clock, and its final weights."""
 
-    ends_s: tuple[float, ...] = ()  # of each update or round, by the machine's monotonic clock
-    began_s: float = 0.0
-    sent_bytes: int = 0  # in all updates
-    cpu_s: float = 0.0  # of all threads of the device, in all updates
-    weights: dict[str, NDArray[Any]] = field(default_factory=dict)  # that the device has at the end
+    began_s: float
+    # Of each update or round.
+    ends_s: tuple[float, ...]
+    weights: dict[str, NDArray[Any]] = field(default_factory=dict)
 
 
 Work = Profile | Speed | Carry | Train | Federated | Passes | Transfers
 
 
 def build_model() -> nn.Module:
-    """Return a VGG of half width, with the same weights in every process: 2.3 million of them."""
+    """Return a VGG of half width with 2.3 million weights, the same in every process."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     channels = SHAPE[0]
@@ -155,7 +165,7 @@ def build_model() -> nn.Module:
 
 
 def build_wide_model() -> nn.Module:
-    """Return a model of equal layers with large activations, to be cut in the middle."""
+    """Return a model of equal layers with large activations, for a cut in the middle."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for channels in (SHAPE[0], *[16] * 7):
@@ -194,8 +204,8 @@ def minis(work: Train | Passes) -> list[Mini]:
 def rack(bit_per_s: int, num_devices: int = len(CORES)) -> Rack:
     """Return the devices on one board.
 
-    A link sends at once what it may in 5.5 ms: whole segments of TCP at 100 Mbit/s. Where they are split into frames,
-    a device with a small part of a core needs more time for them than the link.
+    A link sends the bytes of 5.5 ms at once: whole TCP segments at 100 Mbit/s. If segments were split into frames, a
+    device with a small quota would need more time for them than the link.
     """
     return Rack(
         slots_per_board=(num_devices,),

@@ -1,4 +1,4 @@
-"""The client: one member of a ring, which writes down when each of its steps was done."""
+"""The client: a member of a ring that records its steps in a ledger."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from socflower.workloads import LabelledData
 
 
 def load_all(context: Context, partition_id: int, num_partitions: int) -> LabelledData:
-    """Return all data: they are dealt to the groups."""
+    """Return all data, which the strategy divides among the groups."""
     return load_samples(num_samples(dict(context.run_config)))
 
 

@@ -1,4 +1,4 @@
-"""The server: some rounds of SoCFlow, with or without re-balancing; each round's groups and events go to a file."""
+"""The server: rounds of SoCFlow with or without re-balancing; a file gets each round's groups and events."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""What all nodes train: a network that computes far longer than its gradients travel, on noise."""
+"""The training of all nodes: on noise, a network whose computation takes far longer than its exchange."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ def load_model() -> nn.Module:
 
 
 def load_samples(num_samples: int) -> LabelledData:
-    """Return noise, which takes as long to train on as anything else."""
+    """Return noise, which takes as long to train on as images."""
     generator = torch.Generator().manual_seed(1)
     return LabelledData(
         inputs=torch.randint(
@@ -26,7 +26,7 @@ def load_samples(num_samples: int) -> LabelledData:
 
 
 def num_samples(config: dict[str, object]) -> int:
-    """Return how many samples make the rounds' steps: each is an epoch."""
+    """Return the number of samples with which a round of one epoch has the wanted steps."""
     batch_size, steps, num_groups = (
         int(str(config[key])) for key in ("batch-size", "steps-per-round", "num-groups")
     )

@@ -1,7 +1,7 @@
-"""One member: `python -m benchmarks.rebalancing_rack.member FOLDER` does the runs that its standard input names.
+"""One member: `python -m benchmarks.rebalancing_rack.member FOLDER` does the runs of its input.
 
-A line of input is JSON with `run` and `rank`. It answers with a line for every step that it has applied, its number,
-and one line of JSON with what it has measured.
+A line of input is JSON with `run` and `rank`. The answer is a line with the number of every step that was applied, and
+then one line of JSON with the measurements.
 """
 
 import json
@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.rebalancing_rack.plan import Measured, Run, model, trainer
+from benchmarks.harness import from_json
+from benchmarks.rebalancing_rack.plan import MemberTimes, RingRun, flat_weights, model, trainer
 from socflower.peers.preemption import PreemptionSwitch
 from socflower.peers.ring.member import AppliedStep, RingMember
 from socflower.peers.transports.port import RingPort
@@ -23,7 +24,7 @@ _TOKEN = b"for benchmarks, everybody's key."
 _PATIENCE_S = 120.0
 
 
-def measure(run: Run, rank: int, folder: Path) -> Measured:
+def measure(run: RingRun, rank: int, folder: Path) -> MemberTimes:
     """Train as a member of the run's ring."""
     ring = RingTask(
         participant=rank,
@@ -75,13 +76,8 @@ def measure(run: Run, rank: int, folder: Path) -> Measured:
         raise RuntimeError(f"the ring did not stay whole: {end.outcome}")
     cores = (time.process_time() - cpu_s) / (time.perf_counter() - began_s)
     file = folder / f"weights-{rank}.npy"
-    np.save(
-        file,
-        np.concatenate(
-            [parameter.detach().contiguous().numpy().ravel() for parameter in trained.parameters()]
-        ),
-    )
-    return Measured(
+    np.save(file, flat_weights(trained))
+    return MemberTimes(
         step_s=tuple(np.diff(ended_s).tolist()),
         own_s=tuple(own_s),
         samples=tuple(samples),
@@ -92,16 +88,12 @@ def measure(run: Run, rank: int, folder: Path) -> Measured:
 
 
 def main(folder: str) -> int:
-    """Do one run after the other until the input ends."""
+    """Do runs until the input ends."""
     torch.set_num_threads(1)
     for line in sys.stdin:
         asked = json.loads(line)
-        print(
-            json.dumps(
-                asdict(measure(Run.from_document(asked["run"]), asked["rank"], Path(folder)))
-            ),
-            flush=True,
-        )
+        measured = measure(from_json(RingRun, asked["run"]), asked["rank"], Path(folder))
+        print(json.dumps(asdict(measured)), flush=True)
     return 0
 
 

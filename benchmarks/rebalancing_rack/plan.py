@@ -1,9 +1,10 @@
-"""What the members of a rack are told, what they measure, and what all of them train: plain values travel as JSON."""
+"""The runs and the measurements of a rack's members, which travel as JSON, and the training of all members."""
 
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from socflower.training.fp32 import FP32Trainer, sgd
@@ -11,25 +12,20 @@ from socflower.wire.message_keys import GroupTask
 from socflower.workloads import LabelledData, build_model
 
 MODEL = "vgg-small"
-LEARNING_RATE, MOMENTUM = 0.002, 0.9  # training amplifies what is rounded differently: gently here
+# A low rate, since training amplifies differences of rounding.
+LEARNING_RATE, MOMENTUM = 0.002, 0.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """One training from the same beginning."""
+class RingRun:
+    """One training; all begin with the same weights."""
 
     transport: str
-    addresses: tuple[str, ...]  # of the ring's members, in ring order
+    # Of the ring's members, in ring order.
+    addresses: tuple[str, ...]
     batch_size: int
     num_steps: int
     rebalance_steps: int = 0
-
-    @classmethod
-    def from_document(cls, document: dict[str, Any]) -> "Run":
-        """Return what `dataclasses.asdict` has taken apart."""
-        addresses = document["addresses"]
-        assert isinstance(addresses, list)
-        return cls(**{**document, "addresses": tuple(addresses)})
 
     def task(self) -> GroupTask:
         """Return the group's work: one epoch of different batches."""
@@ -54,7 +50,7 @@ class Run:
         )
 
     def samples(self) -> LabelledData:
-        """Return the data: noise, which takes as long to train on as anything else."""
+        """Return the data: noise, which takes as long to train on as images."""
         generator = torch.Generator().manual_seed(1)
         num_samples = self.batch_size * self.num_steps
         return LabelledData(
@@ -69,17 +65,21 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """What a member measured in a run."""
+class MemberTimes:
+    """A member's measurements of a run."""
 
-    step_s: tuple[
-        float, ...
-    ]  # from the end of the step before to the end of the step; the first is not known
-    own_s: tuple[float, ...]  # of each step, what this member did itself
-    samples: tuple[int, ...]  # of each step, this member's
-    rates: tuple[float, ...]  # of all members, as the ring's outcome has them
-    cores: float  # that its process got, on average over the run
-    weights: str  # file that the weights were written to at the end, overwritten by the next run
+    # From the end of a step to the end of the next; the first step has no value.
+    step_s: tuple[float, ...]
+    # This member's own work in each step.
+    own_s: tuple[float, ...]
+    # This member's samples in each step.
+    samples: tuple[int, ...]
+    # Of all members, as in the ring's outcome.
+    rates: tuple[float, ...]
+    # The cores that the process got, on average over the run.
+    cores: float
+    # A file with the final weights; the next run overwrites it.
+    weights: str
 
 
 def model() -> nn.Module:
@@ -87,6 +87,12 @@ def model() -> nn.Module:
     return build_model(MODEL, in_channels=3, image_size=32, num_classes=10, seed=1)
 
 
+def flat_weights(trained: nn.Module) -> NDArray[np.float32]:
+    """Return all parameters in one row."""
+    parts = [each.detach().contiguous().numpy().ravel() for each in trained.parameters()]
+    return np.concatenate(parts)
+
+
 def trainer() -> FP32Trainer:
-    """Return what all members train with."""
+    """Return the trainer of all members."""
     return FP32Trainer(optimizer=sgd(LEARNING_RATE, MOMENTUM), channels_last=True)

@@ -1,7 +1,7 @@
-"""One member: `python -m benchmarks.ring_contest.member FILE RANK` does its part of a contest, and prints its times.
+"""One member: `python -m benchmarks.ring_contest.member FILE RANK` takes part in a contest; rank 0 prints times.
 
-FILE is JSON with `contest`, `addresses` (each member's host), `port` (the first of those that are free at every member)
-and `tls` (three PEM files for each member).
+FILE is JSON with `contest`, `addresses` (each member's host), `port` (the first of the ports that are free at every
+member) and `tls` (three PEM files for each member).
 """
 
 import hashlib
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.harness import from_json
 from benchmarks.ring_contest.plan import Contest, Entry, Times
 from socflower.peers.collective import no_poll
 from socflower.peers.compression import make_compression
@@ -47,12 +48,12 @@ class Trainee(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         ...
 
 
 class Ddp:
-    """Plain torch, over the default process group."""
+    """Plain torch over the default process group."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model.to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
@@ -80,7 +81,7 @@ class Ours:
         self._exchange = GradientExchange(model, entry.num_buckets)
         trainer = FP32Trainer(optimizer=sgd(LEARNING_RATE, MOMENTUM), channels_last=True)
         self._session = trainer.start(model, TrainingSpan())
-        # Without the steps in which it would be gentler at first.
+        # Without the warm-up, in which compression starts gently.
         momentum = self._session.disable_momentum() if entry.compression == "dgc" else 0.0
         self._compression = make_compression(entry.compression, momentum=momentum)
         self._port, self._size, self._num_steps = port, size, 0
@@ -104,7 +105,7 @@ class Ours:
 
 
 class Alone:
-    """A member without others: what is left when the exchange takes no time."""
+    """A member without others: a step without any exchange."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -133,10 +134,10 @@ class Alone:
 
 
 def main(path: str, rank: int) -> int:
-    """Do member `rank`'s part; rank 0 prints a list of `Times`, one for each entry."""
+    """Take part as member `rank`; rank 0 prints a list of `Times`, one for each entry."""
     torch.set_num_threads(1)
     document = json.loads(Path(path).read_text("utf-8"))
-    contest = Contest.from_document(document["contest"])
+    contest = from_json(Contest, document["contest"])
     hosts, first_port = document["addresses"], document["port"]
     os.environ["GLOO_SOCKET_IFNAME"] = contest.interface
     dist.init_process_group(
@@ -148,7 +149,7 @@ def main(path: str, rank: int) -> int:
     )
     trainees = []
     for number, entry in enumerate(contest.entries):
-        # Ports of members on one host are apart, those on hosts of their own need not be.
+        # Ports differ because members may share a host.
         addresses = [
             f"{host}:{first_port + 1 + number * len(hosts) + member}"
             for member, host in enumerate(hosts)
@@ -183,7 +184,8 @@ def _trainee(
         tls=tls,
         heartbeat_s=_PATIENCE_S,
     )
-    dist.barrier()  # all can be reached before a ring opens, as a group's membership sees to
+    # A ring may open only when all members can be reached, as a group's membership ensures.
+    dist.barrier()
     return Ours(model, entry, port, len(addresses))
 
 
@@ -198,12 +200,13 @@ def _measured(contest: Contest, rank: int, trainees: list[Trainee]) -> list[Time
     ]
     for trainee in trainees:
         trainee.step(*batches[0])
-    # Compared now: sums of more than two members are rounded in another order, and the first activation that changes
-    # its sign for that makes a thousand times the difference.
+    # Compared after one step: sums of more than two members are rounded in another order, and an
+    # activation that changes its sign for that reason makes a difference a thousand times as large.
     differences = [_difference(trainee.model, trainees[0].model) for trainee in trainees]
     done = [0] * len(trainees)
     rows: list[list[tuple[float, float, float, float, int]]] = [[] for _ in trainees]
-    for number in range(1 + contest.rounds):  # the first one is not counted
+    # The first round is not counted.
+    for number in range(1 + contest.rounds):
         for index, trainee in enumerate(trainees):
             row = _block(contest, trainee, batches, done[index])
             done[index] += contest.steps
@@ -231,7 +234,7 @@ def _block(
     batches: list[tuple[Tensor, Tensor]],
     done: int,
 ) -> tuple[float, float, float, float, int]:
-    """Do a round's steps of one entry; return seconds, of all and of this process's processors, and bytes, per step."""
+    """Do a round's steps of one entry; return the values of `Times` for a step, in the order of its fields."""
     if isinstance(trainee, Alone):
         trainee.forward_s = trainee.backward_s = 0.0
     dist.barrier()

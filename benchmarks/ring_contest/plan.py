@@ -1,4 +1,4 @@
-"""What the members of a contest are told, and what they measure: plain values that travel as JSON."""
+"""The tasks and the measurements of a contest's members: plain values that travel as JSON."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,8 @@ class Entry:
     """One way to train: plain torch, or our exchange in one of its arrangements."""
 
     name: str
-    transport: str  # "ddp", "gloo", "grpc", or "none" for a member on its own
+    # "ddp", "gloo", "grpc", or "none" for a member on its own.
+    transport: str
     num_buckets: int = 1
     compression: str = "none"
     tls: bool = False
@@ -16,31 +17,33 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contest:
-    """Entries that train the same model from the same weights on the same batches, and take turns at it."""
+    """Entries that train the same model from the same weights on the same batches, and take turns."""
 
     model: str
-    samples: int  # of a member's part of the batch
+    # Of a member's part of the batch.
+    samples: int
     entries: tuple[Entry, ...]
     rounds: int
-    steps: int  # of each entry in a round
-    interface: str  # that leads to the other members
-
-    @classmethod
-    def from_document(cls, document: dict[str, object]) -> "Contest":
-        """Return what `dataclasses.asdict` has taken apart."""
-        entries = document["entries"]
-        assert isinstance(entries, list)
-        return cls(**{**document, "entries": tuple(Entry(**entry) for entry in entries)})  # type: ignore[arg-type]
+    # Of each entry in a round.
+    steps: int
+    # The network interface to the other members.
+    interface: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """What a member measured of one entry, a value for each round, for one step."""
+    """A member's measurements of one entry: values per step, one for each round."""
 
-    step_s: tuple[float, ...]  # until the last member was done
-    cpu_s: tuple[float, ...]  # of this process, all its threads
-    forward_s: tuple[float, ...]  # only of a member on its own
+    # Until the last member had finished.
+    step_s: tuple[float, ...]
+    # Of all threads of this process.
+    cpu_s: tuple[float, ...]
+    # Passes are measured only for a member on its own.
+    forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
-    sent_bytes: tuple[int, ...]  # that left through the interface, all headers included
-    difference: float  # from DDP's weights after the first step, the largest; NaN without DDP
-    same_on_all: bool  # whether all members had the same weights, bit for bit, at the end
+    # Through the interface, with all headers.
+    sent_bytes: tuple[int, ...]
+    # The largest difference from DDP's weights after the first step; NaN without DDP.
+    difference: float
+    # Whether the weights of all members had the same bits at the end.
+    same_on_all: bool

@@ -1,8 +1,8 @@
-"""What the codec does to the gradient that comes back, and what error feedback repairs of it (F24, F25).
+"""The error that the codec causes in the returned gradient, and the share that error feedback corrects (F24, F25).
 
-Accuracies of single trainings differ from seed to seed by more than error feedback could change. The gradient itself
-does not: at one state of a network the front half wants δ, the gradient at its features h; it gets δ̂, the gradient at
-the decoded h′, and corrects it. So both can be computed and compared, batch by batch.
+Accuracies differ more between seeds than between forms of error feedback, so gradients are compared instead. At one
+state of a network, the front half needs δ, the gradient at its features h; it gets δ̂, the gradient at the decoded h′,
+and corrects it. Both are computed and compared, batch by batch.
 """
 
 import copy
@@ -29,17 +29,17 @@ def gradient_errors(
     batch_size: int,
     num_batches: int,
 ) -> list[dict[str, Any]]:
-    """Return for every width, and range per tensor or sample, the means over some batches of these relative errors:
+    """Return mean relative errors over some batches, for every width and for ranges per tensor and per sample.
 
-    `features` |h′ − h|/|h|, `none` |δ̂ − δ|/|δ|, and the latter after each correction, by form and scale. `windows` is
-    that of δ summed over the windows of the max-pooling behind the cut: what is left of `none` if it does not matter
+    `features` is |h′ − h|/|h|, `none` |δ̂ − δ|/|δ|, followed by the latter after each correction, by form and scale.
+    `windows` is `none` with δ summed over the windows of the max-pooling behind the cut, so that it does not matter
     which pixel of a window the gradient goes to.
     """
     own = copy.deepcopy(model)
     split = capture_split(own, tuple(images.inputs.shape[1:]))
     behind = own.get_submodule(str(int(cut) + 1))
     assert isinstance(behind, nn.MaxPool2d) and behind.kernel_size == 2, behind
-    # Both halves as in training: what BatchNorm makes of a batch is part of the gradient.
+    # As in training: the effect of BatchNorm on a batch is part of the gradient.
     split.set_training_mode()
     front, back = split.front(split.cut_named(cut)), split.back(split.cut_named(cut))
     batches = []

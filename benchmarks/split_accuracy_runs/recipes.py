@@ -1,4 +1,4 @@
-"""What is trained on what, and how: chosen once for training without a split, and the same for all variants."""
+"""The recipes: networks, images, hyper-parameters; chosen without a split and equal for all variants."""
 
 import math
 from collections.abc import Sequence
@@ -12,9 +12,11 @@ from socflower.wire.codecs.quantisation import Grouping
 from socflower.workloads import DataSet, LabelledData, class_subset
 
 MIDDLE, LATE = "6", "10"
-"""Cuts of VGG-tiny, behind the activations of the second and the third of its four convolutions. Before the former lie
-48 % of the arithmetic and 8 % of the weights, and 8,192 elements a sample cross it; before the latter 83 %, 37 % and
-4,096. So a real part of the network learns from late gradients."""
+"""Cuts of VGG-tiny, after the activations of the second and the third of its four convolutions.
+
+The front half has 48 % of the arithmetic and 8 % of the weights, and 8,192 elements per sample cross the cut; with the
+later cut 83 %, 37 % and 4,096. So a large part of the network learns from late gradients.
+"""
 
 SettingName: TypeAlias = Literal[
     "scratch", "scratch, fast", "scratch, late cut", "pre-training", "anew", "type 1", "type 2"
@@ -23,27 +25,30 @@ SettingName: TypeAlias = Literal[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """How one network is trained: SGD with momentum, a rate that rises linearly and falls along half a cosine."""
+    """How a network is trained: SGD with momentum; the rate rises linearly and falls along half a cosine."""
 
-    classes: tuple[int, ...] | None  # of the data set; None: all
+    # Of the data set; None: all.
+    classes: tuple[int, ...] | None
     num_images: int
-    num_held_out: int  # other training images, by which the learning rate is chosen
+    # Other training images, on which learning rates are compared.
+    num_held_out: int
     epochs: int
     batch_size: int
     learning_rate: float
     cut: str = MIDDLE
     momentum: float = 0.9
     weight_decay: float = 5e-4
-    warm_up: float = 0.2  # share of all batches
+    # As a share of all batches.
+    warm_up: float = 0.2
 
     @property
     def batches_per_epoch(self) -> int:
-        """How many batches an epoch has; their sizes differ by at most one."""
+        """Batches of an epoch; their sizes differ by at most one."""
         return math.ceil(self.num_images / self.batch_size)
 
     @property
     def num_batches(self) -> int:
-        """How many batches a training has."""
+        """Batches of the training."""
         return self.epochs * self.batches_per_epoch
 
     def schedule(self, batch: int) -> float:
@@ -56,10 +61,10 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """How the two halves of a network are trained together; without a window they are not apart at all.
+    """How the two halves of a network are trained together; None for `window` trains the undivided network.
 
     Every gradient comes as late as the window K allows: K batches late, as behind a slow link; or with `groups` as in
-    the paper's pipeline with barriers, where K + 1 batches go forward and then their gradients come, K to 0 late.
+    the paper's grouped pipeline, where K + 1 batches go forward and then their gradients come, K to 0 batches late.
     """
 
     name: str
@@ -69,12 +74,13 @@ class Variant:
     feedback: Form = "none"
     scale: Scale = "paper"
     grouping: Grouping = "tensor"
-    delta: bool = False  # features as changes since they were last sent
+    # Features are sent as changes since they were last sent.
+    delta: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """One training: which recipe, which variant, which seed of first weights and order of samples."""
+    """One training: its recipe, its variant, and the seed of the initial weights and of the samples' order."""
 
     setting: SettingName
     variant: Variant
@@ -82,7 +88,7 @@ class Work:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What tells it from others."""
+        """The key of the training among others."""
         return self.setting, self.variant.name, self.seed
 
 
@@ -132,7 +138,7 @@ WINDOWS = tuple(Variant(name=f"K = {window}", window=window) for window in (1, 2
 
 
 def is_judged(setting: str, variant: str) -> bool:
-    """Return whether a variant must be within a point of normal: 8 bits, also as in the paper's Table 4, by Alg. 1."""
+    """Return whether a variant must be within a point of normal: 8 bits, also with Algorithm 1 (Table 4)."""
     return setting in ("scratch", "type 1", "type 2") and variant in (
         "K = 5, 8 bits",
         "K = 5, 8 bits, diagonal",
@@ -140,7 +146,7 @@ def is_judged(setting: str, variant: str) -> bool:
 
 
 def works(seeds: Sequence[int]) -> list[Work]:
-    """Return all trainings, what matters most first, so that what is there after a cut can be compared."""
+    """Return all trainings, the most important first, so that an interrupted benchmark has comparable runs."""
 
     def each(
         setting: SettingName, variants: Sequence[Variant], of: Sequence[int] = seeds
@@ -176,15 +182,16 @@ class Plan:
     dataset: str
     recipes: dict[SettingName, Recipe]
     seeds: tuple[int, ...]
-    num_compared: int  # steps in which K = 0 must have the very weights of training without a split
+    # Steps after which K = 0 must have the weights of training without a split, bit for bit.
+    num_compared: int
     model: str = "vgg-tiny"
 
 
 def full_plan() -> Plan:
     """Return the trainings on CIFAR-10.
 
-    Of the recipes that `--choose` tries, "scratch, fast" is the one that is best for normal training. The others are
-    gentler, with small batches and low rates, so that weights move less while K batches pass.
+    "scratch, fast" is the best recipe for normal training out of batch sizes 16, 32 and 64 with two to four rates each.
+    The others have smaller batches and lower rates, so that weights change less while K batches pass.
     """
     fast = Recipe(
         classes=None,
@@ -201,7 +208,7 @@ def full_plan() -> Plan:
 
 
 def quick_plan() -> Plan:
-    """Return the same on handwritten digits in seconds, to see that all of it runs."""
+    """Return the same trainings on handwritten digits, which take seconds."""
     fast = Recipe(
         classes=None, num_images=640, num_held_out=300, epochs=1, batch_size=64, learning_rate=0.05
     )
@@ -235,7 +242,7 @@ def _plan(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Images:
-    """What a recipe trains on, chooses by, and is judged by."""
+    """The training images of a recipe, held-out ones, and test images."""
 
     train: LabelledData
     held_out: LabelledData
@@ -243,14 +250,14 @@ class Images:
 
 
 def images_of(recipe: Recipe, dataset: DataSet) -> Images:
-    """Return a recipe's images: the same for all seeds, drawn once at random from the training images."""
+    """Return a recipe's images, drawn at random from the training images and equal for all seeds."""
     train, test = dataset.train, dataset.test
     if recipe.classes is not None:
         train, test = class_subset(train, recipe.classes), class_subset(test, recipe.classes)
     order = np.random.default_rng(0).permutation(len(train))
     stop = recipe.num_images + recipe.num_held_out
     if stop > len(train):
-        raise ValueError(f"{stop} images are asked of {len(train)}")
+        raise ValueError(f"{stop} images asked, {len(train)} available")
     return Images(
         train=train.select(order[: recipe.num_images]),
         held_out=train.select(order[recipe.num_images : stop]),

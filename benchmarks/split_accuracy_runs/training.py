@@ -1,4 +1,4 @@
-"""One training, without a split in plain torch, or in two halves, and what came of it."""
+"""One training, in plain torch without a split or in two halves, and its result."""
 
 import hashlib
 import statistics
@@ -26,22 +26,24 @@ Weights = dict[str, np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
-    """A trained network, and what is known of its training."""
+class TrainedNetwork:
+    """A trained network and measurements of its training."""
 
     model: nn.Module
-    losses: list[float]  # by batch
-    feature_bytes: float | None = (
-        None  # sent per sample, on average over the training; None without a split
-    )
-    staleness: int | None = None  # the largest that was seen
+    # By batch.
+    losses: list[float]
+    # Sent per sample, on average over the training; None without a split.
+    feature_bytes: float | None = None
+    # The largest of the training.
+    staleness: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """A recipe with its images and a seed; `pretrained` are weights to begin with, all but the head's.
+    """A recipe with its images and a seed.
 
-    With `frozen` nothing up to the cut is trained.
+    `pretrained` has the initial weights of all layers but the head. With `frozen` the layers up to the cut are not
+    trained.
     """
 
     recipe: Recipe
@@ -52,7 +54,7 @@ class Training:
     frozen: bool = False
 
     def first_model(self) -> nn.Module:
-        """Return the network with the weights that the training begins with."""
+        """Return the network with its initial weights."""
         images = self.images.train
         model = build_model(
             self.model_name,
@@ -63,14 +65,14 @@ class Training:
         )
         if self.pretrained is not None:
             load_weights(model, self.pretrained)
-        # The layout in which convolutions run faster on most CPUs; it is the same for all variants.
+        # Convolutions are faster in this layout on most CPUs; it is the same for all variants.
         for weight in model.parameters():
             if weight.dim() == 4:
                 weight.data = weight.data.contiguous(memory_format=torch.channels_last)
         return model
 
     def batches(self) -> PartyBatches:
-        """Return which samples are in which batch."""
+        """Return the batches of the training."""
         order = BatchOrder(self.recipe.num_images, self.recipe.batches_per_epoch, self.seed)
         return PartyBatches(self.images.train, order)
 
@@ -78,8 +80,8 @@ class Training:
         self,
         num_batches: int | None = None,
         at: Mapping[int, Callable[[nn.Module], None]] | None = None,
-    ) -> Trained:
-        """Train the whole network in a loop as anyone would write it; `at` is called with it before these batches."""
+    ) -> TrainedNetwork:
+        """Train the whole network in a plain loop; functions of `at` are called with it before their batches."""
         recipe, model, batches = self.recipe, self.first_model(), self.batches()
         model.train()
         for name, module in model.named_children():
@@ -99,10 +101,10 @@ class Training:
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))
-        return Trained(model=model, losses=losses)
+        return TrainedNetwork(model=model, losses=losses)
 
-    def split(self, variant: Variant, num_batches: int | None = None) -> Trained:
-        """Train it in two halves, in one process, every gradient coming as late as the window allows."""
+    def split(self, variant: Variant, num_batches: int | None = None) -> TrainedNetwork:
+        """Train in two halves in one process; every gradient comes as late as the window allows."""
         if variant.window is None:
             raise ValueError(f"{variant.name} has no window, and is not trained in two halves")
         recipe = self.recipe
@@ -116,7 +118,7 @@ class Training:
         )
         cut, batches = program.split.cut_named(recipe.cut), self.batches()
         front, back = program.front(0, cut, batches).half, program.back(cut).half
-        # As much memory as all samples need, in float16.
+        # The memory for all samples in float16.
         delta_bytes = (
             2 * program.split.cuts[cut].feature_elements * recipe.num_images if variant.delta else 0
         )
@@ -142,7 +144,7 @@ class Training:
         weights = {**front.weights(), **back.weights()}
         model.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
         num_samples = sum(len(batches.order.rows(batch)) for batch in report.losses)
-        return Trained(
+        return TrainedNetwork(
             model=model,
             losses=[report.losses[batch] for batch in sorted(report.losses)],
             feature_bytes=sum(report.feature_bytes.values()) / num_samples,
@@ -159,9 +161,10 @@ def constant_staleness(
     party: int = 0,
     first_batch: int = 0,
 ) -> list[Action]:
-    """Return the actions in which every gradient arrives as late as a window K allows: the worst case of F23.
+    """Return actions in which every gradient arrives as late as a window K allows, the worst case of F23.
 
-    The window is filled; then applying the oldest batch alternates with the next forward pass; at the end it drains.
+    The window fills; then the oldest gradient is applied before each further forward pass; at the end the window
+    drains.
     """
 
     def act(kind: ActionKind, batch: int) -> Action:
@@ -178,7 +181,7 @@ def constant_staleness(
 
 
 def in_groups(num_batches: int, window: int, *, cut: int, bits: int) -> list[Action]:
-    """Return the actions of the paper's grouped pipeline (4.1.3): K + 1 batches go forward, then all are applied."""
+    """Return the actions of the paper's grouped pipeline (4.1.3): K + 1 forward passes, then all their gradients."""
     actions = []
     for first in range(0, num_batches, window + 1):
         group = range(first, min(first + window + 1, num_batches))
@@ -196,7 +199,7 @@ def outcome(
     variant: Variant,
     at: Mapping[int, Callable[[nn.Module], None]] | None = None,
 ) -> tuple[dict[str, Any], nn.Module]:
-    """Return what is stored of a training, and the trained network."""
+    """Train, and return the document of the run and the trained network."""
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     trained = training.normal(at=at) if variant.window is None else training.split(variant)
     wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
@@ -215,7 +218,7 @@ def outcome(
 
 
 def differing_tensors(training: Training, num_batches: int) -> tuple[list[str], int]:
-    """Return which tensors K = 0 without compression leaves other than normal training does, and how many there are."""
+    """Return the tensors in which K = 0 without compression differs from normal training, and the number of all."""
     normal = training.normal(num_batches).model.state_dict()
     split = training.split(Variant(name="K = 0", window=0), num_batches).model.state_dict()
     return [name for name, value in normal.items() if not torch.equal(value, split[name])], len(

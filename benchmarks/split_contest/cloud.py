@@ -1,7 +1,7 @@
 """The cloud: `python -m benchmarks.split_contest.cloud` hosts back halves until its input ends.
 
-It says its address and the operator's token first. A line `measure N` asks for the seconds of its halves, `echoes` for
-the processor seconds that each batch of the latest two echoes took.
+It writes its address and the operator's token first. A line `measure N` asks for the seconds of its halves, `echoes`
+for the processor seconds of a batch in the latest two echoes.
 """
 
 import json
@@ -21,7 +21,7 @@ _echoes: list[Echo] = []
 
 
 def half(terms: SessionTerms, weights: Weights) -> CloudHalf:
-    """Return the back half that an edge's run is about, or an echo."""
+    """Return the back half of an edge's run, or an echo."""
     if "echo" in terms.settings:
         _echoes.append(Echo(int(terms.settings["echo"])))
         return _echoes[-1]
@@ -36,14 +36,11 @@ def main() -> int:
     print(json.dumps({"address": service.address, "token": token}), flush=True)
     for line in sys.stdin:
         what, *numbers = line.split()
-        print(
-            json.dumps(
-                [echo.batch_s() for echo in _echoes[-2:]]
-                if what == "echoes"
-                else measure_cloud(program().split, measuring(int(numbers[0])))
-            ),
-            flush=True,
-        )
+        if what == "echoes":
+            answer = [echo.batch_s() for echo in _echoes[-2:]]
+        else:
+            answer = list(measure_cloud(program().split, measuring(int(numbers[0]))))
+        print(json.dumps(answer), flush=True)
     service.close()
     return 0
 

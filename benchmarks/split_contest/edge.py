@@ -1,7 +1,7 @@
-"""The edge: `python -m benchmarks.split_contest.edge` does what the lines of its input say, and answers each.
+"""The edge: `python -m benchmarks.split_contest.edge` does the work in each line of its input and answers.
 
-A line is JSON: `costs` with the cloud's seconds and where the link is, `front` for the edge's at one cut, `echo` for
-its messages, or `run` with a run.
+A line is JSON: `costs` with the cloud's seconds and the link's address, `front` for the edge's costs at one cut, `echo`
+for those of its messages, or `run` with a run.
 """
 
 import json
@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
-from benchmarks.split_contest.plan import Batches, Measured, Run, measuring, program
+from benchmarks.split_contest.plan import Batches, EdgeRun, EdgeTimes, measuring, program
 from benchmarks.split_contest.stream_costs import FEW_BYTES, echo_s, measure_slowdown
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, close_session, open_session
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
@@ -30,10 +29,10 @@ _SLOWDOWN_S = 1.5
 
 
 def costs(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return what a batch costs at every cut: halves and codec by the processor's time, messages over the link.
+    """Return what a batch costs at every cut: halves and codec by processor time, messages over the link.
 
-    Processor time becomes seconds by one factor for all, what the quota leaves: periods of the quota that a timing
-    happens to contain do not count, and neither does what else this machine does.
+    One factor for all, the slowdown under the quota, turns processor time into seconds. So it does not matter which
+    periods of the quota a timing contains, nor what else this machine does.
     """
     slowdown = measure_slowdown(at_least_s=_SLOWDOWN_S)
     how = replace(measuring(asked["num_repeats"]), clock=lambda: slowdown * time.process_time())
@@ -55,7 +54,7 @@ def costs(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def front(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return what a batch costs in front of one cut as of now, or what a step does of the edge alone."""
+    """Measure and return the costs of a batch in front of one cut, or of a step of the edge alone."""
     split = program().split
     how = replace(
         measuring(1),
@@ -68,15 +67,14 @@ def front(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def echo(asked: dict[str, Any]) -> float:
-    """Return the processor seconds of a batch's messages as of now."""
+    """Measure and return the processor seconds of a batch's messages."""
     return echo_s(**asked)
 
 
-def train(run: Run) -> Measured:
-    """Train as a run says, from the same weights as any other."""
+def train(run: EdgeRun) -> EdgeTimes:
+    """Do a run and return its measurements."""
     batches = Batches(run.batch_size)
     placed = program().front(0, run.cut, batches)
-    before = _memory()
     began_s, began_cpu_s = time.monotonic(), time.process_time()
     done_s: list[float] = []
     spent_s: list[float] = []
@@ -97,27 +95,18 @@ def train(run: Run) -> Measured:
         report = _train_split(run, placed.half, note)
     if run.weights:
         np.savez(run.weights, **placed.arrays())
-    after = _memory()
     order = sorted(report.losses)
-    return Measured(
+    return EdgeTimes(
         done_s=tuple(done_s),
+        spent_s=tuple(spent_s),
         losses=tuple(report.losses[batch] for batch in order),
         staleness=tuple(report.staleness.get(batch, 0) for batch in order),
-        sent_bytes=report.sent_bytes,
-        received_bytes=report.received_bytes,
-        compute_s=report.compute_s,
-        wait_s=report.wait_s,
-        spent_s=tuple(spent_s),
         source=batches.source,
-        memory={
-            "before_bytes": before["rss"],
-            "peak_bytes": after["peak"],
-            "kept_bytes": report.peak_kept_bytes,
-        },
+        peak_bytes=_peak_bytes(),
     )
 
 
-def _train_split(run: Run, half: Any, on_done: Any) -> LoopReport:
+def _train_split(run: EdgeRun, half: Any, on_done: Any) -> LoopReport:
     operator = CloudOperator(address=run.address, token=run.token)
     fingerprint = program().fingerprint()
     edge_token = open_session(
@@ -137,29 +126,27 @@ def _train_split(run: Run, half: Any, on_done: Any) -> LoopReport:
         )
     finally:
         connection.close()
-        if not run.weights:  # else the other half's are fetched
+        # A run that saves weights is compared with the cloud's half, which is fetched from the session.
+        if not run.weights:
             close_session(operator, run.name)
 
 
-def _memory() -> dict[str, float]:
-    """Return the process's resident memory, now and at most so far."""
+def _peak_bytes() -> float:
+    """Return the largest resident memory that the process had so far."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {
-        "rss": float(psutil.Process().memory_info().rss),
-        "peak": 1024.0 * float(lines["VmHWM"].split()[0]),
-    }
+    return 1024.0 * float(lines["VmHWM"].split()[0])
 
 
 _DOES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "costs": costs,
     "front": front,
     "echo": echo,
-    "run": lambda told: asdict(train(Run(**told))),
+    "run": lambda told: asdict(train(EdgeRun(**told))),
 }
 
 
 def main() -> int:
-    """Do one thing after the other until the input ends."""
+    """Do the works until the input ends."""
     torch.set_num_threads(1)
     for line in sys.stdin:
         asked = json.loads(line)

@@ -1,40 +1,36 @@
-"""Starts edge, cloud and the link between them, holds the edge to its part of a core, and has them do what is asked."""
+"""Starts edge, cloud and the link between them, holds the edge to its CPU quota, and passes on work."""
 
 import itertools
 import json
 import os
-import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.split_contest.plan import Measured, Run
+from benchmarks.harness import from_json
+from benchmarks.processes import LineProcess
+from benchmarks.split_contest.plan import EdgeRun, EdgeTimes
 from benchmarks.split_contest.stream_costs import FEW_BYTES, MOST_BYTES, StreamCosts, with_streams
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.runtime.measuring import from_document
 from tests.cpu_quota import quota
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-_TIMEOUT_S = 900.0
 _FRONT_S = 1.5
+# How long an echo may occupy the link in each direction, and how many echoes `as_of_now` measures.
 _ECHO_S, _ECHO_BATCHES = 0.25, 12
-"""For which an echo may occupy the link, each way; and how many are measured as of now."""
 
 
 class Pair:
-    """A cloud and an edge of `cores`, each on a processor of its own where there are two, and their link; a context.
+    """An edge with a quota of `cores`, a cloud, and their link; a context.
 
-    An edge of None is held to nothing, and has done nothing yet. One processor for all of an edge's threads: otherwise
-    one of them would hold what the quota leaves, and the others would wait for the next period. The link is beside the
-    cloud and goes before it, so that its bytes do not pass through the caches of the edge's processor.
+    Edge and cloud have different processors if there are two. All threads of the edge have the same processor:
+    otherwise one thread would use up the quota, and the others would wait for its next period. The link runs on the
+    cloud's processor with a higher priority, so that its bytes do not pass through the caches of the edge's. With
+    None for `cores` the edge has no quota and has not trained yet.
     """
 
     def __init__(self, cores: float | None) -> None:
@@ -53,16 +49,15 @@ class Pair:
             processors = sorted(os.sched_getaffinity(0))
             self._cloud = self._start("cloud", processors[-1:])
             self._edge = self._start("edge", processors[:1])
-            said = json.loads(self._line(self._cloud))
+            said = json.loads(self._cloud.read())
             self._link = self._start("relay", processors[-1:], said["address"], str(processors[0]))
-            self.address, self.token = self._line(self._link).strip(), said["token"]
+            self.address, self.token = self._link.read().strip(), said["token"]
             if self._cores is not None:
-                # Before it is held: to import torch with a tenth of a core takes a minute.
-                self.train(Run(cut=0, num_batches=2))
-                self.train(Run(cut=None, num_batches=2))
-                self._stack.enter_context(
-                    quota(self._cloud.pid, cores=1.0)
-                )  # only so that it goes before others
+                # Before the quota applies: importing torch with a tenth of a core takes a minute.
+                self.train(EdgeRun(cut=0, num_batches=2))
+                self.train(EdgeRun(cut=None, num_batches=2))
+                # A quota of a whole core only gives the cloud precedence over other processes.
+                self._stack.enter_context(quota(self._cloud.pid, cores=1.0))
                 self._stack.enter_context(quota(self._edge.pid, cores=self._cores))
             self._stack = self._stack.pop_all()
         return self
@@ -70,24 +65,23 @@ class Pair:
     def renew_edge(self) -> None:
         """Start a fresh edge in place of the one before."""
         processors = psutil.Process(self._edge.pid).cpu_affinity()
-        _end(self._edge)
+        self._edge.end()
         self._edge = self._start("edge", processors)
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def set_rate(self, mbit_per_s: float) -> None:
-        """Set the link's rate, each way; 0: as fast as loopback is."""
-        self._tell(self._link, f"rate {mbit_per_s * 1e6 / 8}")
+        """Set the link's rate in each direction; 0 is the speed of loopback."""
+        self._link.ask(f"rate {mbit_per_s * 1e6 / 8}")
 
     def costs(self, *, mbit_per_s: float, num_repeats: int, num_batches: int) -> SplitCosts:
-        """Return what a batch costs at either end, and its messages over the link at this rate, as of now."""
+        """Measure and return the costs of a batch at both ends, with its messages over the link at this rate."""
         self.set_rate(mbit_per_s)
         many_bytes = self._most_bytes = (
             MOST_BYTES if not mbit_per_s else round(min(MOST_BYTES, _ECHO_S * mbit_per_s * 1e6 / 8))
         )
-        at_edge = self._ask(
-            self._edge,
+        at_edge = self._ask_edge(
             {
                 "costs": {
                     "cloud_s": self.cloud_s(num_repeats),
@@ -105,16 +99,16 @@ class Pair:
             StreamCosts.of(few_s, many_s, many_bytes)
             for few_s, many_s in (
                 (at_edge["few_s"], at_edge["many_s"]),
-                json.loads(self._tell(self._cloud, "echoes")),
+                json.loads(self._cloud.ask("echoes")),
             )
         )
         return with_streams(from_document(at_edge["costs"]), edge, cloud)
 
     def as_of_now(self, costs: SplitCosts, split_plan: SplitPlan) -> SplitCosts:
-        """Return the costs with the edge's measured again: of its half and its messages, or of the edge alone."""
+        """Return the costs with the edge's part measured again: its half and its messages, or the edge alone."""
         cut = split_plan.cut
-        front = self._ask(
-            self._edge, {"front": {"cut": cut, "slowdown": self.slowdown, "at_least_s": _FRONT_S}}
+        front = self._ask_edge(
+            {"front": {"cut": cut, "slowdown": self.slowdown, "at_least_s": _FRONT_S}}
         )
         if cut is None:
             return replace(costs, edge_only_s=front["training_s"])
@@ -125,8 +119,7 @@ class Pair:
         )
         message_bytes = (costs.feature_bytes(cut, split_plan.bits) + costs.gradient_bytes(cut)) / 2
         num_bytes = 4 * round(min(self._most_bytes, max(FEW_BYTES, message_bytes)) / 4)
-        batch_s: float = self.slowdown * self._ask(
-            self._edge,
+        batch_s: float = self.slowdown * self._ask_edge(
             {
                 "echo": {
                     "address": self.address,
@@ -148,11 +141,11 @@ class Pair:
 
     def cloud_s(self, num_repeats: int) -> Sequence[float]:
         """Return the cloud's seconds for a batch at every cut."""
-        seconds: list[float] = json.loads(self._tell(self._cloud, f"measure {num_repeats}"))
+        seconds: list[float] = json.loads(self._cloud.ask(f"measure {num_repeats}"))
         return seconds
 
-    def train(self, run: Run) -> Measured:
-        """Do a run and return what the edge measured. Raises `RuntimeError` if it fails."""
+    def train(self, run: EdgeRun) -> EdgeTimes:
+        """Do a run and return the edge's measurements. Raises `RuntimeError` if it fails."""
         self.set_rate(run.mbit_per_s)
         named = replace(
             run,
@@ -160,55 +153,14 @@ class Pair:
             token=self.token,
             name=run.name or f"run-{next(self._numbers)}",
         )
-        answer = self._ask(self._edge, {"run": asdict(named)})
-        return Measured(
-            **{
-                key: tuple(value) if isinstance(value, list) else value
-                for key, value in answer.items()
-            }
-        )
+        answer = self._ask_edge({"run": asdict(named)})
+        return from_json(EdgeTimes, answer)
 
-    def _ask(self, process: "subprocess.Popen[str]", what: dict[str, Any]) -> Any:
-        answer: Any = json.loads(self._tell(process, json.dumps(what)))
-        return answer
+    def _ask_edge(self, what: dict[str, Any]) -> Any:
+        return json.loads(self._edge.ask(json.dumps(what)))
 
-    def _tell(self, process: "subprocess.Popen[str]", line: str) -> str:
-        assert process.stdin is not None
-        process.stdin.write(line + "\n")
-        process.stdin.flush()
-        return self._line(process)
-
-    def _line(self, process: "subprocess.Popen[str]") -> str:
-        assert process.stdout is not None
-        overdue = threading.Timer(_TIMEOUT_S, process.kill)
-        overdue.start()
-        try:
-            if line := process.stdout.readline():
-                return line
-        finally:
-            overdue.cancel()
-        raise RuntimeError(f"split: a process ended with {process.wait()}")
-
-    def _start(
-        self, name: str, processors: Sequence[int], *arguments: str
-    ) -> "subprocess.Popen[str]":
-        process = subprocess.Popen(
-            [sys.executable, "-m", f"benchmarks.split_contest.{name}", *arguments],
-            cwd=REPOSITORY,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **_ENVIRONMENT},
-        )
+    def _start(self, name: str, processors: Sequence[int], *arguments: str) -> LineProcess:
+        process = LineProcess(f"benchmarks.split_contest.{name}", *arguments)
         psutil.Process(process.pid).cpu_affinity(list(processors))
-        self._stack.callback(_end, process)
+        self._stack.callback(process.end)
         return process
-
-
-def _end(process: "subprocess.Popen[str]") -> None:
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        assert stream is not None
-        with suppress(BrokenPipeError):
-            stream.close()

@@ -1,7 +1,8 @@
-"""What edge and cloud train, what they are told, and what the edge measures: plain values travel as JSON."""
+"""The training of edge and cloud, its runs and the edge's measurements, which travel as JSON."""
 
 import statistics
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -26,7 +27,7 @@ _OPTIMIZER = sgd(0.01, 0.9)
 
 @cache
 def program() -> LayeredProgram:
-    """Return the model, always with the same weights, and where it can be cut."""
+    """Return the model with its cuts, always with the same weights."""
     return LayeredProgram(
         model_fn=lambda: build_model(
             MODEL, in_channels=_SHAPE[0], image_size=_SHAPE[1], num_classes=10, seed=1
@@ -38,7 +39,7 @@ def program() -> LayeredProgram:
 
 
 def measuring(num_repeats: int, batch_size: int = BATCH_SIZE) -> Measuring:
-    """Return how costs are measured, on either side."""
+    """Return the settings for measuring costs, the same on both sides."""
     return Measuring(
         optimizer=_OPTIMIZER,
         batch_size=batch_size,
@@ -49,7 +50,7 @@ def measuring(num_repeats: int, batch_size: int = BATCH_SIZE) -> Measuring:
 
 
 class Batches:
-    """Batches of CIFAR-10, or of noise where that is not at hand, which takes as long to train on."""
+    """Batches of CIFAR-10, or of noise if CIFAR-10 is not available; both take the same time."""
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
@@ -64,7 +65,7 @@ class Batches:
             self.source = "noise: CIFAR-10 is not in SOCFLOWER_DATA"
 
     def __call__(self, batch: int) -> tuple[torch.Tensor, NDArray[Any], NDArray[np.int64]]:
-        """Return inputs, labels and ids of a batch: the same for the same number."""
+        """Return inputs, labels and ids of a batch; they depend on its number alone."""
         rows = (np.arange(self.batch_size) + batch * self.batch_size) % NUM_SAMPLES
         chosen = torch.from_numpy(rows)
         return (
@@ -75,59 +76,61 @@ class Batches:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """One training from the same beginning."""
+class EdgeRun:
+    """One training; all begin with the same weights."""
 
-    cut: int | None  # None: the edge trains alone
+    # None: the edge trains alone.
+    cut: int | None
     bits: int = 32
     window: int = 0
     gradient_bits: int = 32
     feedback: Form = "none"
-    mbit_per_s: float = 0.0  # of the link, each way; 0: as fast as loopback is
+    # Of the link in each direction; 0 is the speed of loopback.
+    mbit_per_s: float = 0.0
     batch_size: int = BATCH_SIZE
     num_batches: int = 20
-    address: str = ""  # of the cloud, with the operator's token and a name for the session
+    # Of the cloud, with the operator's token and a name for the session.
+    address: str = ""
     token: str = ""
     name: str = ""
-    weights: str = ""  # a file for the edge's weights at the end
+    # A file for the edge's final weights.
+    weights: str = ""
 
     @property
     def split_plan(self) -> SplitPlan:
-        """What the cost model calls it."""
+        """The plan as the cost model has it."""
         return SplitPlan(cut=self.cut, bits=self.bits, window=self.window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """What the edge measured in a run."""
+class EdgeTimes:
+    """The edge's measurements of a run."""
 
-    done_s: tuple[float, ...]  # when each batch was applied, since the first went forward
+    # When each batch was applied, and the processor seconds until then, since the first batch went forward.
+    done_s: tuple[float, ...]
+    spent_s: tuple[float, ...]
     losses: tuple[float, ...]
-    staleness: tuple[int, ...] = ()
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    compute_s: float = 0.0
-    wait_s: float = 0.0
-    spent_s: tuple[float, ...] = ()  # of the processor, likewise
-    source: str = ""  # of the samples
-    memory: dict[str, float] = field(default_factory=dict)  # bytes
+    staleness: tuple[int, ...]
+    # Where the samples come from.
+    source: str
+    # The peak of resident memory.
+    peak_bytes: float
 
     def period_s(self, window: int) -> float:
-        """Return the seconds between two batches of the full pipeline.
-
-        The median over stretches of K + 1 batches, in which each part of the pipeline has done as much; without the
-        beginning, and without the end, when no batch goes forward any more.
-        """
-        return _period(self.done_s, window)
+        """Return the seconds between two batches of the full pipeline; see `full_period_s`."""
+        return full_period_s(self.done_s, window)
 
     def spent_period_s(self, window: int) -> float:
-        """Return the same of the edge's processor seconds."""
-        return _period(self.spent_s, window)
+        """Return the edge's processor seconds between two batches of the full pipeline."""
+        return full_period_s(self.spent_s, window)
 
 
-def _period(times_s: tuple[float, ...], window: int) -> float:
+def full_period_s(times_s: Sequence[float], window: int) -> float:
+    """Return the time between two batches while the pipeline is full: neither filling nor draining.
+
+    It is the median over stretches of K + 1 batches, in which each part of the pipeline does the same work.
+    """
     full = times_s[window + 1 : len(times_s) - window]
     step = min(window + 1, len(full) - 1)
-    return statistics.median(
-        (after - before) / step for before, after in zip(full, full[step:], strict=False)
-    )
+    pairs = zip(full, full[step:], strict=False)
+    return statistics.median((after - before) / step for before, after in pairs)

@@ -1,10 +1,10 @@
 """The link: `python -m benchmarks.split_contest.relay HOST:PORT EDGE` forwards TCP at a set rate each way.
 
-A process of its own, so that shaping takes nothing of what the ends may compute. It says its address first; a line
-`rate BYTES_PER_S` sets the rate of each direction, 0 for none, and is answered once it holds. All connections share a
-token bucket for each direction. No more than a chunk and the sockets' small buffers wait here: a sender that is faster
-than the link is stopped by TCP, and what it has sent stays in its own buffers. `EDGE` is the edge's processor, on which
-it only wakes up (`_pulse`).
+It is a separate process, so that shaping takes no processor time of the ends. It writes its address first; a line
+`rate BYTES_PER_S` sets the rate of each direction (0: no limit) and is answered once it applies. All connections share
+a token bucket for each direction. Only a chunk and the sockets' small buffers wait here: TCP stops a sender that is
+faster than the link, and further bytes stay in the sender's buffers. `EDGE` is the edge's processor, on which the relay
+only wakes up (`_pulse`).
 """
 
 import contextlib
@@ -20,18 +20,18 @@ from socflower.edgecloud.links.shaping import TokenBucket
 from socflower.wire.secure_channel import Address
 
 BUFFER_BYTES = 256 << 10
-"""Of a socket that is read from here; it has to bridge what a reader or writer is late, at 1 Gbit/s for 2 ms."""
+"""Of a socket that is read here; enough for a reader or writer that is 2 ms late at 1 Gbit/s."""
 
 _CHUNK_S, _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 0.002, 1448, 64 << 10
 _LATE_S = 0.004
-"""For how long a bucket may catch up: a sleeper wakes up late, which is not the link's fault."""
+"""For how long a bucket may catch up, since a thread that sleeps wakes up late."""
 _PULSE_S = 0.00025
 
 
 class Relay:
-    """Forwards every connection made to `address` to a target, and back; a context.
+    """Forwards every connection to `address` to a target, in both directions; a context.
 
-    `bucket` makes the limit of a direction for a rate in bytes per second.
+    `bucket` builds the limit of a direction from a rate in bytes per second.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Relay:
         self._chunk_bytes = _MOST_CHUNK_BYTES
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
-        # Accepted sockets inherit it.
+        # Accepted sockets inherit this option.
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -59,7 +59,7 @@ class Relay:
             each.close()
 
     def set_rate(self, bytes_per_s: float) -> None:
-        """Limit each direction to a rate from now on; 0: to none."""
+        """Limit each direction to a rate from now on; 0 removes the limit."""
         old = [bucket for bucket in self._buckets.values() if bucket is not None]
         self._chunk_bytes = (
             _MOST_CHUNK_BYTES
@@ -75,7 +75,8 @@ class Relay:
             bucket.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
+        # The listener raises when it is closed.
+        with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
                 try:
@@ -109,10 +110,12 @@ class Relay:
             while num_bytes := source.recv_into(buffer, self._chunk_bytes):
                 bucket = self._buckets[direction]
                 if bucket is not None:
-                    bucket.wait(num_bytes)  # one that a new rate replaced lets pass
+                    # A bucket that a new rate has replaced does not wait.
+                    bucket.wait(num_bytes)
                 sink.sendall(buffer[:num_bytes])
             sink.shutdown(socket.SHUT_WR)
-        except OSError:  # one end is gone, so the other learns of it
+        except OSError:
+            # One end is gone, so the connection to the other is closed.
             for each in (source, sink):
                 with contextlib.suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)
@@ -126,17 +129,19 @@ def _bucket(direction: Direction, bytes_per_s: float) -> TokenBucket:
 def _pulse(processor: int) -> None:
     """Wake up often on a processor.
 
-    The kernel counts what a group has used of its quota at a switch of processes and at its tick of 4 ms: on the edge's
-    processor this makes an edge slow, instead of fast for 4 ms and halted for 36.
+    The kernel updates a group's use of its quota when processes switch and at its tick of 4 ms. Frequent switches on
+    the edge's processor make the edge slow, instead of fast for 4 ms and halted for 36 ms.
     """
-    os.sched_setaffinity(0, [processor])  # this thread's
+    # Of this thread alone.
+    os.sched_setaffinity(0, [processor])
     while True:
         time.sleep(_PULSE_S)
 
 
 def main() -> int:
     """Relay until the input ends."""
-    with contextlib.suppress(OSError):  # only root may: a link does not wait for a processor
+    # A link does not wait for a processor; only root may set this.
+    with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     threading.Thread(target=_pulse, args=(int(sys.argv[2]),), daemon=True).start()
     with Relay(sys.argv[1]) as relay:

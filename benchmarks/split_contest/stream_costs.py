@@ -1,13 +1,12 @@
 """The processor time that the messages of a batch cost at either end of a stream.
 
-Echoes take the places of the halves: features are sent, and a gradient of the same size comes back, over the same link
-as in training. Each end counts the processor time of its process, with serialising, copying and system calls.
-Measurements at two sizes separate the cost per byte from the fixed cost per batch. Between batches more memory is
-touched than a cache holds, as in training; the time for that is subtracted. With several batches in flight threads
-take turns more often, so the messages of a pipeline are measured with its window.
+Echoes replace the halves of the model: features are sent, and a gradient of the same size comes back, over the same
+link as in training. Each end counts the processor time of its process, with serialising, copying and system calls.
+Measurements at two sizes separate the cost per byte from the fixed cost per batch. Between batches each end touches
+more memory than a cache holds, as in training; that time is subtracted. With several batches in flight threads switch
+more often, so the messages of a pipeline are measured with its window.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.split_contest.plan import full_period_s
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, close_session, open_session
 from socflower.edgecloud.half_protocols import Array, Weights
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
@@ -25,7 +25,8 @@ from socflower.edgecloud.runtime.span_training import BatchSpan, train_front
 from socflower.errors import ConfigError
 
 FINGERPRINT = "a stream that carries nothing but zeros"
-FEW_BYTES, MOST_BYTES = 256, 2 << 20  # of features
+# Of features.
+FEW_BYTES, MOST_BYTES = 256, 2 << 20
 _WARM_UP_BATCHES = 3
 _TRAINING_BYTES = 16 << 20
 
@@ -34,12 +35,13 @@ _TRAINING_BYTES = 16 << 20
 class StreamCosts:
     """An end's processor time for a batch's features and its gradient."""
 
-    s_per_byte: float  # sent or received
+    # Sent or received.
+    s_per_byte: float
     s_per_batch: float
 
     @classmethod
     def of(cls, few_s: float, many_s: float, many_bytes: int) -> "StreamCosts":
-        """Return the costs of the seconds for a batch of `FEW_BYTES` and for one of `many_bytes` each way."""
+        """Return the costs from the seconds of a batch of `FEW_BYTES` and of one of `many_bytes` in each direction."""
         if not many_bytes > FEW_BYTES:
             raise ConfigError(
                 f"stream costs: many_bytes = {many_bytes} must be more than {FEW_BYTES}"
@@ -49,7 +51,7 @@ class StreamCosts:
 
 
 def with_streams(costs: SplitCosts, edge: StreamCosts, cloud: StreamCosts) -> SplitCosts:
-    """Return a model's costs with those of its messages included."""
+    """Return a model's costs with the costs of its messages."""
     return replace(
         costs,
         edge_s_per_byte=edge.s_per_byte,
@@ -79,8 +81,8 @@ def echo_s(
 ) -> float:
     """Return this process's processor seconds for a batch with features of `num_bytes`, sent to a cloud that echoes.
 
-    The session of this name is given the settings {"echo": num_bytes}. With a window up to window + 1 batches are on
-    their way; only what passes while as many are is counted.
+    The session `name` has the settings {"echo": num_bytes}. Up to window + 1 batches are in flight; only batches of the
+    full pipeline count.
     """
     if num_batches < 1:
         raise ConfigError(f"stream costs: num_batches = {num_batches} must be 1 or more")
@@ -105,26 +107,23 @@ def echo_s(
 
 
 class Echo:
-    """A front or back half without a model: it returns arrays of zeros."""
+    """A front or back half without a model; it returns arrays of zeros."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._features = np.zeros((1, num_bytes // 4), np.float32)
         self._memory = np.zeros(_TRAINING_BYTES // 4, np.float32)
-        self._training_s = 0.0  # of the processor
+        # Of the processor.
+        self._training_s = 0.0
         self._noted_s: list[float] = []
 
     def note(self) -> None:
-        """Note what the process has spent so far: a batch is over."""
+        """Record the processor time so far at the end of a batch."""
         self._noted_s.append(time.process_time() - self._training_s)
 
     def batch_s(self, window: int = 0) -> float:
-        """Return the processor seconds of a batch in the full pipeline, without what is touched in memory."""
-        full = self._noted_s[_WARM_UP_BATCHES - 1 + window : len(self._noted_s) - window]
-        step = min(window + 1, len(full) - 1)
-        return statistics.median(
-            (after - before) / step for before, after in zip(full, full[step:], strict=False)
-        )
+        """Return the processor seconds of a batch in the full pipeline, without those for touching memory."""
+        return full_period_s(self._noted_s[_WARM_UP_BATCHES - 2 :], window)
 
     def _train(self) -> None:
         began_s = time.thread_time()
@@ -137,7 +136,8 @@ class Echo:
 
     def forward(self, batch: int, *, keep_graph: bool = False) -> Array:
         self._train()
-        return self._features.copy()  # a real half also returns new memory
+        # A real half also returns new memory.
+        return self._features.copy()
 
     @property
     def feature_quantum(self) -> float | None:

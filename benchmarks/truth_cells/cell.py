@@ -1,8 +1,7 @@
-"""Cells: what is drawn for each from the seed, and nothing else."""
+"""Cells, drawn from a seed."""
 
 import random
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from tests.testbed.topology import Rack
 
@@ -19,10 +18,8 @@ SHAPES = (
     (3, 3),
     (2, 2, 2),
 )
-_COMPUTING_SHAPES = (
-    (2,),
-    (1, 1),
-)  # a core for each SoC: two on one core would slow each other down
+# One core for each SoC: two SoCs on one core would slow each other down.
+_COMPUTING_SHAPES = ((2,), (1, 1))
 SOC_MBIT_PER_S = (40, 60, 80)
 UPLINK_FACTORS = (0.5, 1.0, 2.0)
 MODELS = ("mlp", "cnn", "transformer")
@@ -33,36 +30,45 @@ LEADERS = ("ring", "star")
 TRANSPORTS = ("gloo", "grpc")
 BUCKETS = (1, 2, 4)
 SPEEDS = (0.5, 1.0)
-_SAMPLES = (8, 16, 32)  # of a batch, for each member on average, where SoCs sleep
-_COMPUTED_SAMPLES = (64, 128, 256)  # where they compute, so that a step takes some milliseconds
-_STEP_S = (0.1, 0.4)  # of computation, as drawn for a member of speed 1 with the mean share
-_BURST_S = 0.0006  # of its rate that a link sends at once after a pause: timers are that late
+# Samples of a batch for each member on average, if SoCs sleep.
+_SAMPLES = (8, 16, 32)
+# If SoCs compute, a step should take some milliseconds.
+_COMPUTED_SAMPLES = (64, 128, 256)
+# The range of a step's computation for a member of speed 1 with the mean share.
+_STEP_S = (0.1, 0.4)
+# A link sends the bytes of this time at once after a pause, since timers are that late.
+_BURST_S = 0.0006
 _LEAST_BURST_BYTES = 2 * 1514 + 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One training: two intervals of equal numbers of steps with a synchronisation between, or one interval of both."""
+    """One training: two equally long intervals with a synchronisation in between; one ring has a single interval."""
 
     number: int
     slots_per_board: tuple[int, ...]
     soc_mbit_per_s: int
     uplink_mbit_per_s: int
-    speeds: tuple[float, ...]  # of each board's SoCs
+    # Of each board's SoCs.
+    speeds: tuple[float, ...]
     model: str
     strategy: str
     num_groups: int
     leaders: str
     transport: str
     overlap_buckets: int
-    in_turn: bool  # groups that share an uplink
-    sleeps: bool  # instead of computing
-    batch_size: int  # of a group
-    sample_s: float  # that a SoC of speed 1 sleeps for one; unused where SoCs compute
+    # Whether groups that share an uplink take turns.
+    in_turn: bool
+    # Whether SoCs sleep instead of computing.
+    sleeps: bool
+    # Of a group.
+    batch_size: int
+    # How long a SoC of speed 1 sleeps for a sample; unused if SoCs compute.
+    sample_s: float
 
     @property
     def rack(self) -> Rack:
-        """The SoCs with the hub on a board of its own behind them."""
+        """The SoCs and, on a last board of its own, the hub."""
         return Rack(
             slots_per_board=(*self.slots_per_board, 1),
             soc_bit_per_s=self.soc_mbit_per_s * 1_000_000,
@@ -75,7 +81,7 @@ class Cell:
 
     @property
     def num_socs(self) -> int:
-        """Those that train."""
+        """Number of SoCs that train."""
         return sum(self.slots_per_board)
 
     @property
@@ -85,12 +91,12 @@ class Cell:
 
     @property
     def runtime(self) -> str:
-        """What decides what our runtime costs: the transport, and whether SoCs sleep or compute."""
+        """The key of our runtime's overhead: the transport, and whether SoCs sleep or compute."""
         return f"{self.transport}, {'sleeping' if self.sleeps else 'computing'}"
 
     @property
     def text(self) -> str:
-        """What the cell is, in one line."""
+        """The cell in one line."""
         groups = {ONE_RING: "one ring", FEDERATED: "all alone, star"}.get(
             self.strategy, f"{self.num_groups} groups, leaders in a {self.leaders}"
         )
@@ -104,21 +110,6 @@ class Cell:
             f"{'+'.join(map(str, self.slots_per_board))} at {self.soc_mbit_per_s}/{self.uplink_mbit_per_s} Mbit/s"
             f"{speeds}, {self.model}, {groups}, {self.transport}, {self.overlap_buckets} buckets"
             f"{', in turn' if self.in_turn else ''}"
-        )
-
-    def to_document(self) -> dict[str, Any]:
-        """Return the cell for a document."""
-        return asdict(self)
-
-    @classmethod
-    def from_document(cls, document: dict[str, Any]) -> "Cell":
-        """Return the cell of a document."""
-        return cls(
-            **{
-                **document,
-                "slots_per_board": tuple(document["slots_per_board"]),
-                "speeds": tuple(document["speeds"]),
-            }
         )
 
 
@@ -159,7 +150,7 @@ def _draw(number: int, chance: random.Random) -> Cell:
 
 
 def reference_cells() -> list[Cell]:
-    """Return trainings of a model that is never drawn, of which the constants of our runtime are measured."""
+    """Return trainings of a model that is never drawn, on which our runtime's overhead is measured."""
     rings = [
         (transport, ONE_RING, (size,), 1, "star", buckets, sleeps)
         for transport in TRANSPORTS

@@ -8,11 +8,12 @@ from socflower.workloads import LabelledData
 
 IMAGE = (1, 28, 28)
 NUM_CLASSES = 10
-WIDTH = 64  # of the transformer
+# Of the transformer.
+WIDTH = 64
 
 
 class Transformer(nn.Module):
-    """An encoder of 16 patches."""
+    """A transformer encoder of 16 patches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,23 +31,16 @@ class Transformer(nn.Module):
 def build_model(name: str) -> nn.Module:
     """Return a model with the same weights in every process."""
     torch.manual_seed(0)
-    if name == REFERENCE:
+    widths = {REFERENCE: (300, 100), "mlp": (256, 128)}.get(name)
+    if widths is not None:
+        first, second = widths
         return nn.Sequential(
             nn.Flatten(),
-            nn.Linear(784, 300),
+            nn.Linear(784, first),
             nn.ReLU(),
-            nn.Linear(300, 100),
+            nn.Linear(first, second),
             nn.ReLU(),
-            nn.Linear(100, NUM_CLASSES),
-        )
-    if name == "mlp":
-        return nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(784, 256),
-            nn.ReLU(),
-            nn.Linear(256, 128),
-            nn.ReLU(),
-            nn.Linear(128, NUM_CLASSES),
+            nn.Linear(second, NUM_CLASSES),
         )
     if name == "cnn":
         return nn.Sequential(

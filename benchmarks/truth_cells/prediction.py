@@ -1,4 +1,4 @@
-"""What virtual time says of a cell, before it is measured."""
+"""The prediction of a cell in virtual time, before it is measured."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -24,31 +24,35 @@ from socflower.sim import EventClock
 from tests.testbed.topology import GOODPUT, Rack
 
 SLEEPING_UPDATE_S = 0.005
-_CELL_S = 6.0  # that a cell takes about
-_NUM_STEPS = (2, 100)  # of an interval
+# About how long a cell takes.
+_CELL_S = 6.0
+# The least and the largest number of an interval's steps.
+_NUM_STEPS = (2, 100)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """What a step takes on each SoC, measured before the cell, or known where it sleeps."""
+    """The seconds of a step on each SoC, measured before the cell, or known if SoCs sleep."""
 
-    step_s: Mapping[int, float]  # forward and backward pass of its share, by SoC
+    # Forward and backward pass of each SoC's share.
+    step_s: Mapping[int, float]
     update_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constants:
-    """What our runtime costs beside the bytes, by `Cell.runtime`; measured on `reference_cells`."""
+    """The overhead of our runtime beside the bytes, measured on `reference_cells`."""
 
-    message_s: Mapping[str, float]  # of a sub-step of a ring
-    step_s: Mapping[str, float]  # of a step with an exchange
-    synchronisation_s: Mapping[
-        str, float
-    ]  # by transport and how leaders meet: new rings and, among leaders, theirs
+    # Of a sub-step of a ring, by `Cell.runtime`.
+    message_s: Mapping[str, float]
+    # Of a step with an exchange, by `Cell.runtime`.
+    step_s: Mapping[str, float]
+    # Of new rings among members and leaders, by transport and topology of leaders.
+    synchronisation_s: Mapping[str, float]
 
     @classmethod
     def none(cls) -> "Constants":
-        """Return those of a runtime that costs nothing."""
+        """Return the constants of a runtime without overhead."""
         nothing = dict.fromkeys((cell.runtime for cell in reference_cells()), 0.0)
         return cls(
             message_s=nothing,
@@ -61,12 +65,13 @@ class Constants:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """The plan of a cell, and how long it is to take."""
+    """The plan of a cell and its predicted seconds."""
 
     plan: GroupPlan
     exchanges: Exchanges
     interval: SyncInterval
-    steps_s: float  # of each of the two intervals; of one ring, of half of the only one
+    # Of each of the two intervals, or of half of the only one.
+    steps_s: float
     synchronisation_s: float
 
     @property
@@ -81,9 +86,9 @@ def model_profile(name: str) -> ModelProfile:
 
 
 def plan_of(cell: Cell) -> GroupPlan:
-    """Return the groups of a cell, which depend on nothing that is measured."""
+    """Return the groups of a cell; they do not depend on measurements."""
     return plan_groups(
-        _cluster(cell, _devices(cell, None), 0.0), cell.num_groups, capacities=_speeds(cell)
+        _cluster(cell, _devices(cell, None), 0.0), cell.num_groups, capacities=speeds_of(cell)
     )
 
 
@@ -93,8 +98,8 @@ def shares_of(cell: Cell) -> Mapping[int, int]:
 
 
 def sleeping(cell: Cell) -> Calibration:
-    """Return what a step takes in a cell that sleeps."""
-    speeds, shares = _speeds(cell), shares_of(cell)
+    """Return the calibration of a cell that sleeps."""
+    speeds, shares = speeds_of(cell), shares_of(cell)
     return Calibration(
         step_s={soc: share * cell.sample_s / speeds[soc] for soc, share in shares.items()},
         update_s=SLEEPING_UPDATE_S,
@@ -102,7 +107,7 @@ def sleeping(cell: Cell) -> Calibration:
 
 
 def predict(cell: Cell, calibration: Calibration, constants: Constants) -> Prediction:
-    """Return the prediction: virtual time, and what our runtime adds to it."""
+    """Return the prediction: virtual time plus our runtime's overhead."""
     cluster = _cluster(cell, _devices(cell, calibration), constants.message_s[cell.runtime])
     costs = _costs(cell, plan_of(cell), cluster)
     clock = EventClock(cluster)
@@ -144,7 +149,8 @@ def _costs(cell: Cell, plan: GroupPlan, cluster: Cluster) -> IntervalCosts:
     )
 
 
-def _speeds(cell: Cell) -> list[float]:
+def speeds_of(cell: Cell) -> list[float]:
+    """Return the speed of each SoC."""
     return [
         speed
         for slots, speed in zip(cell.slots_per_board, cell.speeds, strict=True)
@@ -153,14 +159,15 @@ def _speeds(cell: Cell) -> list[float]:
 
 
 def _cluster(cell: Cell, devices: Mapping[int, Device], message_s: float) -> Cluster:
-    """Return the cell's rack without the board of the hub, which is at the hub's link instead."""
+    """Return the cell's rack; the hub is at the hub's link, not on a board of its own."""
     rack = Rack(
         slots_per_board=cell.slots_per_board,
         soc_bit_per_s=cell.rack.soc_bit_per_s,
         uplink_bit_per_s=cell.rack.uplink_bit_per_s,
     )
     cluster = rack.cluster()
-    # A board has devices of one kind. Those that were measured differ by chance alone, and count as the slowest one.
+    # A board has devices of one kind. Measured devices differ by chance alone, so the slowest one
+    # stands for its board.
     boards = tuple(
         replace(board, device=max((devices[soc] for soc in cluster.socs_of(index)), key=_slowness))
         for index, board in enumerate(cluster.boards)
@@ -179,14 +186,12 @@ def _devices(cell: Cell, calibration: Calibration | None) -> dict[int, Device]:
     base, profile = device("snapdragon-865"), model_profile(cell.model)
     shares = {} if calibration is None else shares_of(cell)
     devices = {}
-    for soc, speed in enumerate(_speeds(cell)):
-        timings = (
-            {}
-            if calibration is None or not shares[soc]
-            else {
-                cell.model: StepTimings(batches=(shares[soc],), step_s=(calibration.step_s[soc],))
-            }
-        )
+    for soc, speed in enumerate(speeds_of(cell)):
+        timings = {}
+        if calibration is not None and shares[soc]:
+            timings[cell.model] = StepTimings(
+                batches=(shares[soc],), step_s=(calibration.step_s[soc],)
+            )
         cpu = Processor(name="cpu", flops_per_s=speed * 1e9, active_w=1.0, timings=timings)
         update_s = SLEEPING_UPDATE_S if calibration is None else calibration.update_s
         devices[soc] = replace(

@@ -1,15 +1,14 @@
-"""The resident process of the cells: builds each one's network in namespaces of its own, and forks its SoCs into it.
+"""The resident process of the cells: builds a network for each cell and forks the cell's SoCs into it.
 
-Runs as `python -m benchmarks.truth_cells.resident` in fresh user, network, mount and process namespaces. It reads a
-line of JSON for each cell: the cell, and the constants of our runtime. It writes the prediction before the cell is
-measured, and then what was measured; or the error. It ends with its standard input.
+Runs as `python -m benchmarks.truth_cells.resident` in fresh user, network, mount and process namespaces. Each line of
+input is JSON with a cell and the constants of our runtime. It writes the prediction before it measures the cell, then
+the measurement or an error. It ends with its standard input.
 """
 
 import ctypes
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 import traceback
@@ -20,14 +19,16 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import from_json
 from benchmarks.truth_cells.cell import Cell
 from benchmarks.truth_cells.prediction import Calibration, Constants, predict, sleeping
 from benchmarks.truth_cells.soc import Meeting, calibrate, serve, train
 from tests.testbed.rack_process import enter_network
 
-_NEW_NETWORK, _NEW_MOUNTS = 0x40000000, 0x00020000  # CLONE_NEWNET, CLONE_NEWNS
+# CLONE_NEWNET, CLONE_NEWNS.
+_NEW_NETWORK, _NEW_MOUNTS = 0x40000000, 0x00020000
 _HEAD_START_S = 0.3
-_BARRIER_S = 60.0
+_MEETING_S = 60.0
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -35,7 +36,7 @@ def main() -> int:
     """Answer for every cell, one after the other."""
     for line in sys.stdin:
         asked = json.loads(line)
-        cell = Cell.from_document(asked["cell"])
+        cell = from_json(Cell, asked["cell"])
         process = _FORK.Process(target=_do, args=(cell, Constants(**asked["constants"])))
         process.start()
         process.join()
@@ -55,7 +56,8 @@ def _do(cell: Cell, constants: Constants) -> None:
     except Exception:
         _say({"error": traceback.format_exc(limit=4)})
     sys.stdout.flush()
-    os._exit(0)  # with what it may have left behind; the kernel takes the networks down
+    # Without clean-up: the kernel removes the networks and whatever else is left.
+    os._exit(0)
 
 
 def _build(cell: Cell) -> None:
@@ -63,28 +65,25 @@ def _build(cell: Cell) -> None:
     library = ctypes.CDLL(None, use_errno=True)
     if library.unshare(_NEW_NETWORK | _NEW_MOUNTS):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "unshare")
-    script = "\n".join(
-        ["set -e", "mount -t tmpfs none /run", "mkdir -p /run/netns", *cell.rack.commands()]
-    )
-    subprocess.run(["bash", "-c", script], check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    cell.rack.build()
 
 
 class _Socs:
     """The processes of a phase, each in its network."""
 
-    def __init__(self, cell: Cell, work: Mapping[int, Callable[[Meeting], Any]]) -> None:
+    def __init__(self, work: Mapping[int, Callable[[Meeting], Any]]) -> None:
         start_s = _FORK.Value("d", 0.0)
 
         def soon() -> None:
             start_s.value = time.monotonic() + _HEAD_START_S
 
-        barrier = _FORK.Barrier(len(work), action=soon, timeout=_BARRIER_S)
+        meeting_point = _FORK.Barrier(len(work), action=soon, timeout=_MEETING_S)
 
         def start() -> float:
-            barrier.wait()
+            meeting_point.wait()
             return float(start_s.value)
 
-        meeting = Meeting(together=lambda: barrier.wait() and None, start=start)
+        meeting = Meeting(together=lambda: meeting_point.wait() and None, start=start)
         self._processes: list[BaseProcess] = []
         self._receivers: list[Connection] = []
         for place, part in work.items():
@@ -96,7 +95,7 @@ class _Socs:
             self._receivers.append(receiver)
 
     def results(self) -> list[Any]:
-        """Return what came of all, or raise what one of them said."""
+        """Return the results of all, or raise `RuntimeError` with the error of one."""
         found: dict[int, Any] = {}
         try:
             while len(found) < len(self._receivers):
@@ -111,7 +110,7 @@ class _Socs:
                     try:
                         found[index], error = self._receivers[index].recv()
                     except EOFError:
-                        error = f"place {index} ended without a word"
+                        error = f"place {index} ended without an answer"
                     if error:
                         raise RuntimeError(error)
         finally:
@@ -137,13 +136,13 @@ def _live(place: int, part: Callable[[Meeting], Any], meeting: Meeting, sender: 
 
 
 def _measure(cell: Cell, constants: Constants) -> dict[str, Any]:
-    """Predict the cell, say so, and measure it."""
+    """Predict the cell, write the prediction, and measure the cell."""
     socs = range(cell.num_socs)
     if cell.sleeps:
         calibration = sleeping(cell)
     else:
         calibrated = _Socs(
-            cell, {soc: lambda meeting, soc=soc: calibrate(cell, soc, meeting) for soc in socs}
+            {soc: lambda meeting, soc=soc: calibrate(cell, soc, meeting) for soc in socs}
         ).results()
         calibration = Calibration(
             step_s={soc: passes_s for soc, (passes_s, _) in zip(socs, calibrated, strict=True)},
@@ -169,27 +168,22 @@ def _measure(cell: Cell, constants: Constants) -> dict[str, Any]:
     }
     parts[cell.hub] = lambda meeting: serve(cell, meeting)
     began_at = time.time()
-    *reports, _ = _Socs(cell, parts).results()
+    *reports, _ = _Socs(parts).results()
     return {"began_at": began_at, **_judged(cell, prediction.interval.num_steps, reports)}
 
 
 def _judged(cell: Cell, num_steps: int, reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what was measured of the whole and of its phases, and whether all came to the same weights."""
+    """Return the seconds of the cell and of its phases, and whether the weights are right."""
     began_s = min(report["began"][0] for report in reports)
     ended_s = max(report["steps"][-1] for report in reports)
     trained_s = max(report["steps"][num_steps - 1] for report in reports) - began_s
+    # Otherwise the hub averages the models, and each group ends with weights of its own.
+    is_one_model = cell.leaders == "ring" or cell.num_groups == 1
+    same = not is_one_model or len({report["digests"][0] for report in reports}) == 1
     found = {
         "measured_s": ended_s - began_s,
         "first_steps_s": trained_s,
-        "right": len(
-            {
-                report["digests"][0]
-                for report in reports
-                if cell.leaders == "ring" or cell.num_groups == 1
-            }
-        )
-        <= 1
-        and all(len(report["steps"]) == 2 * num_steps for report in reports),
+        "right": same and all(len(report["steps"]) == 2 * num_steps for report in reports),
     }
     if "synchronised" in reports[0]:
         again_s = min(report["began"][1] for report in reports)

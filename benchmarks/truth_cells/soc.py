@@ -1,4 +1,4 @@
-"""One SoC of a cell, or its hub: trains with the members of a deployment, and notes when."""
+"""One SoC of a cell, or its hub: trains with the parts of a deployment and records times."""
 
 import socket
 import struct
@@ -22,10 +22,11 @@ from benchmarks.truth_cells.prediction import (
     model_profile,
     plan_of,
     shares_of,
+    speeds_of,
 )
 from socflower.hierarchy import Group, SyncInterval, unpredicted_exchanges, weighted_average
 from socflower.peers.preemption import PreemptionSwitch
-from socflower.peers.ring.member import AppliedStep, MemberResult, RingMember
+from socflower.peers.ring.member import AppliedStep, RingMember
 from socflower.peers.ring.settings import RingSettings
 from socflower.peers.transports.port import RingPort
 from socflower.strategies.round import Round, ring_tasks
@@ -46,13 +47,14 @@ class Meeting:
     """How the processes of a cell wait for each other."""
 
     together: Callable[[], None]
-    start: Callable[[], float]  # `together`, and returns a moment soon after at which all begin
+    # Like `together`; it returns a moment soon afterwards at which all begin.
+    start: Callable[[], float]
 
 
 def tasks_of(
     cell: Cell, prediction: Prediction, number: int
 ) -> dict[int, tuple[GroupTask, RingTask]]:
-    """Return every SoC's tasks for an interval of the cell, made as the strategy makes them."""
+    """Return every SoC's tasks for an interval of the cell, as the strategy makes them."""
     alone = cell.strategy == ONE_RING
     plan, num_steps = prediction.plan, prediction.interval.num_steps
     length = 2 * num_steps if alone else num_steps
@@ -91,11 +93,7 @@ def tasks_of(
 def _group_task(
     cell: Cell, group: Group, *, first_step: int, num_steps: int, total_steps: int
 ) -> GroupTask:
-    speeds = [
-        speed
-        for slots, speed in zip(cell.slots_per_board, cell.speeds, strict=True)
-        for _ in range(slots)
-    ]
+    speeds = speeds_of(cell)
     return GroupTask(
         group_id=group.group_id,
         num_groups=cell.num_groups,
@@ -117,7 +115,7 @@ def _group_task(
 
 
 def calibrate(cell: Cell, soc: int, meeting: Meeting) -> tuple[float, float]:
-    """Return the seconds of this SoC's passes over its share and of an update, while all others do the same."""
+    """Measure the seconds of this SoC's passes and of an update, while all other SoCs do the same."""
     share = max(1, shares_of(cell)[soc])
     model = build_model(cell.model)
     session = FP32Trainer(optimizer=sgd(0.01, 0.9), device="cpu").start(model, TrainingSpan())
@@ -158,15 +156,15 @@ def calibrate(cell: Cell, soc: int, meeting: Meeting) -> tuple[float, float]:
 def train(
     cell: Cell, soc: int, prediction: Prediction, calibration: Calibration, meeting: Meeting
 ) -> dict[str, Any]:
-    """Train both intervals, with what leaders and hub do between them; return moments of the monotonic clock."""
+    """Train both intervals and synchronise between them; return moments of the monotonic clock."""
     work = _Work(cell, soc, prediction, calibration.step_s[soc], meeting)
     work.connect()
     if cell.strategy == ONE_RING:
         work.interval(0, has_model=True)
         work.end()
         return work.report
-    first = work.interval(0, has_model=True)
-    work.synchronise(first)
+    work.interval(0, has_model=True)
+    work.synchronise()
     meeting.together()
     work.note("synchronised")
     work.interval(1, has_model=cell.leaders == "ring" or work.leads)
@@ -175,11 +173,12 @@ def train(
 
 
 def serve(cell: Cell, meeting: Meeting) -> None:
-    """Be the hub: average the models that leaders send and send the mean back, or only take the one that is sent."""
+    """Serve as the hub: average the leaders' models and send the mean back, or only receive a single model."""
     uploads = 0 if cell.strategy == ONE_RING else 1 if cell.leaders == "ring" else cell.num_groups
     with socket.create_server((cell.rack.address(cell.hub), _HUB_PORT)) as listener:
         listener.settimeout(_PATIENCE_S)
-        meeting.together()  # all may connect
+        # From now on SoCs may connect.
+        meeting.together()
         connections = [listener.accept()[0] for _ in range(uploads)]
     meeting.start()
     if uploads:
@@ -197,7 +196,8 @@ def serve(cell: Cell, meeting: Meeting) -> None:
                     )
                 )
         for connection in connections:
-            connection.recv(1)  # until it is closed
+            # Returns when the connection is closed.
+            connection.recv(1)
             connection.close()
         meeting.together()
     meeting.together()
@@ -219,7 +219,7 @@ class _Work:
         self.report: dict[str, Any] = {"soc": soc, "steps": [], "digests": []}
 
     def connect(self) -> None:
-        """Connect to the hub, if this SoC is to send it a model."""
+        """Connect to the hub if this SoC sends it a model."""
         cell = self._cell
         self._meeting.together()
         if (
@@ -231,7 +231,8 @@ class _Work:
                 (cell.rack.address(cell.hub), _HUB_PORT), _PATIENCE_S
             )
 
-    def interval(self, number: int, *, has_model: bool) -> MemberResult:
+    def interval(self, number: int, *, has_model: bool) -> None:
+        """Train an interval, and record its steps and the digest of the weights."""
         group, ring = tasks_of(self._cell, self._prediction, number)[self._soc]
         addresses = [
             f"{self._cell.rack.address(soc)}:{_RING_PORT + number}"
@@ -270,9 +271,8 @@ class _Work:
         self.report["digests"].append(
             digest_of({name: array.tobytes() for name, array in self._arrays().items()})
         )
-        return end
 
-    def synchronise(self, end: MemberResult) -> None:
+    def synchronise(self) -> None:
         if self._hub is None:
             return
         self._hub.settimeout(_PATIENCE_S)
@@ -304,11 +304,12 @@ class _Work:
 
 @dataclass
 class _NotedTrainer:
-    """The trainer of a SoC: waits for the common start, and sleeps where the cell does."""
+    """The trainer of a SoC: waits for the common start, and sleeps if the cell's SoCs sleep."""
 
     cell: Cell
     step_s: float
-    share: int  # samples of a step
+    # Samples of a step.
+    share: int
     meeting: Meeting
     model: nn.Module
     began_s: list[float] = field(default_factory=list)
@@ -327,7 +328,7 @@ class _NotedTrainer:
         return session
 
     def _warm_up(self) -> None:
-        """Take what the first steps of a process cost besides, as the calibration does."""
+        """Run the slower first steps of a process beforehand, as the calibration does."""
         trainer = FP32Trainer(optimizer=sgd(0.01, 0.9), device="cpu")
         session = trainer.start(build_model(self.cell.model), TrainingSpan())
         share = 1 if self.cell.sleeps else max(1, self.share)
@@ -338,7 +339,7 @@ class _NotedTrainer:
 
 
 class _Pace:
-    """Lets each part of a step end when it would on a SoC of that speed; layers take time as their operations do."""
+    """Delays the end of each part of a step to its time on a SoC of that speed; layers count by their operations."""
 
     def __init__(self, cell: Cell, step_s: float, model: nn.Module) -> None:
         profile = model_profile(cell.model)
@@ -358,11 +359,11 @@ class _Pace:
         gradients, apply = session.gradients, session.apply
         session._model.register_forward_hook(self._forwarded)
 
-        def paced(parts: Any, num_samples: int) -> torch.Tensor:
-            # What a step does besides is part of it: it begins when the last one has ended.
+        def paced(parts: Any, *arguments: Any) -> torch.Tensor:
+            # A step begins at the end of the last one, so that the time in between is part of it.
             self._begins_s = self._applied_s or time.monotonic()
-            # One sample's gradient, so that processes that sleep do not wait for each other's cores.
-            loss = gradients([_first_sample(parts)], num_samples)
+            # With the gradient of one sample, processes hardly compete for cores.
+            loss = gradients([_first_sample(parts)], *arguments)
             _sleep_until(self._backward_begins_s + self._backward_s)
             return loss
 

@@ -49,14 +49,16 @@ class RoundedTorch(Int8Backend):
                 if values.dtype == np.float32 and values.ndim > 1
                 else 0.0
             )
-            if largest:  # down or up at random, without bias; vectors stay as they are
+            # Round down or up at random, without bias; vectors stay unchanged.
+            if largest:
                 quantum = largest / 127
                 values = (
                     np.floor(values / quantum + random.random(values.shape)).astype(np.float32)
                     * quantum
                 )
             state[name] = torch.tensor(values)
-        self._module.load_state_dict(state, strict=False)  # without running statistics they stay
+        # Running statistics that the state lacks stay unchanged.
+        self._module.load_state_dict(state, strict=False)
 
     def train_step(self, images, labels, *, learning_rate: float, progress: float) -> StepResult:
         targets = torch.tensor(labels, dtype=torch.int64)
@@ -88,8 +90,8 @@ def main() -> None:
     torch.set_num_threads(1)
     digits = load_data("digits")
     model = build_model("lenet5", in_channels=1, image_size=28, num_classes=10, seed=1)
-    # Plain SGD: the difference of weights that this backend hands out has the rounding in it, which momentum would
-    # add up. A backend that can hand out its gradient overrides pseudo_gradient, and may have momentum.
+    # Plain SGD: this backend returns a difference of weights, whose rounding momentum would add up. A backend that
+    # can return its gradient overrides pseudo_gradient and may have momentum.
     trainer = MixedPrecisionTrainer(
         fp32=FP32Trainer(optimizer=sgd(0.05, momentum=0.0)), rule="half", backend=RoundedTorch
     )

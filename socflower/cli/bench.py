@@ -23,6 +23,7 @@ _NOT_BENCHMARKS = (
     "int8_step_isolated",
     "heat_calibration",
     "mapping_reference",
+    "processes",
     "__init__",
 )
 
@@ -87,7 +88,8 @@ def run_benchmark(name: str, *, quick: bool, **options: int) -> dict[str, Any]:
     folder = _folder()
     command = [
         sys.executable,
-        str(folder / f"{name.replace('-', '_')}.py"),
+        "-m",
+        f"benchmarks.{name.replace('-', '_')}",
         "--json",
         *(["--quick"] if quick else []),
         *(f"--{key}={value}" for key, value in options.items()),

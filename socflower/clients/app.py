@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -14,9 +14,10 @@ from flwr.clientapp.typing import Mod
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from socflower.clients.pipeline_client import coding_of, stage_reply, train_stage
+from socflower.clients.pipeline_client import budgets_of, coding_of, train_stage
 from socflower.clients.privacy_mods import adapt_mod
 from socflower.clients.ring_client import (
+    MemberWork,
     answer_query,
     kept_model,
     member_reply,
@@ -166,89 +167,38 @@ def make_client_app(
     settings = ReadSettings(maker="make_client_app", mods=mods, extra_keys=extra_keys)
     if app is not None and app._mods:
         raise ConfigError(
-            "make_client_app: the mods of the given app would not see messages for groups; give them to "
+            "make_client_app: mods of the given app do not see messages for groups; give them to "
             "make_client_app(..., mods=[...])"
         )
-    made, own_app = ClientApp(mods=[adapt_mod(mod) for mod in mods]), app
-    read_data = _as_sources(data_fn)
-    trainers = _TrainerMaker(trainer, settings)
-
-    def model_of(context: Context) -> nn.Module:
-        return build_exclusively(model_fn, context)
-
-    @made.query(QUERY_ACTION)
-    def query(message: Message, context: Context) -> Message:
-        return answer_query(message, context)
+    client = _Client(
+        model_fn=model_fn,
+        data_fn=_as_sources(data_fn),
+        trainers=_TrainerMaker(trainer, settings),
+        settings=settings,
+        num_threads=num_threads,
+        state_folder=state_folder,
+        ring_ledger=ring_ledger,
+    )
+    made = ClientApp(mods=[adapt_mod(mod) for mod in mods])
+    made.query(QUERY_ACTION)(answer_query)
 
     @made.train()
     def train(message: Message, context: Context) -> Message:
-        if own_app is not None and not {GROUP, SPLIT} & {*message.content.config_records}:
-            return own_app(message, context)
-        settings.check_node(context)
-        if SPLIT in message.content.config_records:
-            raise ConfigError(
-                "the message is an edge's part of a split training; make its ClientApp with "
-                "socflower.make_split_client_app"
-            )
-        own_trainer, digest = (
-            trainers.make(message, context),
-            MessageConfig(message).digest(settings.declared),
-        )
-        with torch_threads(num_threads):
-            if RING in message.content.config_records:
-                return _train_in_ring(
-                    model_of(context),
-                    message,
-                    context,
-                    read_data,
-                    own_trainer,
-                    digest,
-                    state_folder,
-                    ring_ledger,
-                )
-            model = _load(model_of(context), message)
-            if GROUP in message.content.config_records:
-                metrics, end, outcome = _train_as_group(
-                    model, message, context, read_data, own_trainer, digest, state_folder
-                )
-                content = RecordDict(
-                    {OUTCOME: ConfigRecord(encode(outcome))} if outcome.preempted else {}
-                )
-                if not outcome.answers:
-                    return Message(content, reply_to=message)
-                _name_untrained(content, model)
-            else:
-                metrics, end = _train_alone(model, message, context, read_data, own_trainer)
-                content = RecordDict()
-            content[ARRAYS] = _weights(model, message)
-            content[METRICS] = MetricRecord({**metrics, **end.metrics})
-            content[TRAINED_ON] = ConfigRecord(encode(_device_report(model, message, own_trainer)))
-            if end.events:
-                content[EVENTS] = ConfigRecord({"texts": list(end.events)})
-            return Message(content, reply_to=message)
+        if app is not None and not {GROUP, SPLIT} & {*message.content.config_records}:
+            return app(message, context)
+        return client.train(message, context)
 
-    if evaluate_data_fn is None and own_app is not None:
-        made.evaluate()(own_app)
     if evaluate_data_fn is not None:
-        read_evaluation_data = _as_sources(evaluate_data_fn)
+        evaluation_data_fn = _as_sources(evaluate_data_fn)
 
         @made.evaluate()
         def evaluate_client(message: Message, context: Context) -> Message:
-            settings.check_evaluation(message)
-            settings.check_node(context)
-            with torch_threads(num_threads):
-                model = _load(model_of(context), message)
-                own_data = read_evaluation_data(context, *_evaluated_partition(message, context))
-                outcome = evaluate(
-                    model,
-                    own_data,
-                    step=evaluate_step,
-                    weight=evaluate_weight,
-                    device=trainers.known_device(context) or AUTO,
-                )
-            metrics = MetricRecord({**outcome.metrics, NUM_EXAMPLES: outcome.num_examples})
-            return Message(RecordDict({METRICS: metrics}), reply_to=message)
+            return client.evaluate(
+                message, context, evaluation_data_fn, evaluate_step, evaluate_weight
+            )
 
+    elif app is not None:
+        made.evaluate()(app)
     return made
 
 
@@ -260,34 +210,32 @@ def _as_sources(data_fn: DataFn) -> SourceFn:
 
 
 class _TrainerMaker:
-    """Makes a message's trainer, which refuses settings of the train config that nobody reads."""
+    """Makes the trainer of a message, and refuses settings of the train config that nothing reads."""
 
     def __init__(self, trainer: Trainer | TrainerFn | None, settings: ReadSettings) -> None:
         self._trainer, self._settings = trainer or FP32Trainer(), settings
         self._is_made = hasattr(self._trainer, "start")
-        parameters = (
-            [] if self._is_made else inspect.signature(cast(Any, trainer)).parameters.values()
-        )
-        self._takes_config = sum(each.default is each.empty for each in parameters) > 1
+        self._takes_config = not self._is_made and _num_required(cast(Any, trainer)) > 1
 
     def make(self, message: Message, context: Context) -> Trainer:
         config = MessageConfig(message)
         if not self._takes_config:
             self._settings.check_training(message)
             return cast(Trainer, self._trainer) if self._is_made else self._started_with(context)
-        self._settings.check_training(message, {*config})  # what is not a setting of the trainer
-        # Functions in the trainer may read the config too, at the latest when it starts.
+        # Settings of the trainer are not known yet, so only other records and keys are refused here.
+        self._settings.check_training(message, {*config})
+        # Functions in the trainer may read the config too, at the latest when the trainer starts.
         return _CheckingTrainer(
             self._started_with(context, config),
             lambda: self._settings.check_training(message, config.read),
         )
 
     def known_device(self, context: Context) -> str | None:
-        """Return the name of the trainer's device; None for a trainer that is made from a message's train config."""
+        """Return the name of the trainer's device; None if the trainer depends on a message's train config."""
         if self._takes_config:
             return None
         trainer = cast(Trainer, self._trainer) if self._is_made else self._started_with(context)
-        return str(getattr(trainer, "device", "cpu"))
+        return _device_name(trainer)
 
     def _started_with(self, *arguments: Any) -> Trainer:
         made = cast(Callable[..., Trainer], self._trainer)(*arguments)
@@ -299,15 +247,22 @@ class _TrainerMaker:
         return made
 
 
+def _num_required(function: Callable[..., Any]) -> int:
+    """Return how many parameters of a function have no default."""
+    parameters = inspect.signature(function).parameters.values()
+    return sum(each.default is each.empty for each in parameters)
+
+
+def _device_name(trainer: Trainer) -> str:
+    return str(getattr(trainer, "device", "cpu"))
+
+
 class _CheckingTrainer:
-    """A trainer with a check once it has started."""
+    """A trainer that runs a check after its start."""
 
     def __init__(self, trainer: Trainer, check: Callable[[], None]) -> None:
         self.trainer, self.check = trainer, check
-        self.device, self.arithmetic = (
-            str(getattr(trainer, "device", "cpu")),
-            arithmetic_of(trainer),
-        )
+        self.device, self.arithmetic = _device_name(trainer), arithmetic_of(trainer)
 
     def start(
         self, model: nn.Module, span: TrainingSpan, state: bytes | None = None
@@ -317,55 +272,164 @@ class _CheckingTrainer:
         return session
 
 
-def _train_as_group(
-    model: nn.Module,
-    message: Message,
-    context: Context,
-    data_fn: SourceFn,
-    trainer: Trainer,
-    settings: str,
-    state_folder: StateFolderFn | None,
-) -> tuple[Metrics, SessionResult, RingOutcome]:
-    task = GroupTask.decode(message.content.config_records[GROUP])
-    data = (
-        [_all_data(task, context, data_fn)]
-        if task.reshuffle
-        else [data_fn(context, partition, task.num_partitions) for partition in task.partitions]
-    )
-    state = TrainerState(
-        task, message, context, _state_files(message, context, state_folder), settings
-    )
-    departures = _departures(message, task)
-    if PIPELINE in message.content.config_records:
-        outcome = _train_pipeline(model, message, task, data[0], trainer, state.read(), departures)
-    else:
-        outcome = train_group(model, data, task, trainer, state.read(), departures=departures)
-    state.save(outcome.end.state, outcome.mean_loss)
-    stayed = [soc for position, soc in enumerate(task.members) if position not in departures]
-    ended = RingOutcome(
-        outcome=COMPLETED if stayed else PREEMPTED,
-        members=tuple(stayed),
-        num_steps=task.num_steps,
-        answers=bool(stayed),
-        preempted=tuple(task.members[position] for position in departures),
-    )
-    return (
-        {TRAIN_LOSS: outcome.mean_loss, NUM_EXAMPLES: outcome.num_samples, GROUP_ID: task.group_id},
-        outcome.end,
-        ended,
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Client:
+    """The arguments of `make_client_app`, and the answers to messages."""
+
+    model_fn: ModelFn
+    data_fn: SourceFn
+    trainers: _TrainerMaker
+    settings: ReadSettings
+    num_threads: int
+    state_folder: StateFolderFn | None
+    ring_ledger: StateFolderFn | None
+
+    def train(self, message: Message, context: Context) -> Message:
+        """Answer a TRAIN message: as a ring's member, as a whole group, or alone."""
+        self.settings.check_node(context)
+        records = message.content.config_records
+        if SPLIT in records:
+            raise ConfigError(
+                "the message is for an edge of a split training; make its ClientApp with "
+                "socflower.make_split_client_app"
+            )
+        trainer = self.trainers.make(message, context)
+        with torch_threads(self.num_threads):
+            model = build_exclusively(self.model_fn, context)
+            if RING in records:
+                return self._train_in_ring(model, message, context, trainer)
+            _load(model, message)
+            if GROUP in records:
+                return self._train_as_group(model, message, context, trainer)
+            metrics, end = _train_alone(model, message, context, self.data_fn, trainer)
+            return _reply(RecordDict(), model, message, trainer, metrics, end)
+
+    def evaluate(
+        self,
+        message: Message,
+        context: Context,
+        data_fn: SourceFn,
+        step: EvaluationStep | None,
+        weight: EvaluationWeight | None,
+    ) -> Message:
+        """Answer an EVALUATE message with metrics on this node's evaluation data."""
+        self.settings.check_evaluation(message)
+        self.settings.check_node(context)
+        with torch_threads(self.num_threads):
+            model = _load(build_exclusively(self.model_fn, context), message)
+            data = data_fn(context, *_evaluated_partition(message, context))
+            device = self.trainers.known_device(context) or AUTO
+            outcome = evaluate(model, data, step=step, weight=weight, device=device)
+        metrics = MetricRecord({**outcome.metrics, NUM_EXAMPLES: outcome.num_examples})
+        return Message(RecordDict({METRICS: metrics}), reply_to=message)
+
+    def _train_as_group(
+        self, model: nn.Module, message: Message, context: Context, trainer: Trainer
+    ) -> Message:
+        """Train all members of a group in this process."""
+        records = message.content.config_records
+        task = GroupTask.decode(records[GROUP])
+        if task.reshuffle:
+            data = [_all_data(task, context, self.data_fn)]
+        else:
+            data = [self.data_fn(context, part, task.num_partitions) for part in task.partitions]
+        state = self._state(task, message, context)
+        departures = _departures(message, task)
+        if PIPELINE in records:
+            pipeline = decode(PipelineTask, records[PIPELINE], "pipeline")
+            outcome = _train_pipeline(
+                model, pipeline, task, data[0], trainer, state.read(), departures
+            )
+        else:
+            outcome = train_group(model, data, task, trainer, state.read(), departures=departures)
+        state.save(outcome.end.state, outcome.mean_loss)
+        stayed = [soc for position, soc in enumerate(task.members) if position not in departures]
+        content = RecordDict()
+        if departures:
+            ended = RingOutcome(
+                outcome=COMPLETED if stayed else PREEMPTED,
+                members=tuple(stayed),
+                num_steps=task.num_steps,
+                answers=bool(stayed),
+                preempted=tuple(task.members[position] for position in departures),
+            )
+            content[OUTCOME] = ConfigRecord(encode(ended))
+        if not stayed:
+            return Message(content, reply_to=message)
+        _name_untrained(content, model)
+        metrics: Metrics = {
+            TRAIN_LOSS: outcome.mean_loss,
+            NUM_EXAMPLES: outcome.num_samples,
+            GROUP_ID: task.group_id,
+        }
+        return _reply(content, model, message, trainer, metrics, outcome.end)
+
+    def _train_in_ring(
+        self, model: nn.Module, message: Message, context: Context, trainer: Trainer
+    ) -> Message:
+        """Train as one member of a ring.
+
+        Only the leader's message and the answering member's reply have the model (F8).
+        """
+        records = message.content.config_records
+        task, ring = GroupTask.decode(records[GROUP]), decode(RingTask, records[RING], "ring")
+        has_model = _load_as_member(model, message, kept_model(context, ring.model_sha256))
+        if task.reshuffle:
+            data = _all_data(task, context, self.data_fn)
+        else:
+            data = self.data_fn(context, ring.participant, task.num_partitions)
+        is_leader = ring.leader == ring.participant
+        state = self._state(task, message, context, is_leader=is_leader)
+        ledger = None if self.ring_ledger is None else self.ring_ledger(context)
+        position = task.partitions.index(ring.participant)
+        work = MemberWork(
+            context=context,
+            group=task,
+            ring=ring,
+            model=model,
+            has_model=has_model,
+            data=data,
+            trainer=trainer,
+            state=state.read(),
+            departs_at=_departures(message, task).get(position),
+            on_step=step_ledger(ledger, message),
+        )
+        if PIPELINE in records:
+            pipeline = decode(PipelineTask, records[PIPELINE], "pipeline")
+            end = train_stage(replace(work, trainer=_plain(trainer)), pipeline)
+        else:
+            end = train_member(work, self._state_files(message, context))
+        if end.end is None:
+            return member_reply(message, context, task, end, None)
+        state.save(end.end.state, end.mean_loss, in_file=end.outcome.answers)
+        reply = member_reply(message, context, task, end, _weights(model, message))
+        if PIPELINE not in records:
+            _name_untrained(reply.content, model)
+        return reply
+
+    def _state(
+        self, task: GroupTask, message: Message, context: Context, *, is_leader: bool = True
+    ) -> TrainerState:
+        digest = MessageConfig(message).digest(self.settings.declared)
+        files = self._state_files(message, context)
+        return TrainerState(task, message, context, files, digest, is_leader=is_leader)
+
+    def _state_files(self, message: Message, context: Context) -> StateFiles | None:
+        config = message.content.config_records.get(CONFIG, ConfigRecord())
+        if self.state_folder is None or WARM_UP in config:
+            return None
+        return state_files(message, self.state_folder(context))
 
 
 def _train_pipeline(
     model: nn.Module,
-    message: Message,
+    pipeline: PipelineTask,
     task: GroupTask,
     data: DataSource,
     trainer: Trainer,
     state: bytes | None,
     departures: Mapping[int, int],
 ) -> GroupOutcome:
-    pipeline = decode(PipelineTask, message.content.config_records[PIPELINE], "pipeline")
     plan = from_json(pipeline.plan)
     return train_pipeline(
         model,
@@ -380,9 +444,7 @@ def _train_pipeline(
         coding=coding_of(pipeline),
         departures={task.members[position]: step for position, step in departures.items()},
         int8_socs=pipeline.int8_socs,
-        budget_bytes=dict(zip(plan.socs, pipeline.budget_bytes, strict=True))
-        if pipeline.budget_bytes
-        else None,
+        budget_bytes=budgets_of(pipeline, plan),
     )
 
 
@@ -394,89 +456,39 @@ def _plain(trainer: Trainer) -> Trainer:
     return trainer.trainer
 
 
-def _train_in_ring(
+def _reply(
+    content: RecordDict,
     model: nn.Module,
     message: Message,
-    context: Context,
-    data_fn: SourceFn,
     trainer: Trainer,
-    settings: str,
-    state_folder: StateFolderFn | None,
-    ledger: StateFolderFn | None,
+    metrics: Metrics,
+    end: SessionResult,
 ) -> Message:
-    """Train as one member of a ring; only the leader's message and the answering member's reply have the model (F8)."""
-    records = message.content.config_records
-    task, ring = GroupTask.decode(records[GROUP]), decode(RingTask, records[RING], "ring")
-    kept = kept_model(context, ring.model_sha256)
-    has_model = ARRAYS in message.content.array_records or kept is not None
-    if ARRAYS in message.content.array_records:
-        _load(model, message)
-        if frozen := [
-            name
-            for name in frozen_parameters(model)
-            if name in message.content.array_records[ARRAYS]
-        ]:
-            raise ConfigError(
-                f"{frozen[0]} is frozen and was sent, but only to the ring's leader; start the strategy "
-                "with ArrayRecord(trainable_state(model)), and load frozen parameters in model_fn"
-            )
-    else:
+    """Return the reply with the trained model, its metrics and what the training reports."""
+    content[ARRAYS] = _weights(model, message)
+    content[METRICS] = MetricRecord({**metrics, **end.metrics})
+    content[TRAINED_ON] = ConfigRecord(encode(_device_report(model, message, trainer)))
+    if end.events:
+        content[EVENTS] = ConfigRecord({"texts": list(end.events)})
+    return Message(content, reply_to=message)
+
+
+def _load_as_member(model: nn.Module, message: Message, kept: ArrayRecord | None) -> bool:
+    """Load the model that was sent, or else the one that this node kept; return whether there was one."""
+    sent = message.content.array_records.get(ARRAYS)
+    if sent is None:
         _require_same_base(model, message)
         if kept is not None:
             load_trainable_state(model, kept.to_torch_state_dict())
-    data = (
-        _all_data(task, context, data_fn)
-        if task.reshuffle
-        else data_fn(context, ring.participant, task.num_partitions)
-    )
-    state = TrainerState(
-        task,
-        message,
-        context,
-        _state_files(message, context, state_folder),
-        settings,
-        is_leader=ring.leader == ring.participant,
-    )
-    if PIPELINE in records:
-        end = train_stage(
-            context,
-            task,
-            ring,
-            decode(PipelineTask, records[PIPELINE], "pipeline"),
-            model=model,
-            has_model=has_model,
-            data=data,
-            trainer=_plain(trainer),
-            state=state.read(),
-            departs_at=_departures(message, task).get(task.partitions.index(ring.participant)),
-            on_step=step_ledger(ledger(context) if ledger is not None else None, message),
+        return kept is not None
+    _load(model, message)
+    frozen = [name for name in frozen_parameters(model) if name in sent]
+    if frozen:
+        raise ConfigError(
+            f"{frozen[0]} is frozen and was sent, but only to the ring's leader; start the strategy with "
+            "ArrayRecord(trainable_state(model)), and load frozen parameters in model_fn"
         )
-        if end.end is not None:
-            state.save(end.end.state, end.mean_loss, in_file=end.outcome.answers)
-        return stage_reply(
-            message, context, task, end, _weights(model, message) if end.end is not None else None
-        )
-    end = train_member(
-        context,
-        task,
-        ring,
-        model=model,
-        has_model=has_model,
-        data=data,
-        trainer=trainer,
-        state=state.read(),
-        departs_at=_departures(message, task).get(task.partitions.index(ring.participant)),
-        on_step=step_ledger(ledger(context) if ledger is not None else None, message),
-        files=_state_files(message, context, state_folder),
-    )
-    if end.end is not None:
-        state.save(end.end.state, end.mean_loss, in_file=end.outcome.answers)
-    reply = member_reply(
-        message, context, task, end, _weights(model, message) if end.end is not None else None
-    )
-    if end.end is not None:
-        _name_untrained(reply.content, model)
-    return reply
+    return True
 
 
 def _all_data(task: GroupTask, context: Context, data_fn: SourceFn) -> DataSource:
@@ -490,17 +502,8 @@ def _all_data(task: GroupTask, context: Context, data_fn: SourceFn) -> DataSourc
     return data
 
 
-def _state_files(
-    message: Message, context: Context, state_folder: StateFolderFn | None
-) -> StateFiles | None:
-    config = message.content.config_records.get(CONFIG, ConfigRecord())
-    return state_files(
-        message, None if state_folder is None or WARM_UP in config else state_folder(context)
-    )
-
-
 def _departures(message: Message, task: GroupTask) -> dict[int, int]:
-    """Return, by position, the step before which a member leaves because of a scenario's event."""
+    """Return the step before which a member leaves because of a scenario's event, by the member's position."""
     leaving = message.content.config_records.get(DEPARTURES, ConfigRecord())
     return {
         position: math.floor(cast(float, leaving[str(soc)]) * task.num_steps)
@@ -516,20 +519,15 @@ def _train_alone(
     data_fn: SourceFn,
     trainer: Trainer,
 ) -> tuple[Metrics, SessionResult]:
+    """Train on this node's own partition, as FedAvg expects; epochs and steps continue across rounds."""
     config = message.content.config_records.get(CONFIG, ConfigRecord())
-
-    def setting(key: str, default: int) -> int:
-        value = config.get(key, default)
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"train config: {key} = {value!r} must be a whole number, 1 or more")
-        return value
-
+    batch_size, num_epochs = _count(config, "batch-size", 32), _count(config, "local-epochs", 1)
+    seed, earlier_rounds = _count(config, "seed", 1), _count(config, SERVER_ROUND, 1) - 1
     proximal_mu = config.get("proximal-mu", 0.0)
     if not isinstance(proximal_mu, int | float) or not 0.0 <= proximal_mu < math.inf:
         raise ConfigError(
             f"train config: proximal-mu = {proximal_mu!r} must be a number, 0 or more"
         )
-    batch_size, num_epochs = setting("batch-size", 32), setting("local-epochs", 1)
     partition_id, num_partitions = _partition(context)
     data = data_fn(context, partition_id, num_partitions)
     if not len(data):
@@ -537,34 +535,35 @@ def _train_alone(
             f"data_fn(context, {partition_id}, {num_partitions}) returned no samples; give every node "
             "some, or start fewer nodes"
         )
-    steps = -(-len(data) // batch_size) * num_epochs
-    earlier_rounds = setting(SERVER_ROUND, 1) - 1
-    session = trainer.start(
-        model,
-        TrainingSpan(
-            first_step=earlier_rounds * steps,
-            total_steps=setting("num-rounds", earlier_rounds + 1) * steps,
-            steps_per_epoch=steps // num_epochs,
-            proximal_mu=float(proximal_mu),
-        ),
+    steps_per_epoch = -(-len(data) // batch_size)
+    steps, first_epoch = steps_per_epoch * num_epochs, earlier_rounds * num_epochs
+    span = TrainingSpan(
+        first_step=earlier_rounds * steps,
+        total_steps=_count(config, "num-rounds", earlier_rounds + 1) * steps,
+        steps_per_epoch=steps_per_epoch,
+        proximal_mu=float(proximal_mu),
     )
+    session = trainer.start(model, span)
     batches = local_batches(
-        len(data),
-        batch_size,
-        num_epochs,
-        seed=(setting("seed", 1), partition_id),
-        first_epoch=earlier_rounds * num_epochs,
+        len(data), batch_size, num_epochs, seed=(seed, partition_id), first_epoch=first_epoch
     )
-    epochs = (earlier_rounds * num_epochs + step // (steps // num_epochs) for step in count())
-    with own_random_state(setting("seed", 1), partition_id, earlier_rounds * steps):
-        losses: list[Tensor] = []
-        for epoch, indices in zip(epochs, paced(batches), strict=False):
-            batch = data.batch(torch.from_numpy(indices), (setting("seed", 1), epoch, partition_id))
+    losses: list[Tensor] = []
+    with own_random_state(seed, partition_id, span.first_step):
+        for step, indices in enumerate(paced(batches)):
+            key = seed, first_epoch + step // steps_per_epoch, partition_id
+            batch = data.batch(torch.from_numpy(indices), key)
             if not earlier_rounds and not losses:
                 try_loss(session, [batch], data, batch_size, divided=False)
             losses.append(session.step([batch]))
     metrics: Metrics = {TRAIN_LOSS: mean_loss(losses), NUM_EXAMPLES: len(data) * num_epochs}
     return metrics, session.finish()
+
+
+def _count(config: ConfigRecord, key: str, default: int) -> int:
+    value = config.get(key, default)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"train config: {key} = {value!r} must be a whole number, 1 or more")
+    return value
 
 
 def _partition(context: Context) -> tuple[int, int]:
@@ -578,7 +577,7 @@ def _partition(context: Context) -> tuple[int, int]:
 
 
 def _evaluated_partition(message: Message, context: Context) -> tuple[int, int]:
-    """Return the partition that the node trains on as a member of a group, or its own where there are no groups."""
+    """Return the partition on which the node trains as a member of a group, or else its own."""
     told = message.content.config_records.get(CONFIG, ConfigRecord()).get(EVALUATED)
     if told is None:
         return _partition(context)
@@ -587,7 +586,7 @@ def _evaluated_partition(message: Message, context: Context) -> tuple[int, int]:
 
 
 def _load(model: nn.Module, message: Message) -> nn.Module:
-    """Load what was sent; frozen parameters that were not are the node's own, and must be the server's."""
+    """Load the sent tensors; frozen parameters that were not sent must equal the server's."""
     arrays = message.content.array_records[ARRAYS]
     load_trainable_state(model, arrays.to_torch_state_dict())
     if not all(name in arrays for name in frozen_parameters(model)):
@@ -604,7 +603,7 @@ def _require_same_base(model: nn.Module, message: Message) -> None:
 
 
 def _device_report(model: nn.Module, message: Message, trainer: Trainer) -> DeviceReport:
-    """Return where and in which arithmetic the model was trained, for every member of a group."""
+    """Return the device and the arithmetic of the training, for every member of a group."""
     group = message.content.config_records.get(GROUP)
     socs = () if group is None else GroupTask.decode(group).members
     return DeviceReport(
@@ -615,22 +614,17 @@ def _device_report(model: nn.Module, message: Message, trainer: Trainer) -> Devi
 
 
 def _name_untrained(content: RecordDict, model: nn.Module) -> None:
-    """Name the arrays that an outer strategy must not step on; Flower cannot count the bytes of an empty list."""
+    """Name the arrays that an outer strategy must leave unchanged; Flower cannot count an empty list's bytes."""
     if names := untrained_names(model):
         content[UNTRAINED] = ConfigRecord({"names": names})
 
 
 def _weights(model: nn.Module, message: Message) -> ArrayRecord:
-    """Return what training changes, and frozen parameters if they were sent."""
+    """Return the trained tensors, and frozen parameters if they were sent, in the model's order."""
     sent = message.content.array_records.get(ARRAYS, ArrayRecord())
     entries = {
         **{name: part for name, part in frozen_parameters(model).items() if name in sent},
         **trainable_state(model),
     }
-    return ArrayRecord(
-        {
-            name: entries[name].detach().contiguous()
-            for name in model.state_dict()
-            if name in entries
-        }
-    )
+    names = [name for name in model.state_dict() if name in entries]
+    return ArrayRecord({name: entries[name].detach().contiguous() for name in names})

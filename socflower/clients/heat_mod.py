@@ -23,8 +23,8 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from flwr.supercore import log
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from socflower.clients.node_config import NodeConfig
-from socflower.errors import ConfigError, require_range
+from socflower.clients.node_config import NodeConfig, switch
+from socflower.errors import ConfigError, require_range, require_type
 from socflower.plain_numbers import plain_numbers
 from socflower.thermal.limits import (
     HeatGuard,
@@ -61,7 +61,8 @@ _STEPS = "socflower-heat-steps"
 _LOAD_WINDOW_S = 0.6
 """Load is a difference of counters, so the first reading of a machine has none."""
 
-_PRECONDITION_FAILED = 6  # Flower's error code for a mod that did not forward a message
+# Flower's error code for a mod that did not forward a message.
+_PRECONDITION_FAILED = 6
 _DEFAULT_LIMITS = HeatLimits()
 
 
@@ -128,7 +129,8 @@ class _HeatCheck:
 
     reading: Reading
     refusal: str | None
-    notes: tuple[str, ...]  # about a stuck sensor
+    # Says that a sensor is stuck.
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,9 +143,8 @@ class _HeatMod:
     read_timeout_s: float
     sleep: Callable[[float], object]
     clock: Callable[[], float]
-    sources: dict[int | None, GuardedSource] = field(
-        default_factory=dict
-    )  # by node, or one for all
+    # The guarded source of each node, or one for all nodes under None.
+    sources: dict[int | None, GuardedSource] = field(default_factory=dict)
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         category = message.metadata.message_type.partition(".")[0]
@@ -213,7 +214,8 @@ class _HeatMod:
         """Repeat the check until the device may train or `max_pause_s` are over; return the seconds held too."""
         began_s, slept_s = self.clock(), 0.0
         while True:
-            held_s = max(slept_s, self.clock() - began_s)  # ends also if the clock does not advance
+            # The loop must also end if the clock does not advance.
+            held_s = max(slept_s, self.clock() - began_s)
             left_s = self.limits.max_pause_s - held_s
             if check.refusal is None or left_s <= 0.0:
                 return check, held_s
@@ -232,16 +234,12 @@ class _HeatMod:
         if pause is not None:
             context.state[_PAUSE] = ConfigRecord(encode(pause))
         stuck = pause is not None and pause.stuck(self.limits, now_s)
-        seen = (
-            "is unknown"
-            if reading.temperature_c is None
-            else f"stays at exactly {reading.temperature_c:g} °C"
-        )
-        notes = (
-            (f"temperature {seen} while the device rests: its sensor is taken for stuck",)
-            if stuck
-            else ()
-        )
+        notes: tuple[str, ...] = ()
+        if stuck:
+            seen = "is unknown"
+            if reading.temperature_c is not None:
+                seen = f"stays at exactly {reading.temperature_c:g} °C"
+            notes = (f"temperature {seen} while the device rests: its sensor counts as stuck",)
         return _HeatCheck(
             reading=reading,
             notes=notes,
@@ -254,7 +252,8 @@ class LocalSensors:
 
     def __init__(self, sensors: HeatSource) -> None:
         self._sensors = sensors
-        self._notes = sensors.read().notes  # the source reports each note once
+        # The source reports each note once.
+        self._notes = sensors.read().notes
         time.sleep(_LOAD_WINDOW_S)
 
     def read(self) -> Reading:
@@ -274,10 +273,8 @@ def _prepared(source: HeatSource | None) -> HeatSource:
 
 def _timing(context: Context) -> StepTiming:
     kept = context.state.config_records.get(_STEPS, ConfigRecord())
-    samples, seconds = (
-        cast(list[int], kept.get("samples", [])),
-        cast(list[float], kept.get("seconds", [])),
-    )
+    samples = cast(list[int], kept.get("samples", []))
+    seconds = cast(list[float], kept.get("seconds", []))
     return StepTiming(references_s=dict(zip(samples, seconds, strict=True)))
 
 
@@ -355,7 +352,8 @@ def _pauses_between_steps(enabled: bool) -> Iterator[None]:
         return
 
     def after_step(*_: object) -> None:
-        guard = current_guard()  # of the stepping thread: None if an app trains in other threads
+        # The guard belongs to a thread: an app that trains in another thread has none.
+        guard = current_guard()
         if guard is not None:
             guard.step_done()
 
@@ -378,7 +376,8 @@ def _sampled(guard: HeatGuard, interval_s: float) -> Iterator[None]:
     thread = Thread(target=sample, name="heat-sampler", daemon=True)
     try:
         thread.start()
-    except RuntimeError as error:  # no thread can be started: train with fewer readings
+    except RuntimeError as error:
+        # Without a thread the training continues with fewer readings.
         log(INFO, "heat mod: no samples while the client works (%s)", error)
         yield
         return
@@ -394,28 +393,23 @@ _LIMIT_KEYS = {f"heat-{entry.name.replace('_', '-')}": entry.name for entry in f
 
 
 def node_heat_limits(node_config: NodeConfig) -> HeatLimits | None:
-    """Return a node's limits, None if heat control is off; `ConfigError` for an invalid key or value.
+    """Return a node's limits, or None if heat control is off. Raises `ConfigError` for an invalid key or value.
 
     Keys: `heat` (true: on), and the fields of `HeatLimits`, as in `heat-pause-c=80.0`.
     """
-    switch = node_config.get(_SWITCH, False)
+    is_on = switch(node_config, _SWITCH)
     given = {key: value for key, value in node_config.items() if key.startswith(f"{_SWITCH}-")}
     unknown = sorted(set(given) - set(_LIMIT_KEYS))
     if unknown:
         raise ConfigError(
             f"node config: {unknown[0]} is unknown; use one of {', '.join(_LIMIT_KEYS)}"
         )
-    if not isinstance(switch, bool):
-        raise ConfigError(f"node config: {_SWITCH} = {switch!r} must be true or false")
-    if not switch:
+    if not is_on:
         if given:
             raise ConfigError(f"node config: {min(given)} without {_SWITCH}; add {_SWITCH}=true")
         return None
-    numbers: dict[str, float] = {}
-    for key, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"node config: {key} = {value!r} must be a number")
-        numbers[_LIMIT_KEYS[key]] = float(value)
+    require_type("node config", (int, float), "a number", **given)
+    numbers = {_LIMIT_KEYS[key]: float(value) for key, value in given.items()}
     return HeatLimits(**numbers)
 
 

@@ -20,7 +20,7 @@ class RingNode:
 
     Keys: `ring` (host:port that peers connect to), `ring-bind` (host:port to listen on, if another), `ring-ca`,
     `ring-certificate`, `ring-key` (PEM files; all three or none), `ring-trusted` (true: unencrypted rings on public
-    addresses too), `ring-transport` (gloo or grpc, if only one is wanted), `board`, `slot`.
+    addresses too), `ring-transport` (gloo or grpc, to allow only one), `board`, `slot`.
     """
 
     address: str
@@ -40,7 +40,7 @@ class RingNode:
 
 
 def ring_node(node_config: NodeConfig) -> RingNode | None:
-    """Return the ring settings of a node config, or None if it has none; `ConfigError` if they are incomplete."""
+    """Return the ring settings of a node config, or None without `ring`. Raises `ConfigError` if incomplete."""
     address = node_config.get("ring")
     given = [key for key in _TLS_KEYS if node_config.get(key)]
     if not address:
@@ -51,46 +51,48 @@ def ring_node(node_config: NodeConfig) -> RingNode | None:
                 "machine's ring port"
             )
         return None
-    if given and len(given) < len(_TLS_KEYS):
-        missing = [key for key in _TLS_KEYS if key not in given]
+    missing = [key for key in _TLS_KEYS if key not in given]
+    if given and missing:
         raise ConfigError(
-            f"node config: {', '.join(given)} without {', '.join(missing)}; a ring with TLS needs all "
-            "three"
+            f"node config: {given[0]} without {missing[0]}; a ring with TLS needs all three"
         )
     transport = node_config.get("ring-transport")
     if transport not in (None, "gloo", "grpc"):
         raise ConfigError(
             f"node config: ring-transport = {transport!r} is unknown; use gloo or grpc"
         )
-    trusted = node_config.get("ring-trusted", False)
-    if not isinstance(trusted, bool):
-        raise ConfigError(
-            f"node config: ring-trusted = {trusted!r} must be true or false, without quotes"
-        )
     tls = Tls.from_keys(node_config, "ring")
-    # Certificates ask for encryption, which gloo does not have.
     over_grpc = GRPC_WITH_TLS if tls else "grpc"
-    transports = (
-        ("gloo", over_grpc)
-        if transport is None
-        else (over_grpc if transport == "grpc" else "gloo",)
-    )
-    if tls and transport is None:
-        transports = (over_grpc,)
+    if transport is not None:
+        transports: tuple[str, ...] = ("gloo" if transport == "gloo" else over_grpc,)
+    else:
+        # Certificates ask for encryption, which gloo does not have.
+        transports = (over_grpc,) if tls else ("gloo", over_grpc)
     board, slot = board_and_slot(node_config)
     return RingNode(
         address=str(address),
         listen=str(node_config.get("ring-bind") or address),
         tls=tls,
-        trusted=trusted,
+        trusted=switch(node_config, "ring-trusted"),
         board=board,
         slot=slot,
         transports=transports,
     )
 
 
+def switch(node_config: NodeConfig, key: str) -> bool:
+    """Return a key that is true or false, false without it.
+
+    In quotes, "false" would count as true, so texts raise `ConfigError`.
+    """
+    value = node_config.get(key, False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"node config: {key} = {value!r} must be true or false, without quotes")
+    return value
+
+
 def board_and_slot(node_config: NodeConfig) -> tuple[int, int]:
-    """Return board and slot of a node, -1 if its config has none; `ConfigError` for one without the other."""
+    """Return board and slot of a node, -1 without. Raises `ConfigError` for one without the other."""
     board, slot = _index(node_config, "board"), _index(node_config, "slot")
     if (board < 0) != (slot < 0):
         known, missing = ("slot", "board") if board < 0 else ("board", "slot")

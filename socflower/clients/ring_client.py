@@ -1,10 +1,10 @@
-"""Handles TRAIN messages for members of a ring, and a strategy's queries."""
+"""Trains a member of a ring, and answers a strategy's queries."""
 
 import json
 import time
-from collections.abc import Callable
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -14,7 +14,7 @@ from torch import nn
 from socflower.clients.node_config import RingNode, board_and_slot, ring_node
 from socflower.clients.saved_training import FeedbackState, StateFiles
 from socflower.errors import ConfigError
-from socflower.peers.preemption import preempt_switch
+from socflower.peers.preemption import PreemptionSwitch, preempt_switch
 from socflower.peers.ring.member import AppliedStep, MemberResult, RingMember
 from socflower.peers.transports.port import RingPort
 from socflower.training.trainer import Trainer
@@ -41,53 +41,63 @@ from socflower.wire.message_keys import (
 )
 from socflower.workloads import DataSource
 
-_COMPRESSION_STATE, KEPT_MODEL = "socflower-compression", "socflower-model"
+_COMPRESSION_STATE, _KEPT_MODEL = "socflower-compression", "socflower-model"
 
 
-def train_member(
-    context: Context,
-    group: GroupTask,
-    ring: RingTask,
-    *,
-    model: nn.Module,
-    has_model: bool,
-    data: DataSource,
-    trainer: Trainer,
-    state: bytes | None,
-    departs_at: int | None,
-    on_step: Callable[[AppliedStep], None],
-    files: StateFiles | None = None,
-) -> MemberResult:
-    """Open this node's ring port and train as one member, with the arguments of `RingMember`."""
-    node = ring_node(context.node_config)
-    if node is None:
-        raise ConfigError(
-            f"node {context.node_id}: its node config lacks ring; start the SuperNode with "
-            "--node-config 'ring=\"host:port\"'"
-        )
-    kept = context.state.config_records.get(_COMPRESSION_STATE)
-    feedback = FeedbackState(group, context, files)
-    with (
-        preempt_switch(context.node_config) as switch,
-        closing(open_port(node, group, ring)) as port,
-    ):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberWork:
+    """An interval of one member of a ring; the fields are arguments of `RingMember` and `PipelineMember`."""
+
+    context: Context
+    group: GroupTask
+    ring: RingTask
+    model: nn.Module
+    has_model: bool
+    data: DataSource
+    trainer: Trainer
+    state: bytes | None
+    departs_at: int | None
+    on_step: Callable[[AppliedStep], None]
+
+    @contextmanager
+    def port_and_switch(self) -> Iterator[tuple[RingPort, PreemptionSwitch]]:
+        """Open this node's ring port and its switch for preemption."""
+        node = ring_node(self.context.node_config)
+        if node is None:
+            raise ConfigError(
+                f"node {self.context.node_id}: its node config lacks ring; start the SuperNode with "
+                "--node-config 'ring=\"host:port\"'"
+            )
+        with (
+            preempt_switch(self.context.node_config) as switch,
+            closing(open_port(node, self.group, self.ring)) as port,
+        ):
+            yield port, switch
+
+
+def train_member(work: MemberWork, files: StateFiles | None) -> MemberResult:
+    """Open this node's ring port and train as one member; compression and feedback continue from their states."""
+    state = work.context.state
+    kept = state.config_records.get(_COMPRESSION_STATE)
+    feedback = FeedbackState(work.group, work.context, files)
+    with work.port_and_switch() as (port, switch):
         end = RingMember(
-            model=model,
-            has_model=has_model,
-            data=data,
-            group=group,
-            ring=ring,
-            trainer=trainer,
+            model=work.model,
+            has_model=work.has_model,
+            data=work.data,
+            group=work.group,
+            ring=work.ring,
+            trainer=work.trainer,
             port=port,
             switch=switch,
-            state=state,
+            state=work.state,
             compression_state=cast(bytes, kept["state"]) if kept else None,
-            feedback=feedback.read(ring.feedback_sha256),
-            departs_at=departs_at,
-            on_step=on_step,
+            feedback=feedback.read(work.ring.feedback_sha256),
+            departs_at=work.departs_at,
+            on_step=work.on_step,
         ).train()
     if end.compression:
-        context.state[_COMPRESSION_STATE] = ConfigRecord({"state": end.compression})
+        state[_COMPRESSION_STATE] = ConfigRecord({"state": end.compression})
     if end.feedback is not None and end.outcome.feedback_sha256:
         feedback.save(end.outcome.feedback_sha256, end.feedback)
     return end
@@ -100,7 +110,7 @@ def open_port(node: RingNode, group: GroupTask, ring: RingTask) -> RingPort:
         _, participant, address = text.split(" ")
         addresses[int(participant)] = address
     own = addresses[ring.participant]
-    # Ranks of the port are participants; this member never calls those without an address here.
+    # Ranks of the port are participants. This member never calls those without an address.
     by_rank = [addresses.get(rank, own) for rank in range(max(addresses) + 1)]
     return RingPort(
         node.listen,
@@ -121,19 +131,19 @@ def member_reply(
     end: MemberResult,
     weights: ArrayRecord | None,
 ) -> Message:
-    """Return a member's reply: with the model if it answers for its group, else with metrics only (F8).
+    """Return a member's reply: with the model if it answers for its group, else with metrics only (F8, F33).
 
-    The other members keep the model until the next interval, in case the answering one is lost. Where leaders have met,
-    the first group of those in the mean answers with it, and all keep it for the next interval.
+    The other members keep the model until the next interval, in case the answering one is lost. If leaders have met,
+    the first group in the mean answers with it, and all keep it for the next interval.
     """
     outcome = end.outcome
-    context.state.pop(KEPT_MODEL, None)
+    context.state.pop(_KEPT_MODEL, None)
     if outcome.met:
         assert weights is not None
         outcome = replace(outcome, holds=model_digest(weights))
     content = RecordDict({OUTCOME: ConfigRecord(encode(outcome))})
-    if outcome.outcome == COMPLETED:
-        assert weights is not None and end.end is not None
+    if outcome.outcome == COMPLETED and end.end is not None:
+        assert weights is not None
         metrics = MetricRecord(
             {
                 TRAIN_LOSS: end.mean_loss,
@@ -149,15 +159,15 @@ def member_reply(
         if sends:
             content[ARRAYS] = weights
         if outcome.met or not sends:
-            context.state[KEPT_MODEL] = weights
+            context.state[_KEPT_MODEL] = weights
         if end.end.events:
             content[EVENTS] = ConfigRecord({"texts": list(end.end.events)})
     return Message(content, reply_to=message)
 
 
 def kept_model(context: Context, sha256: str) -> ArrayRecord | None:
-    """Return the model that this node has kept since the last interval, if it is the one with that digest."""
-    kept = context.state.array_records.get(KEPT_MODEL)
+    """Return the model that this node has kept since the last interval, if it has this digest."""
+    kept = context.state.array_records.get(_KEPT_MODEL)
     return kept if sha256 and kept is not None and model_digest(kept) == sha256 else None
 
 
@@ -170,7 +180,7 @@ def answer_query(message: Message, context: Context) -> Message:
     """Answer a strategy's query: the node's status, or the model that its ring ended with."""
     asked = message.content.config_records[CONFIG].get(ASK)
     if asked == ASK_MODEL:
-        kept = context.state.array_records.get(KEPT_MODEL)
+        kept = context.state.array_records.get(_KEPT_MODEL)
         return Message(RecordDict({ARRAYS: kept} if kept else {}), reply_to=message)
     node = ring_node(context.node_config)
     board, slot = board_and_slot(context.node_config)
@@ -181,13 +191,12 @@ def answer_query(message: Message, context: Context) -> Message:
 
 
 def step_ledger(path: Path | None, message: Message) -> Callable[[AppliedStep], None]:
-    """Return a function that appends a step to a file as a line of JSON; without a file it does nothing."""
+    """Return a function that appends a step to a file as a line of JSON, or does nothing without a file."""
     if path is None:
         return lambda step: None
     path.parent.mkdir(parents=True, exist_ok=True)
-    server_round = int(
-        cast(int, message.content.config_records.get(CONFIG, ConfigRecord()).get(SERVER_ROUND, 0))
-    )
+    config = message.content.config_records.get(CONFIG, ConfigRecord())
+    server_round = int(cast(int, config.get(SERVER_ROUND, 0)))
 
     def note(step: AppliedStep) -> None:
         line = {

@@ -21,7 +21,8 @@ from socflower.wire.message_keys import CONFIG, LOST_STATE, RESUMED, TRAINING, G
 from socflower.wire.saved_state import DamagedFile, StateKind, StateStore, UnreadableFile
 
 _TRAINER = StateKind(name="trainer state", schema=3, remedy="start a new training (--fresh)")
-# A server resumes from its last checkpoint, or the one before if that is damaged; the group may be a round ahead.
+# A server resumes from its last checkpoint, or the one before if that is damaged; the group may be
+# a round ahead.
 _NUM_KEPT = 3
 
 
@@ -37,17 +38,17 @@ class Position(NamedTuple):
     num_groups: int
     total_steps: int
     next_step: int
-    seed: int = 1  # tells trainings apart that are alike in all else
+    # Distinguishes trainings that are otherwise equal.
+    seed: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class StateFiles:
-    """The last three states of each group that this node leads in one training, or of each edge that it is."""
+    """The last three states of each group that this node leads in one training, or of its edges."""
 
     folder: Path
-    owner: str = (
-        "group"  # or "edge", "feedback"; all have numbers from 0, and may stand side by side
-    )
+    # Also "edge" or "feedback". Each kind is numbered from 0, so their files need different names.
+    owner: str = "group"
 
     def of(self, position: Position, kind: StateKind) -> StateStore:
         """Return the states of a group under one plan, numbered by the step at which each continues."""
@@ -67,12 +68,11 @@ class StateFiles:
             path.unlink(missing_ok=True)
 
 
-_TRAINING_FOLDER = re.compile(
-    r"training-[0-9]{1,20}|[0-9a-f]{16}"
-)  # the latter in earlier versions
+_TRAINING_FOLDER = re.compile(r"training-[0-9]{1,20}")
 _LAST_STATE = re.compile(r".*-steps-([0-9]+)-at-0*\1\.state")
 _DAY_S = 24 * 3600.0
-_ENDED_KEPT_S = _DAY_S  # the server may still die before it has the last round
+# The server may still die before it has received the last round.
+_ENDED_KEPT_S = _DAY_S
 _INTERRUPTED_KEPT_S = 30 * _DAY_S
 _LOCK_WAIT_S = 60.0
 
@@ -80,9 +80,9 @@ _LOCK_WAIT_S = 60.0
 def state_files(message: Message, folder: Path | None, owner: str = "group") -> StateFiles | None:
     """Return the states of the message's training in a node's folder; None without a folder.
 
-    A folder that several trainings use has a folder of each, if the train config has its `TRAINING`. The first message
-    of a training removes the folders of others: a day after their last message if their training has reached its end,
-    after thirty days if it was interrupted. Raises `ConfigError` if the folder cannot be written.
+    Each training has its own folder in it if the train config has `TRAINING`. The first message of a training removes
+    folders of others: a day after their last message if their training ended, after thirty days if it was interrupted.
+    Raises `ConfigError` if the folder cannot be written.
     """
     if folder is None:
         return None
@@ -96,7 +96,7 @@ def state_files(message: Message, folder: Path | None, owner: str = "group") -> 
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Without the lock, another training could remove the folder of one that is resumed just now.
+        # Without the lock, another training could remove the folder of a training that is just being resumed.
         with FolderLock(folder / LOCK_FILE, f"state folder {folder}", wait_s=_LOCK_WAIT_S):
             is_new = not own.exists()
             own.mkdir(exist_ok=True)
@@ -114,14 +114,12 @@ def state_files(message: Message, folder: Path | None, owner: str = "group") -> 
 def _remove_old_trainings(folder: Path) -> None:
     now_s = time.time()
     for training in folder.iterdir():
-        if (
-            not _TRAINING_FOLDER.fullmatch(training.name)
-            or training.is_symlink()
-            or not training.is_dir()
-        ):
+        is_ours = _TRAINING_FOLDER.fullmatch(training.name) and training.is_dir()
+        if not is_ours or training.is_symlink():
             continue
         has_ended = any(_LAST_STATE.fullmatch(file.name) for file in training.iterdir())
-        if now_s - training.stat().st_mtime > (_ENDED_KEPT_S if has_ended else _INTERRUPTED_KEPT_S):
+        kept_s = _ENDED_KEPT_S if has_ended else _INTERRUPTED_KEPT_S
+        if now_s - training.stat().st_mtime > kept_s:
             shutil.rmtree(training, ignore_errors=True)
 
 
@@ -142,7 +140,8 @@ class TrainerState:
         is_leader: bool = True,
     ) -> None:
         self._task, self._context, self._files = task, context, files
-        self._settings = settings  # a digest of the train config's settings of the trainer
+        # A digest of the trainer's settings in the train config.
+        self._settings = settings
         config = message.content.config_records.get(CONFIG, ConfigRecord())
         # Members of a ring get the optimiser from their leader.
         self._resumed, self._required = RESUMED in config, is_leader and bool(config.get(RESUMED))
@@ -155,13 +154,13 @@ class TrainerState:
     def read(self) -> bytes | None:
         """Return the initial state, from the context, or from a file if the training was resumed; else None.
 
-        A leader that is new to its group starts without momentum, as does one that last trained under another plan,
-        even if another node's file is accessible, for example if all nodes run on one machine.
-        Raises `ConfigError` if the training was resumed with a required state, and the state is missing.
+        A leader that is new to its group, or that last trained under another plan, starts without momentum, even if
+        another node's file is accessible (all nodes may run on one machine). Raises `ConfigError` if the training was
+        resumed with a required state, and the state is missing.
         """
         saved = self._context.state.config_records.get(TRAINER_STATE)
         if saved and saved["position"] == list(self._begin):
-            self._require_same_settings(saved.get("settings", ""))
+            self._require_same_settings(saved["settings"])
             return cast(bytes, saved["state"])
         if not self._resumed or not self._begin.next_step:
             return None
@@ -170,7 +169,8 @@ class TrainerState:
             store = self._files.of(self._begin, _TRAINER)
             try:
                 saved_state, payload = store.read(self._begin.next_step)
-                if not saved_state["has_state"]:  # after the group diverged
+                # The group had diverged.
+                if not saved_state["has_state"]:
                     return None
             except UnreadableFile as error:
                 cause, _, remedy = str(error).partition("; ")
@@ -226,10 +226,9 @@ _KEPT_FEEDBACK = "socflower-feedback"
 
 
 class FeedbackState:
-    """What compressed exchanges of leaders have still to send of a group's changes, at one of its members (F8).
+    """A group's changes that compressed exchanges of leaders have not sent yet, at one of its members (F8).
 
-    It is known by its digest, so that any member that holds it, from whatever interval, can bring it, and none that
-    holds another one does.
+    They are identified by a digest: any member that holds the right ones can supply them, whenever it saved them.
     """
 
     def __init__(self, task: GroupTask, context: Context, files: StateFiles | None) -> None:
@@ -239,21 +238,24 @@ class FeedbackState:
             self._files.delete(task.group_id)
 
     def read(self, sha256: str) -> NDArray[np.float32] | None:
-        """Return the one with this digest, from the context or a file; None if this node does not hold it."""
+        """Return the feedback with this digest, from the context or a file; None if this node does not hold it."""
+        if not sha256:
+            return None
         saved = self._context.state.config_records.get(_KEPT_FEEDBACK)
-        if not sha256 or (saved and saved["sha256"] == sha256):
-            return _floats(cast(bytes, saved["values"])) if sha256 and saved else None
+        if saved and saved["sha256"] == sha256:
+            return _floats(cast(bytes, saved["values"]))
         if self._files is not None:
             store = self._files.of(self._position(self._task.first_step), _FEEDBACK)
             for number in store.numbers():
-                with suppress(DamagedFile, UnreadableFile):  # another member may have it
+                # A file that cannot be used is skipped: another member may hold the feedback.
+                with suppress(DamagedFile, UnreadableFile):
                     state, payload = store.read(number)
                     if state["sha256"] == sha256:
                         return _floats(payload)
         return None
 
     def save(self, sha256: str, feedback: NDArray[np.float32]) -> None:
-        """Save the one of the task's end."""
+        """Save the feedback of the task's end."""
         payload = bytes(array_to_bytes(feedback))
         self._context.state[_KEPT_FEEDBACK] = ConfigRecord({"sha256": sha256, "values": payload})
         if self._files is not None:

@@ -61,7 +61,7 @@ _REMEDIES = {
     "lr": _RATE_IS_THE_TRAINERS,
     "learning-rate": _RATE_IS_THE_TRAINERS,
 }
-"""What to do instead, for keys that users often try."""
+"""The remedies for keys that users often try."""
 
 _NODE_KEYS = (
     PARTITION_ID,
@@ -91,7 +91,8 @@ _NODE_KEYS = (
 """All node config keys that are read here; others belong to the app, unless they are similar to one of these."""
 
 _OWN_PREFIXES = ("ring-", "cloud-", "preempt-", "heat-")
-_MIN_SIMILARITY = 0.85  # `difflib` ratio from which a key counts as misspelled
+# The ratio of `difflib` from which a key counts as misspelled.
+_MIN_SIMILARITY = 0.85
 
 
 class MissingSetting(KeyError, ConfigError):
@@ -124,7 +125,7 @@ class MessageConfig(Mapping[str, Any]):
         return len(self._config)
 
     def digest(self, declared: Collection[str]) -> str:
-        """Return a digest of the trainer's settings: those that are neither the strategy's nor `declared` by mods."""
+        """Return a digest of the trainer's settings, which are neither the strategy's nor `declared` by mods."""
         settings = sorted(
             (key, repr(self._config[key]))
             for key in self._config.keys() - _STRATEGY_KEYS - {*declared}
@@ -139,7 +140,8 @@ class ReadSettings:
     maker: str
     mods: Sequence[Mod] = ()
     extra_keys: Sequence[str] = ()
-    declared: frozenset[str] = field(init=False)  # `extra_keys`, and the keys of known mods
+    # The union of `extra_keys` and the keys of known mods.
+    declared: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.extra_keys, str) or not all(
@@ -155,40 +157,23 @@ class ReadSettings:
     def check_training(self, message: Message, read: Collection[str] = ()) -> None:
         """Raise `ConfigError` for an unknown setting of a TRAIN message; the trainer's function has `read` some."""
         records = message.content.config_records
+        allowed: tuple[str, ...] = (ARRAYS, CONFIG)
+        keys: Collection[str] = read
         if SPLIT in records:
-            self._check(
-                message,
-                "train config",
-                (ARRAYS, CONFIG, SPLIT),
-                (),
-                "a split training's settings are arguments of SplitReplay and of its program",
-            )
+            allowed, keys = (*allowed, SPLIT), ()
+            known = "a split training's settings are arguments of SplitReplay and of its program"
         elif GROUP in records:
-            self._check(
-                message,
-                "train config",
-                (ARRAYS, CONFIG, GROUP, RING, PIPELINE, DEPARTURES),
-                read,
-                "a group's batch size, epochs and seed are arguments of its strategy",
-            )
+            allowed = (*allowed, GROUP, RING, PIPELINE, DEPARTURES)
+            known = "a group's batch size, epochs and seed are arguments of its strategy"
         else:
-            self._check(
-                message,
-                "train config",
-                (ARRAYS, CONFIG),
-                (*STANDALONE_KEYS, *read),
-                f"this client reads {', '.join(STANDALONE_KEYS)}",
-            )
+            keys = (*STANDALONE_KEYS, *read)
+            known = f"this client reads {', '.join(STANDALONE_KEYS)}"
+        self._check(message, "train config", allowed, keys, known)
 
     def check_evaluation(self, message: Message) -> None:
         """Raise `ConfigError` for any setting of an EVALUATE message: none is read."""
-        self._check(
-            message,
-            "evaluate config",
-            (ARRAYS, CONFIG),
-            (),
-            "this client reads none when it evaluates",
-        )
+        known = "this client reads none when it evaluates"
+        self._check(message, "evaluate config", (ARRAYS, CONFIG), (), known)
 
     def check_node(self, context: Context) -> None:
         """Raise `ConfigError` for a misspelled key of the node config, or one without the keys that it requires."""
@@ -226,27 +211,22 @@ class ReadSettings:
     ) -> None:
         for name in message.content:
             if name not in records and name not in self.declared:
-                raise ConfigError(
-                    self._unused_text(
-                        f"message: its record {name!r} is not used",
-                        name,
-                        f"this client reads {', '.join(records)}; leave arrayrecord_key and configrecord_key of the "
-                        "strategy as they are",
-                    )
+                raise self._unused(
+                    f"message: its record {name!r} is not used; this client reads {', '.join(records)}; "
+                    "leave arrayrecord_key and configrecord_key of the strategy as they are",
+                    name,
                 )
-        config = message.content.config_records.get(CONFIG, ConfigRecord())
-        for key in config:
-            if key not in keys and key not in _STRATEGY_KEYS and key not in self.declared:
-                raise ConfigError(
-                    self._unused_text(
-                        f"{what}: {key!r} is not used{_suggestion(key, keys)}",
-                        key,
-                        "; ".join(filter(None, (_REMEDIES.get(key), known))),
-                    )
-                )
+        used = {*keys, *_STRATEGY_KEYS, *self.declared}
+        for key in message.content.config_records.get(CONFIG, ConfigRecord()):
+            if key not in used:
+                remedy = f"{_REMEDIES[key]}; {known}" if key in _REMEDIES else known
+                text = f"{what}: {key!r} is not used{_suggestion(key, keys)}; {remedy}"
+                raise self._unused(text, key)
 
-    def _unused_text(self, text: str, key: str, known: str) -> str:
-        return f"{text}; {known}; if a mod of yours reads it, declare it: {self.maker}(…, extra_keys=[{key!r}])"
+    def _unused(self, text: str, key: str) -> ConfigError:
+        return ConfigError(
+            f"{text}; if a mod of yours reads it, declare it: {self.maker}(…, extra_keys=[{key!r}])"
+        )
 
 
 def _keys_of(mod: Mod) -> Iterable[str]:

@@ -41,9 +41,11 @@ clientapp = "client_app:app"
 class AppFiles:
     """The files of a Flower app; its run config is given when the folder is written."""
 
-    server_app: str  # source of a module with `app`
+    # The source of a module with `app`.
+    server_app: str
     client_app: str
-    extra_files: Mapping[str, str] = field(default_factory=dict)  # texts of further files, by name
+    # The texts of further files, by name.
+    extra_files: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path, run_config: Mapping[str, Any]) -> None:
         """Create `folder`, which must not exist, with the files of the app."""

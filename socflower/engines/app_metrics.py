@@ -1,8 +1,8 @@
 """Metrics of any Flower app by round, with the virtual time at each round's end.
 
-They are those of the `Result` of the app's strategy, or of the `History` of an app of Flower's API before messages.
-Metrics that neither has are the means of the replies, weighted by their number of examples. What cannot be known is
-None in a result, with its reason.
+They come from the `Result` of the app's strategy, or from the `History` of an app of Flower's API before messages.
+Metrics that neither has are the means of the replies, weighted by their number of examples. Unknown values are None in
+a result, with the reason.
 """
 
 import math
@@ -31,11 +31,11 @@ from socflower.strategies.socflow import GroupRoundStrategy
 from socflower.wire.message_keys import INTERNAL, NUM_EXAMPLES
 
 SERVER, EVALUATE, TRAIN = "server", "evaluate", "train"
-"""Where metrics come from: the ServerApp's evaluation, the clients' evaluation, the clients' training."""
+"""Sources of metrics: the ServerApp's evaluation, the clients' evaluation, the clients' training."""
 
 SOURCES = (SERVER, EVALUATE, TRAIN)
 PRICED_KEYS = ("virtual_s", "energy_j", "bytes")
-"""What is None in rounds and results of an app of which nothing had a price."""
+"""The keys that are None in rounds and results of an app without any price."""
 
 Metrics: TypeAlias = dict[str, Any]
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
@@ -49,23 +49,27 @@ class RoundLog:
     """The rounds of one app: metrics, and clock, energy and bytes at the end of each."""
 
     def __init__(self, clock: EventClock, on_round: OnRound = lambda entry: None) -> None:
-        self.strategy: str | None = None  # name of the class that was started last
-        self.plan: dict[str, Any] | None = None  # of its groups in the first round
-        self.arrays: ArrayRecord | None = None  # of the last result
-        self.devices: TrainedDevices | None = None  # of the clients that trained
-        self.priced_in = (
-            FP32.arithmetic
-        )  # the arithmetic that the strategy prices, as of `DeviceReport`
-        self.num_pushed = (
-            0  # messages of training and evaluation that were pushed, which have no price
-        )
-        self.threads: set[int] = set()  # that exchanged messages
+        # The class that was started last.
+        self.strategy: str | None = None
+        # The strategy's groups in the first round.
+        self.plan: dict[str, Any] | None = None
+        # The arrays of the last result.
+        self.arrays: ArrayRecord | None = None
+        # The devices of the clients that trained.
+        self.devices: TrainedDevices | None = None
+        # The arithmetic that the strategy prices, as of `DeviceReport`.
+        self.priced_in = FP32.arithmetic
+        # Messages of training and evaluation that were pushed, which have no price.
+        self.num_pushed = 0
+        # The threads that exchanged messages.
+        self.threads: set[int] = set()
         self._clock, self._on_round, self._started_s = clock, on_round, perf_counter()
         self._rounds: dict[int, dict[str, Any]] = {}
         self._replies: dict[tuple[str, int], list[Metrics]] = {}
         self._open: int | None = None
         self._groups: GroupRoundStrategy | None = None
-        self._returned = ""  # what a `start` returned that is no Result
+        # The class of a value of `start` that is not a Result.
+        self._returned = ""
 
     @property
     def has_groups(self) -> bool:
@@ -80,7 +84,7 @@ class RoundLog:
         self._groups = inner if isinstance(inner, GroupRoundStrategy) else None
 
     def enter(self, number: int) -> None:
-        """Begin a round, or go on with it; the end of the one before is now."""
+        """Begin or continue a round; the previous round ends now."""
         if number != self._open:
             self.close()
             self._open = number
@@ -104,7 +108,7 @@ class RoundLog:
             "bytes": usage.bytes_by_tier,
         }
         if self._open and not self._clock.now_s:
-            # Nothing so far had a price; zeros would say that the cluster needs no time.
+            # Nothing has had a price yet; zeros would mean that the cluster needs no time.
             entry |= dict.fromkeys(PRICED_KEYS)
         self._on_round({**self._document(entry), "events": []})
         self._open = None
@@ -135,7 +139,7 @@ class RoundLog:
             self.add(source, number, _means(known))
 
     def add_result(self, strategy: Strategy, result: object) -> None:
-        """Set all rounds' metrics to those of a strategy's result, and keep what it does not have."""
+        """Set all rounds' metrics to those of a strategy's result; metrics that it lacks are kept."""
         if not isinstance(result, Result):
             self._returned = f"{type(strategy).__name__}.start returned {type(result).__name__}, not Flower's Result"
             return
@@ -162,8 +166,8 @@ class RoundLog:
     def documents(self, events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the rounds for a result; `accuracy` and `loss` are None if a round has no such metric.
 
-        The loss is that of the training only in an app that evaluates none in any round. Metrics that are not finite
-        are None, for JSON has no such numbers; events that name no round are in the last one.
+        The training loss is used only if the app evaluates no loss in any round. Metrics that are not finite are None,
+        since JSON has no such numbers; events without a round are in the last round.
         """
         self.close()
         last_number = max(self._rounds, default=0)
@@ -182,9 +186,8 @@ class RoundLog:
             named("loss", entry, (SERVER, EVALUATE)) is not None for entry in self._rounds.values()
         )
         for number, entry in sorted(self._rounds.items()):
-            last = {
-                key: entry.get(key, value) for key, value in last.items()
-            }  # of a round without messages
+            # A round without messages has no metrics.
+            last = {key: entry.get(key, value) for key, value in last.items()}
             document = {**self._document(entry), **last, "events": by_round.pop(number, [])}
             if evaluates_loss:
                 document["loss"] = _judged("loss", entry)[0]
@@ -197,7 +200,7 @@ class RoundLog:
         return documents
 
     def final_scores(self) -> tuple[dict[str, float | None], dict[str, str]]:
-        """Return accuracy and loss of the last round that evaluates them, and why each one that is None is unknown.
+        """Return accuracy and loss of the last round that evaluates them, and the reasons of unknown ones.
 
         A metric that no round evaluates is missing.
         """
@@ -244,15 +247,13 @@ class RoundLog:
     @property
     def without_strategy(self) -> str | None:
         """Why the strategy is unknown; None if it is known."""
-        return (
-            None
-            if self.strategy is not None
-            else "the app starts none by Strategy.start of Flower's message API"
-        )
+        if self.strategy is not None:
+            return None
+        return "the app starts none by Strategy.start of Flower's message API"
 
     @property
     def notes(self) -> list[str]:
-        """What the rounds' figures leave out or change."""
+        """Notes on metrics that are missing or changed in the rounds."""
         notes = []
         odd = [
             f"{source}/{name} in round {number}: {value}"
@@ -287,9 +288,9 @@ class RoundLog:
 
 
 def named(word: str, entry: Mapping[str, Any], sources: Sequence[str]) -> float | None:
-    """Return the number of a round that is called by the word, as `eval_acc` and `accuracy` are for accuracy.
+    """Return the metric of a round whose name has the word, as `eval_acc` and `accuracy` have for accuracy.
 
-    Of several from one source it is the one whose name has the fewest words: `accuracy` before `top5_accuracy`.
+    If a source has several, the name with the fewest words counts: `accuracy` before `top5_accuracy`.
     """
     for source in sources:
         found = []
@@ -303,7 +304,7 @@ def named(word: str, entry: Mapping[str, Any], sources: Sequence[str]) -> float 
 
 
 def _judged(word: str, entry: Mapping[str, Any]) -> tuple[float | None, str]:
-    """Return the evaluated accuracy or loss of a round, and why it is None if it has one that cannot be that."""
+    """Return the evaluated accuracy or loss of a round, or None and, for an impossible value, the fault."""
     value = named(word, entry, (SERVER, EVALUATE))
     if value is None:
         return None, ""
@@ -315,7 +316,7 @@ def _judged(word: str, entry: Mapping[str, Any]) -> tuple[float | None, str]:
 
 
 def _is_shown(name: str, value: object) -> bool:
-    """Return whether a metric is the app's own and a number, or numbers."""
+    """Return whether a metric is the app's own and consists of numbers."""
     values = value if isinstance(value, list) else [value]
     return (
         name != NUM_EXAMPLES
@@ -352,16 +353,17 @@ def _figures(reply: Message) -> Metrics:
 
 
 def _means(replies: Sequence[Metrics]) -> Metrics:
-    """Return the means of the numbers that all replies have, weighted by examples where all of them say how many."""
+    """Return the means of the numbers that all replies have, weighted by examples if all replies report them."""
     weighted = all(NUM_EXAMPLES in each for each in replies)
     weights = [float(each[NUM_EXAMPLES]) if weighted else 1.0 for each in replies]
     total = sum(weights) or 1.0
-    return {
-        name: sum(weight * each[name] for weight, each in zip(weights, replies, strict=True))
-        / total
-        for name in replies[0]
-        if name != NUM_EXAMPLES and all(name in each for each in replies)
-    }
+    means = {}
+    for name in replies[0]:
+        if name != NUM_EXAMPLES and all(name in each for each in replies):
+            values = [each[name] for each in replies]
+            weighed = [weight * value for weight, value in zip(weights, values, strict=True)]
+            means[name] = sum(weighed) / total
+    return means
 
 
 class MeteredGrid(ForwardingGrid):
@@ -372,7 +374,8 @@ class MeteredGrid(ForwardingGrid):
         rounds.devices = devices
         self._rounds, self._messages = rounds, messages
         self._pushed: dict[str, Message] = {}
-        self._lock = RLock()  # an app may exchange messages in several threads
+        # An app may exchange messages in several threads.
+        self._lock = RLock()
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -456,8 +459,8 @@ def _is_work(message: Message) -> bool:
 def observed_strategies(rounds: RoundLog, messages: MessageLog) -> Iterator[None]:
     """Log the results of the strategies that are started in the context, and what apps add to a `History`.
 
-    A round of training in which no client succeeded ends them: strategies of Flower's would keep their weights and go
-    on. Ours of groups raise themselves.
+    A round of training in which no client succeeded ends them: Flower's strategies would keep their weights and
+    continue. Strategies for groups raise errors themselves.
     """
 
     def around(strategy: Strategy, bound: BoundArguments, start: Callable[[], object]) -> object:

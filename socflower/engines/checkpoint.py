@@ -18,9 +18,10 @@ from socflower.wire.saved_state import DamagedFile, StateKind, StateStore, remov
 
 _ROUND = StateKind(name="checkpoint", schema=4, remedy="start anew with --fresh")
 _SPANS = StateKind(name="trace of a round", schema=2, remedy="start anew with --fresh")
-# Fields with arrays; "/outer/" begins their names, as no tensor's.
+# Further fields with arrays. Their names in a file begin with "/outer/", as the name of no tensor does.
 _BESIDE = ("outer", "servers", "feedback")
-_NUM_KEPT = 2  # the newest, and the previous one in case the newest is damaged
+# The newest, and the previous one in case the newest is damaged.
+_NUM_KEPT = 2
 
 # These change neither weights nor virtual time.
 _FREE_KEYS = ("name", "question", "compare", "expect", "folder")
@@ -32,34 +33,36 @@ class Checkpoint:
 
     server_round: int
     num_rounds: int
-    scenario: Mapping[str, Any]  # resolved
+    # The resolved scenario.
+    scenario: Mapping[str, Any]
     engine: str
     versions: Mapping[str, str]
-    rounds: list[dict[str, Any]]  # of the result, from round 0
+    # The rounds of the result, from round 0.
+    rounds: list[dict[str, Any]]
     clock: Mapping[str, Any]
     arrays: Mapping[str, NDArray[Any]]
     warm_up: Mapping[str, Any] | None = None
-    without_state: list[int] = field(
-        default_factory=list
-    )  # groups dropped in the round; they may lack momentum
-    away: list[int] = field(default_factory=list)  # SoCs that no work was planned for
-    planned_without: list[int] = field(
-        default_factory=list
-    )  # SoCs that the round was planned without
-    balance: Mapping[str, Any] = field(default_factory=dict)  # state of re-balancing
-    outer: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # moments of an outer strategy
-    servers: Mapping[str, NDArray[Any]] = field(
-        default_factory=dict
-    )  # models of servers, where they differ
-    feedback: Mapping[str, NDArray[Any]] = field(
-        default_factory=dict
-    )  # of compression of leaders' models
+    # Groups dropped in the round; they may lack momentum.
+    without_state: list[int] = field(default_factory=list)
+    # SoCs without planned work.
+    away: list[int] = field(default_factory=list)
+    # SoCs that the round was planned without.
+    planned_without: list[int] = field(default_factory=list)
+    # The state of re-balancing.
+    balance: Mapping[str, Any] = field(default_factory=dict)
+    # The moments of an outer strategy.
+    outer: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    # The models of servers, if they differ.
+    servers: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    # The state of the compression of leaders' models.
+    feedback: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     resumed_from: list[int] = field(default_factory=list)
-    trained_on: Mapping[str, list[int]] = field(
-        default_factory=dict
-    )  # SoCs by the device that trained them last
-    training: str = ""  # its id in the state folders of nodes
-    trace_parts: list[int] = field(default_factory=list)  # rounds whose spans are in separate files
+    # SoCs by the device that trained them last.
+    trained_on: Mapping[str, list[int]] = field(default_factory=dict)
+    # The training's id in the state folders of nodes.
+    training: str = ""
+    # Rounds whose spans are in separate files.
+    trace_parts: list[int] = field(default_factory=list)
 
 
 class CheckpointFolder:
@@ -89,15 +92,11 @@ class CheckpointFolder:
         """Remove all checkpoints, and the folder unless it contains other files."""
         self._rounds.remove()
         self._spans.remove()
-        for pattern in (
-            "clients/*.state",
-            ".*.part",
-            "clients/.*.part",
-            ".*-lock",
-            "clients/.*-lock",
-        ):
-            for path in self.path.glob(pattern):
-                path.unlink(missing_ok=True)
+        ours = [*self.clients.glob("*.state")]
+        for folder in (self.path, self.clients):
+            ours += [*folder.glob(".*.part"), *folder.glob(".*-lock")]
+        for path in ours:
+            path.unlink(missing_ok=True)
         self._rounds.close()
         for folder in (self.clients, self.path):
             with suppress(OSError):
@@ -107,19 +106,10 @@ class CheckpointFolder:
         """Write the spans of the round, then the checkpoint; remove checkpoints that are no longer kept."""
         if trace_part is not None:
             self._spans.write(checkpoint.server_round, trace_part)
-        state = {
-            entry.name: getattr(checkpoint, entry.name)
-            for entry in fields(checkpoint)
-            if entry.name not in ("arrays", *_BESIDE)
-        }
-        arrays = {
-            **checkpoint.arrays,
-            **{
-                f"/{key}/{name}": array
-                for key in _BESIDE
-                for name, array in getattr(checkpoint, key).items()
-            },
-        }
+        state = {entry.name: getattr(checkpoint, entry.name) for entry in fields(checkpoint)}
+        arrays = dict(state.pop("arrays"))
+        for key in _BESIDE:
+            arrays |= {f"/{key}/{name}": array for name, array in state.pop(key).items()}
         self._rounds.write(checkpoint.server_round, state, pack_arrays(arrays))
 
     def rounds(self) -> list[int]:
@@ -135,20 +125,14 @@ class CheckpointFolder:
         state, payload = self._rounds.read(server_round)
         try:
             arrays = unpack_arrays(payload)
-            beside: dict[str, Any] = {
-                key: {
-                    name.removeprefix(f"/{key}/"): array
-                    for name, array in arrays.items()
-                    if name.startswith(f"/{key}/")
-                }
-                for key in _BESIDE
-            }
-            checkpoint = Checkpoint(
-                **state,
-                **beside,
-                arrays={name: array for name, array in arrays.items() if not name.startswith("/")},
-            )
-        except MalformedBytes as error:  # forged; the digest is no signature
+            beside: dict[str, Any] = {}
+            for key in _BESIDE:
+                prefix = f"/{key}/"
+                names = [name for name in arrays if name.startswith(prefix)]
+                beside[key] = {name.removeprefix(prefix): arrays.pop(name) for name in names}
+            checkpoint = Checkpoint(**state, **beside, arrays=arrays)
+        except MalformedBytes as error:
+            # The file is forged: its digest is not a signature.
             raise DamagedFile(
                 f"{self._rounds.path(server_round)} is damaged ({error})", _ROUND.remedy
             ) from None
@@ -193,10 +177,11 @@ class Checkpointing:
 
     kept: CheckpointFolder
     engine: str
-    resume_after: int | None = None  # the round of the checkpoint to resume from; None: start anew
+    # The round of the checkpoint to resume from; None: start a new training.
+    resume_after: int | None = None
 
     def after(self, checkpoint: Checkpoint | None) -> "Checkpointing":
-        """Return the same for a run that resumes from a checkpoint, or starts anew without one."""
+        """Return the same for a run that resumes from a checkpoint, or starts from the beginning without one."""
         return replace(self, resume_after=None if checkpoint is None else checkpoint.server_round)
 
 
@@ -214,6 +199,11 @@ def require_same_run(
         "versions": checkpoint.versions,
     }
     ours = {**training_keys(scenario), "engine": engine, "versions": versions}
+    require_equal(where, theirs, ours)
+
+
+def require_equal(where: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` with the first difference if what a folder keeps is of another run."""
     found = difference(theirs, ours)
     if found is not None:
         key, before, now = found
@@ -233,20 +223,13 @@ def difference(left: Any, right: Any, key: str = "") -> tuple[str, Any, Any] | N
             if found is not None:
                 return found
         return None
-    if (
-        isinstance(left, list | tuple)
-        and isinstance(right, list | tuple)
-        and len(left) == len(right)
-    ):
-        pairs = enumerate(zip(left, right, strict=True))
-        return next(
-            (
-                found
-                for index, (one, other) in pairs
-                if (found := difference(one, other, f"{key}[{index}]"))
-            ),
-            None,
-        )
+    are_lists = isinstance(left, list | tuple) and isinstance(right, list | tuple)
+    if are_lists and len(left) == len(right):
+        for index, (one, other) in enumerate(zip(left, right, strict=True)):
+            found = difference(one, other, f"{key}[{index}]")
+            if found is not None:
+                return found
+        return None
     return None if left == right else (key, left, right)
 
 

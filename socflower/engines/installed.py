@@ -18,8 +18,10 @@ class Dependency:
     """A package with a known tested version."""
 
     name: str
-    installed: str | None  # None: not installed
-    allowed: SpecifierSet  # empty if every version is allowed
+    # None if the package is not installed.
+    installed: str | None
+    # Empty if every version is allowed.
+    allowed: SpecifierSet
     tested: str
 
     @property
@@ -37,21 +39,17 @@ class Dependency:
 def dependencies() -> dict[str, Dependency]:
     """Return the packages that the extra `tested` names, by name."""
     required = [Requirement(text) for text in metadata.requires("socflower") or ()]
-    tested = {
-        one.name: next(iter(one.specifier)).version for one in required if _belongs_to(one, _TESTED)
-    }
-    return {
-        name: Dependency(
-            name=name,
-            installed=_installed(name),
-            tested=version,
-            allowed=next(
-                (one.specifier for one in required if one.name == name and one.marker is None),
-                SpecifierSet(),
-            ),
-        )
-        for name, version in tested.items()
-    }
+    allowed = {one.name: one.specifier for one in required if one.marker is None}
+    found = {}
+    for one in required:
+        if _belongs_to(one, _TESTED):
+            found[one.name] = Dependency(
+                name=one.name,
+                installed=_installed(one.name),
+                tested=next(iter(one.specifier)).version,
+                allowed=allowed.get(one.name, SpecifierSet()),
+            )
+    return found
 
 
 def _belongs_to(requirement: Requirement, extra: str) -> bool:

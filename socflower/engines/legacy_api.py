@@ -1,4 +1,4 @@
-"""Apps of Flower's API before messages: what `ServerAppComponents`, workflows and `NumPyClient` exchange.
+"""Support for apps of Flower's API before messages: `ServerAppComponents`, workflows and `NumPyClient`.
 
 Flower converts their instructions and results to messages, whose records have the names below.
 """
@@ -72,10 +72,10 @@ def _kind(reply: Message) -> str | None:
 
 @contextmanager
 def observed_history(on_metrics: OnMetrics) -> Iterator[None]:
-    """Tell of the metrics that `History` objects get within the context, and send the messages of a round together.
+    """Report the metrics that `History` objects get within the context, and send a round's messages together.
 
-    Flower's `Server` sends each from a thread of its own: their order would depend on time, and virtual time would
-    be that of one client after the other.
+    Flower's `Server` sends each message from its own thread: their order would depend on real time, and virtual time
+    would be that of one client after the other.
     """
 
     def loss_of(source: str) -> Callable[..., None]:
@@ -118,7 +118,7 @@ def observed_history(on_metrics: OnMetrics) -> Iterator[None]:
 
 @contextmanager
 def bounded_waits(num_nodes: int) -> Iterator[None]:
-    """Raise `ConfigError` within the context where a client manager waits for more clients than there will ever be."""
+    """Raise `ConfigError` within the context if a client manager waits for more clients than there are nodes."""
     original = SimpleClientManager.wait_for
 
     def wait_for(self: SimpleClientManager, num_clients: int, timeout: int = 86400) -> bool:
@@ -129,7 +129,7 @@ def bounded_waits(num_nodes: int) -> Iterator[None]:
             )
         return original(self, num_clients, timeout)
 
-    # Flower makes the manager itself, so its class is all that can be changed from here; mypy cannot allow that.
+    # Flower makes the manager itself, so only its class can be changed.
     SimpleClientManager.wait_for = wait_for  # type: ignore[method-assign]
     try:
         yield
@@ -143,7 +143,7 @@ def are_nodes(num_nodes: int) -> str:
 
 
 _NAMES = {MessageType.EVALUATE: "distributed", "": "centralized"}
-"""How `History` calls the metrics of clients and server."""
+"""The names of clients' and server's metrics in `History`."""
 
 
 def _together(message_type: str, one_by_one: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,12 +24,14 @@ from socflower.wire.secure_channel import Tls
 class CloudAddress:
     """The address of a split run's cloud, and the credentials that a ServerApp presents to it."""
 
-    address: str  # host:port
-    token_file: str  # of the operator's token
-    ca: str = ""  # PEM file of the authority that signed its certificate
-    certificate: str = (
-        ""  # PEM file of the ServerApp's own, with its key, for a cloud that requires one
-    )
+    # As host:port.
+    address: str
+    # The file of the operator's token.
+    token_file: str
+    # The PEM file of the authority that signed its certificate.
+    ca: str = ""
+    # The PEM file of the ServerApp's certificate and key, for a cloud that requires one.
+    certificate: str = ""
     key: str = ""
 
     @classmethod

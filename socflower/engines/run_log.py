@@ -122,7 +122,7 @@ def _require_tensorboard(who: str) -> None:
 
 @dataclass(frozen=True)
 class RoundLogging:
-    """How the rounds of runs are logged: the names of loggers, and where a line goes about one that cannot write."""
+    """How the rounds of runs are logged: the names of loggers, and who is told about one that cannot write."""
 
     names: tuple[str, ...] = ()
     on_notice: Callable[[str], None] = print
@@ -142,7 +142,7 @@ class RoundLogging:
 
         Files of an earlier run are replaced when the first round arrives: a resumed run reports its earlier rounds
         again. A round that was reported already, as after a restart, is skipped. A logger that cannot write is dropped
-        with a notice, and the run goes on.
+        with a notice, and the run continues.
         """
         log = _RunLog(self, out)
         try:
@@ -202,14 +202,15 @@ class _RunLog:
 def scalars(entry: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a round's entry, the bytes of all tiers and of each, and an app's own metrics.
 
-    Those are named by where they come from, as in "train/loss".
+    The app's own metrics are named after their source, as in "train/loss".
     """
     values = {
         name: value
         for name, value in _numbers(entry).items()
         if name not in ("round", "num_rounds")
     }
-    if (by_tier := entry["bytes"]) is not None:  # of an app of which nothing has a price
+    # An app without prices has no such value.
+    if (by_tier := entry["bytes"]) is not None:
         values["bytes"] = float(sum(by_tier.values()))
         values |= {f"bytes_{tier}": float(num_bytes) for tier, num_bytes in by_tier.items()}
     for source in ("server", "evaluate", "train"):
@@ -256,6 +257,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _new_file(path: Path) -> TextIO:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileNotFoundError):  # a link's target stays as it is
+    # A link's target stays as it is.
+    with suppress(FileNotFoundError):
         path.unlink()
     return path.open("w", encoding="utf-8", newline="")

@@ -75,7 +75,7 @@ def run_in_flower_simulation(
 
 
 def gpu_resources(num_workers: int, kind: str, count: int) -> str:
-    """Return the setting by which each worker sees a GPU, shared where there are fewer; Ray hides all others.
+    """Return the setting that gives each worker a GPU, shared if there are fewer; Ray hides all others.
 
     Ray knows GPUs of CUDA alone: other kinds of accelerators are not hidden. Not executed on a GPU yet.
     """
@@ -86,7 +86,8 @@ def gpu_resources(num_workers: int, kind: str, count: int) -> str:
 
 
 def _gpus() -> tuple[str, int]:
-    from socflower.model_graph.torch_device import accelerator, num_devices  # imports torch
+    # Imported here, since it loads torch.
+    from socflower.model_graph.torch_device import accelerator, num_devices
 
     found = accelerator()
     return ("", 0) if found is None else (found.type, num_devices())

@@ -1,4 +1,4 @@
-"""What a ServerApp starts: strategies of Flower's message API, also those that have a `start` of their own."""
+"""Observes the strategies that a ServerApp starts, including those that override `start`."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -9,14 +9,14 @@ from typing import Any, TypeAlias
 from flwr.serverapp.strategy import Strategy
 
 AroundStart: TypeAlias = Callable[[Strategy, inspect.BoundArguments, Callable[[], object]], object]
-"""Gets a strategy, the arguments of its `start`, and what starts it; returns what `start` returns."""
+"""Called with a strategy, the arguments of its `start`, and a function that starts it; returns the result."""
 
 
 @contextmanager
 def around_starts(around: AroundStart) -> Iterator[None]:
-    """Call `around` in place of each `start` in the context; a `start` that another one calls is part of that one.
+    """Call `around` in place of each `start` in the context, except for a `start` that another one calls.
 
-    `around` may change the arguments. A class whose `start` has other parameters than `Strategy.start` has those.
+    `around` may change the arguments, which are those of the class's own `start`.
     """
     depth = 0
 
@@ -38,8 +38,9 @@ def around_starts(around: AroundStart) -> Iterator[None]:
 
         return start
 
-    # Flower tells nobody but the app of a strategy's Result.
-    base: Any = Strategy  # abstract
+    # Flower gives a strategy's Result only to the app, so `start` itself has to be replaced.
+    # An abstract `start` is never called.
+    base: Any = Strategy
     originals: dict[type[Strategy], Any] = {
         each: each.__dict__["start"] for each in _with_own_start(base)
     }
@@ -67,6 +68,6 @@ def around_starts(around: AroundStart) -> Iterator[None]:
 
 
 def _with_own_start(cls: type[Strategy]) -> set[type[Strategy]]:
-    """Return the class and its subclasses, as far as they define a `start`."""
+    """Return the class and its subclasses that define a `start`."""
     found = {cls} if "start" in cls.__dict__ else set()
     return found.union(*map(_with_own_start, cls.__subclasses__()))

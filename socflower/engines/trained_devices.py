@@ -1,4 +1,4 @@
-"""The devices that trained, as clients say in their replies."""
+"""The devices that trained, as reported in clients' replies."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -11,7 +11,7 @@ from socflower.strategies.forwarding_grid import ForwardingGrid
 from socflower.wire.message_keys import METRICS, NUM_EXAMPLES, TRAINED_ON, DeviceReport, decode
 
 UNKNOWN = "unknown"
-"""The device of a client that trained and does not say where, as one that is not made by socflower."""
+"""The device of a client that does not report it, such as one that socflower did not make."""
 
 
 class TrainedDevices(ForwardingGrid):
@@ -20,7 +20,8 @@ class TrainedDevices(ForwardingGrid):
     def __init__(self, grid: Grid) -> None:
         super().__init__(grid)
         self._device_of: dict[int, str] = {}
-        self.arithmetics: set[str] = set()  # that clients trained in, as of `DeviceReport`
+        # The arithmetic of the clients, as in `DeviceReport`.
+        self.arithmetics: set[str] = set()
 
     def document(self) -> dict[str, list[int]]:
         """Return the SoCs that trained on each device, such as `{"cpu": [0, 1]}`."""
@@ -30,7 +31,7 @@ class TrainedDevices(ForwardingGrid):
         }
 
     def restore(self, document: Mapping[str, Sequence[int]]) -> None:
-        """Begin with what `document()` returned before the run was interrupted."""
+        """Restore the result of `document()` from before an interruption."""
         self._device_of = {soc: device for device, socs in document.items() for soc in socs}
 
     def send_and_receive(
@@ -48,16 +49,7 @@ class TrainedDevices(ForwardingGrid):
         return replies
 
     def _read(self, replies: Sequence[Message]) -> None:
-        trained = [
-            reply
-            for reply in replies
-            if reply.has_content()
-            and reply.metadata.message_type.startswith("train")
-            and (
-                NUM_EXAMPLES in reply.content.metric_records.get(METRICS, {})
-                or legacy_api.num_examples_of(reply) is not None
-            )
-        ]
+        trained = [reply for reply in replies if _has_trained(reply)]
         if not trained:
             return
         own_soc = {node: soc for soc, node in enumerate(sorted(self._grid.get_node_ids()))}
@@ -67,6 +59,14 @@ class TrainedDevices(ForwardingGrid):
                 self.arithmetics.add(report.arithmetic)
             socs = report.socs or (own_soc.get(reply.metadata.src_node_id, -1),)
             self._device_of |= dict(zip(socs, report.devices, strict=False))
+
+
+def _has_trained(reply: Message) -> bool:
+    if not reply.has_content() or not reply.metadata.message_type.startswith("train"):
+        return False
+    if NUM_EXAMPLES in reply.content.metric_records.get(METRICS, {}):
+        return True
+    return legacy_api.num_examples_of(reply) is not None
 
 
 def _report_of(reply: Message) -> DeviceReport:

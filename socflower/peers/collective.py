@@ -1,5 +1,6 @@
 """The interface of a ring for its members: in process, over gloo, or over gRPC with TLS."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -43,9 +44,11 @@ class Collective(ABC):
     Every member has the same bits after an `all_reduce`: each part of the buffer is summed once, and copied.
     """
 
-    rank: int  # 0 to size - 1, in ring order
+    # From 0 to size - 1, in ring order.
+    rank: int
     size: int
-    transport: str  # "in-process", "gloo" or "grpc", as in results
+    # "in-process", "gloo" or "grpc", as in results.
+    transport: str
 
     @abstractmethod
     def all_reduce(self, buffer: Tensor) -> Work:
@@ -68,6 +71,12 @@ class Collective(ABC):
         """Leave the ring at once, without waiting for pending operations; may be called twice."""
 
 
+def gather_json(ring: Collective, document: object, poll: Poll = no_poll) -> list[Any]:
+    """Return every member's document, by rank; documents consist of what JSON has. Raises as `all_gather` does."""
+    payloads = ring.all_gather(json.dumps(document).encode(), poll)
+    return [json.loads(payload) for payload in payloads]
+
+
 class RingPeers:
     """The members of a ring for a session that agrees with them during a step; see `JointSession`."""
 
@@ -80,7 +89,8 @@ class RingPeers:
 
     def sum(self, values: npt.NDArray[Any]) -> None:
         """Replace an array by its sum over all members; raises `PeerLost`, or what the poll raises."""
-        summed = torch.from_numpy(values.copy())  # a failed reduction leaves its buffer undefined
+        # A failed reduction leaves its buffer undefined.
+        summed = torch.from_numpy(values.copy())
         with self._waiting():
             self._ring.all_reduce(summed).wait(self.poll)
         np.copyto(values, summed.numpy())

@@ -1,10 +1,10 @@
-"""Gradient exchange in fewer bytes than float32 sums: in halves, in eight bits, or only the largest values.
+"""Gradient exchange in fewer bytes than float32 sums: in float16, in eight bits, or only the largest values.
 
 | name              | a member sends, per element, of n members | what is lost                                       |
 | ----------------- | ----------------------------------------- | -------------------------------------------------- |
 | `none`            | 8(n-1)/n bytes                            | nothing                                            |
 | `fp16`            | 4(n-1)/n                                  | 11 bits are kept; n rounding errors                |
-| `int8`            | 2(n-1)/n                                  | nothing for good: what is rounded off is sent later |
+| `int8`            | 2(n-1)/n                                  | nothing for good: rounding errors are sent later   |
 | `int8-stochastic` | 2(n-1)/n                                  | noise that is zero on average; keeps no state      |
 | `dgc`             | 8(n-1) · ratio                            | nothing for good: small values are sent later      |
 
@@ -20,17 +20,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.peers.collective import Collective, Poll, no_poll
 from socflower.wire.codecs.quantisation import half_exponent, pack_lanes, unpack_lanes
 from socflower.wire.codecs.sparse import decode_values, encode_values, encoded_bytes, largest
 from socflower.wire.message_keys import COMPRESSIONS
 from socflower.wire.saved_state import from_bytes, to_bytes
 
-_WARM_UP_FACTOR = 4  # of deep gradient compression
+# The ratio of deep gradient compression changes by this factor in its warm-up.
+_WARM_UP_FACTOR = 4
 # Of an int8 lane's ±127: one level is reserved for float32 rounding errors in steps and quotients.
 _LEVELS = 126
-_BLOCK = 4096  # elements that share a step
+# Elements of a block share a step.
+_BLOCK = 4096
 MOST_MEMBERS = _LEVELS // 2
 """Of a sum in eight bits: with more, each would have fewer levels than a sign and a zero need."""
 
@@ -190,7 +192,8 @@ class Int8Compression(GradientCompression):
 
     name = "int8"
     _error_feedback = True
-    _max_rounding = 0.5  # maximum rounding of a quotient away from zero
+    # The maximum rounding of a quotient away from zero.
+    _max_rounding = 0.5
 
     def _exchange(
         self, ring: Collective, bucket: int, gradient: Tensor, poll: Poll
@@ -230,7 +233,7 @@ class Int8Compression(GradientCompression):
 
 
 def in_blocks(flat: Tensor) -> Tensor:
-    """Return a copy of a row of values as blocks (blocks, 4096) that share a step each; zeros fill the last one up."""
+    """Return a copy of a row of values as blocks (blocks, 4096), each with one step; zeros pad the last block."""
     values = torch.zeros(-(-flat.numel() // _BLOCK), _BLOCK)
     values.view(-1)[: flat.numel()].copy_(flat)
     return values
@@ -239,7 +242,7 @@ def in_blocks(flat: Tensor) -> Tensor:
 def agree_on_steps(
     ring: Collective, values: Tensor, *, max_rounding: float = 0.5, poll: Poll = no_poll
 ) -> Tensor:
-    """Return the step (blocks, 1) of each block, the same at all members; not finite where a value or a sum is not."""
+    """Return the step (blocks, 1) of each block, equal at all members; not finite if a value or a sum is not."""
     step = values.abs().amax(dim=1, keepdim=True)
     ring.all_reduce(step.view(-1)).wait(poll)
     # Blocks of zeros or subnormal numbers get the smallest normal step.
@@ -247,7 +250,7 @@ def agree_on_steps(
 
 
 def sum_levels(ring: Collective, levels: Tensor, num_elements: int, poll: Poll = no_poll) -> Tensor:
-    """Return the members' sum of multiples of those steps (blocks, 4096), exact; `levels` is used for it."""
+    """Return the exact sum over members of multiples of the steps (blocks, 4096); `levels` is overwritten."""
     words = torch.from_numpy(pack_lanes(levels.view(-1)[: _whole_words(num_elements)].numpy()))
     ring.all_reduce(words).wait(poll)
     levels.view(-1)[: 4 * words.numel()] = torch.from_numpy(unpack_lanes(words.numpy()))
@@ -307,14 +310,9 @@ class DeepGradientCompression(GradientCompression):
         self, *, momentum: float = 0.0, ratio: float = 0.001, warm_up_steps: int = 0
     ) -> None:
         super().__init__()
-        if not 0 <= momentum < 1:
-            raise ConfigError(f"dgc: momentum = {momentum}; give at least 0 and less than 1")
-        if not 0 < ratio <= 1:
-            raise ConfigError(
-                f"dgc: ratio = {ratio}; give the part of the values to send, above 0 and at most 1"
-            )
-        if warm_up_steps < 0:
-            raise ConfigError(f"dgc: warm_up_steps = {warm_up_steps}; give 0 or more")
+        require_range("dgc", least=0, below=1, momentum=momentum)
+        require_range("dgc", above=0, most=1, ratio=ratio)
+        require_range("dgc", least=0, warm_up_steps=warm_up_steps)
         self._momentum = momentum
         self._ratio = ratio
         self._warm_up_steps = warm_up_steps
@@ -342,7 +340,8 @@ class DeepGradientCompression(GradientCompression):
                 "of them the same ratio and warm-up"
             )
         gradient.zero_()
-        for payload in payloads:  # in rank order, so that all members get the same bits
+        # The order of ranks gives all members the same bits.
+        for payload in payloads:
             where, values = decode_values(payload)
             gradient.numpy()[where] += values
         return velocity, unsent
@@ -385,14 +384,19 @@ def make_compression(
 
     `seed` is for stochastic rounding, the other parameters for `dgc`; see `DeepGradientCompression`.
     """
-    if name == "none":
-        return None
-    if name == "fp16":
-        return Float16Compression()
-    if name in ("int8", "int8-stochastic"):
-        return Int8Compression() if name == "int8" else StochasticInt8Compression(seed)
-    if name == "dgc":
-        return DeepGradientCompression(momentum=momentum, ratio=ratio, warm_up_steps=warm_up_steps)
+    match name:
+        case "none":
+            return None
+        case "fp16":
+            return Float16Compression()
+        case "int8":
+            return Int8Compression()
+        case "int8-stochastic":
+            return StochasticInt8Compression(seed)
+        case "dgc":
+            return DeepGradientCompression(
+                momentum=momentum, ratio=ratio, warm_up_steps=warm_up_steps
+            )
     raise ConfigError(
         f"gradient compression {name!r} does not exist; use one of {', '.join(COMPRESSIONS)}"
     )

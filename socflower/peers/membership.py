@@ -2,7 +2,7 @@
 
 Every member runs the same protocol over its ring port. The first live member in ring order coordinates: the others
 *join* it with their state (steps done, whether they have a model), it waits for all live members, and its *decision* is
-the next generation of the ring. Members that join too late, or that were taken for dead, are answered that they are
+the next generation of the ring. Members that join too late, or that counted as dead, get the answer that they are
 left out. There is no election, and any member may die at any point of the protocol.
 
 If a network partition splits a group, each part continues alone; the strategy uses one answer per group.
@@ -28,13 +28,15 @@ from socflower.wire.secure_channel import (
     PeerUnreachable,
 )
 
-_ATTEMPT_S = 1.0  # of one attempt; then the coordinator is determined again
+# The time of one attempt; then the coordinator is determined again.
+_ATTEMPT_S = 1.0
 _POLL_INTERVAL_S = 0.05
-_START_POLL_INTERVAL_S = 0.25  # while others start, or train; frequent calls would slow them down
-_DONE = "done"  # in answers to joins and probes
-_MAX_SILENT_CALLS = (
-    2  # a silent peer is called again before it counts as lost: a loaded machine answers late
-)
+# While others start, or train; frequent calls would slow them down.
+_START_POLL_INTERVAL_S = 0.25
+# The status of answers to joins and probes.
+_DONE = "done"
+# A silent peer is called again before it counts as lost: a loaded machine answers late.
+_MAX_SILENT_CALLS = 2
 
 _Answer = TypeVar("_Answer")
 
@@ -43,9 +45,11 @@ _Answer = TypeVar("_Answer")
 class MemberState:
     """The state with which a member joins a ring."""
 
-    num_steps: int  # applied in this interval
+    # The steps that were applied in this interval.
+    num_steps: int
     has_model: bool
-    optimizer: str  # digest of the optimiser's state; empty if there is none
+    # The digest of the optimiser's state; empty if there is none.
+    optimizer: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,13 +57,16 @@ class Generation:
     """A ring that its members agreed on."""
 
     number: int
-    members: tuple[int, ...]  # participants, in ring order
-    source: int  # the member whose model and step count the others adopt
-    num_steps: int  # applied by the source
-    same_model: bool  # whether all members already have that model at that step
-    optimizer_source: (
-        int  # the member whose optimiser is adopted; a leader that is new to its group has none
-    )
+    # The participants, in ring order.
+    members: tuple[int, ...]
+    # The member whose model and step count the others adopt.
+    source: int
+    # The steps that the source has applied.
+    num_steps: int
+    # Whether all members already have that model at that step.
+    same_model: bool
+    # The member whose optimiser is adopted; a leader that is new to its group has none.
+    optimizer_source: int
     same_optimizer: bool
 
 
@@ -92,7 +99,8 @@ class Membership:
         A member that is silent for `heartbeat_s` counts as hung, one that has not joined by `rendezvous_s` as absent.
     """
 
-    _whom = "participant"  # in events
+    # Names of participants in events.
+    _whom = "participant"
 
     def __init__(
         self,
@@ -104,30 +112,36 @@ class Membership:
         rendezvous_s: float,
     ) -> None:
         self._port, self._own = port, participant
-        self._call_timeout_s = (
-            heartbeat_s / 4
-        )  # of one call; so that a hung member costs less than a heartbeat
+        # The time of one call: a hung member must cost less than a heartbeat.
+        self._call_timeout_s = heartbeat_s / 4
         self._deadline_s = time.monotonic() + rendezvous_s
         self._planned = tuple(members)
-        self._members = self._planned  # of the latest decision; at first, of the plan
+        # The members of the latest decision, at first those of the plan.
+        self._members = self._planned
         self._changed = threading.Condition()
-        self._joins: dict[int, dict[int, MemberState]] = {}  # by generation and participant
+        # Calls that wait, by generation and participant.
+        self._joins: dict[int, dict[int, MemberState]] = {}
         self._decision: Generation | None = None
-        self._requested = 0  # the highest generation that any member asks for
-        self._callers: set[int] = (
-            set()
-        )  # forming members that called since this one last looked for a coordinator
-        self._departed: set[int] = set()  # members that announced that they leave
-        self._done: set[int] = set()  # members that announced that they have the interval's result
-        self._finished = False  # whether this one has announced it
-        self._asked: set[int] = set()  # generations that this member has asked to join
-        self._reached: set[int] = (
-            set()
-        )  # members that were reached before: if unreachable later, they are lost
-        self._suspect: int | None = None  # the member that the watchdog found to be silent
+        # The highest generation that any member asks for.
+        self._requested = 0
+        # Forming members that called since this one last looked for a coordinator.
+        self._callers: set[int] = set()
+        # Members that announced that they leave.
+        self._departed: set[int] = set()
+        # Members that announced that they have the interval's result.
+        self._done: set[int] = set()
+        # Whether this member has announced its result.
+        self._finished = False
+        # Generations that this member has asked to join.
+        self._asked: set[int] = set()
+        # Members that were reached before: if unreachable later, they are lost.
+        self._reached: set[int] = set()
+        # The member that the watchdog found to be silent.
+        self._suspect: int | None = None
         self._forming = True
         self._closed = False
-        self.log_lines: list[str] = []  # events of the ring
+        # The events of the ring.
+        self.log_lines: list[str] = []
         port.handle("join", self._on_join)
         port.handle("probe", self._on_probe)
         port.handle("leave", self._on_leave)
@@ -156,7 +170,8 @@ class Membership:
                 self._requested, 0 if self._decision is None else self._decision.number + 1
             )
             self._requested, self._forming = number, True
-            # The watchdog's result counts as one silent call, so that a hung member costs little more than a heartbeat.
+            # The watchdog's result counts as one silent call, so that a hung member costs little
+            # more than a heartbeat.
             silent = {} if self._suspect is None else {self._suspect: 1}
             self._suspect = None
         while True:
@@ -176,7 +191,8 @@ class Membership:
             if absent:
                 self._log_absent(absent, number)
             if decision.source < 0:
-                self.finish()  # the others get the decision from this port, which must stay open until they have
+                # The others get the decision from this port, which must stay open until they have.
+                self.finish()
                 raise NoModel
             return decision
 
@@ -194,8 +210,8 @@ class Membership:
     def finish(self) -> None:
         """Announce that this member has the interval's result, and wait briefly until the others have it too.
 
-        They are in the same last operation, and if one member leaves, the ring may break for the others and be
-        re-formed without need. Members that are lost or hang are not waited for any longer.
+        All are in the same last operation; if one member left, the ring could break for the others and be re-formed
+        without need. The wait does not include members that are lost or hang.
         """
         self._finished = True
         answers = self._to_all(
@@ -259,9 +275,8 @@ class Membership:
                     )
             except PeerFailed as failure:
                 if not self._is_lost(candidate, failure, number, silent):
-                    if isinstance(
-                        failure, PeerNotReady
-                    ):  # once ready, it probes those that it misses
+                    # Once ready, it probes those that it misses.
+                    if isinstance(failure, PeerNotReady):
                         with self._changed:
                             self._changed.wait_for(lambda: self._callers, _START_POLL_INTERVAL_S)
                     return None
@@ -276,12 +291,12 @@ class Membership:
     def _is_lost(
         self, member: int, failure: Exception, number: int, silent: dict[int, int]
     ) -> bool:
-        """Whether a member whose call failed is lost; one that was silent is called again first.
+        """Return whether a member whose call failed is lost; a silent member is called again first.
 
-        Raises `LeftOut` if a member that refuses this one's token must be in a later interval. At the beginning it may
-        be a process of the previous interval that is ending. Later it cannot be, since the next interval starts only
-        after this one has ended. So a member that hung for an interval and resumes does not take the others for dead,
-        and does not do the rest of that interval's work alone.
+        Raises `LeftOut` if a member that refuses this one's token must be in a later interval. At the beginning, a
+        process of the previous interval may still be ending. Later that is impossible, since the next interval starts
+        only after this one has ended. So a member that hung for an interval does not count the others as dead, and
+        does not do the rest of that interval's work alone.
         """
         if isinstance(failure, PeerSilent):
             silent[member] = silent.get(member, 0) + 1
@@ -291,7 +306,7 @@ class Membership:
         return True
 
     def _skip_done(self, member: int) -> None:
-        """Go on without a member that has the interval's result and will not join again."""
+        """Continue without a member that has the interval's result and will not join again."""
         with self._changed:
             self._done.add(member)
             self._changed.notify_all()
@@ -304,7 +319,8 @@ class Membership:
             )
         if decision.number in self._asked:
             return decision
-        with self._changed:  # it was made with the one whose place this member has taken
+        # The decision was made with the member whose place this one has taken.
+        with self._changed:
             self._requested = max(self._requested, decision.number + 1)
         return None
 
@@ -343,12 +359,12 @@ class Membership:
     def _wait_for_change(
         self, number: int, silent: dict[int, int], seen: tuple[int, ...], timeout_s: float
     ) -> None:
-        """Wait until another member has called, which one may have done since `seen` was read."""
+        """Wait until another member calls, or return at once if one has called since `seen` was read."""
         with self._changed:
             self._changed.wait_for(lambda: self._seen(number, silent) != seen, timeout_s)
 
     def _seen(self, number: int, silent: dict[int, int]) -> tuple[int, ...]:
-        """Return what changes with every call of another member that a coordinator waits for."""
+        """Return a value that changes with every call of a member that a coordinator waits for."""
         return (
             self._requested,
             len(self._joins.get(number, {})),
@@ -358,9 +374,9 @@ class Membership:
         )
 
     def _earlier_callers(self, silent: dict[int, int]) -> int:
-        """Return how many members that coordinate in place of this one have called by now.
+        """Return how many members that could coordinate in place of this one have called.
 
-        One that calls and does not answer cannot coordinate: to make way for it would be for ever.
+        A member that calls but does not answer cannot coordinate: waiting for it would never end.
         """
         earlier = self._members[: self._members.index(self._own)]
         return sum(
@@ -402,33 +418,27 @@ class Membership:
     def _decide(self, number: int, member_states: dict[int, MemberState]) -> Generation:
         members = tuple(member for member in self._members if member in member_states)
         with_model = [member for member in members if member_states[member].has_model]
-        source = max(
-            with_model, key=lambda member: (member_states[member].num_steps, -member), default=-1
-        )
-        best = (
-            member_states[source]
-            if source >= 0
-            else MemberState(num_steps=0, has_model=False, optimizer="")
-        )
-        # Before the first step all optimisers are unchanged, so any will do; a node that returns has lost its own.
+        source, best = -1, MemberState(num_steps=0, has_model=False, optimizer="")
+        if with_model:
+            source = max(with_model, key=lambda member: (member_states[member].num_steps, -member))
+            best = member_states[source]
+        # Before the first step all optimisers are unchanged, so any will do; a node that returns
+        # has lost its own.
         optimizer_source = source
-        if not best.num_steps and not best.optimizer:
-            optimizer_source = next(
-                (member for member in members if member_states[member].optimizer), source
-            )
+        with_optimizer = [member for member in members if member_states[member].optimizer]
+        if not best.num_steps and not best.optimizer and with_optimizer:
+            optimizer_source = with_optimizer[0]
         optimizer = member_states[optimizer_source].optimizer if optimizer_source >= 0 else ""
+        states = [member_states[member] for member in members]
+        has_best = [state.has_model and state.num_steps == best.num_steps for state in states]
         decision = Generation(
             number=number,
             members=members,
             source=source,
             num_steps=best.num_steps,
-            same_model=all(
-                (member_states[member].num_steps, member_states[member].has_model)
-                == (best.num_steps, True)
-                for member in members
-            ),
+            same_model=all(has_best),
             optimizer_source=optimizer_source,
-            same_optimizer=all(member_states[member].optimizer == optimizer for member in members),
+            same_optimizer=all(state.optimizer == optimizer for state in states),
         )
         with self._changed:
             self._decision = decision
@@ -486,7 +496,8 @@ class Membership:
     def _on_probe(self, caller: Caller, body: bytes) -> bytes:
         """Answer with this member's decision, if any; record the generation that the caller asks for."""
         with self._changed:
-            if body:  # a watchdog names no generation: its member does not form a ring
+            # A watchdog names no generation: its member does not form a ring.
+            if body:
                 self._callers.add(caller.rank)
                 self._changed.notify_all()
                 self._requested = max(self._requested, int(body))
@@ -541,7 +552,8 @@ class Membership:
                 failures = 0
             except PeerSilent:
                 failures += 1
-            except PeerFailed:  # it is dead, or in another interval, so this interval is over
+            except PeerFailed:
+                # The member is dead or in another interval, so this interval is over.
                 failures = _MAX_SILENT_CALLS
             if failures >= _MAX_SILENT_CALLS:
                 with self._changed:
@@ -583,14 +595,14 @@ class Membership:
 class LeaderMembership(Membership):
     """A group's view of the groups whose leaders exchange models; participants are groups, over a `LeaderPort`.
 
-    A group whose leader is lost, or still trains, is waited for as long as any of its members lives.
+    The others wait for a group whose leader is lost or still trains as long as any of its members lives.
     """
 
     _whom = "group"
     _asked_for_result: frozenset[int] = frozenset()
 
     def form(self, own_state: MemberState, poll: Poll) -> Generation:
-        """Agree as `Membership` does; raise `OthersDone` for a leader that has a result and was not asked for it."""
+        """Agree as `Membership` does; raise `OthersDone` if a leader has a result that was not requested yet."""
 
         def check() -> None:
             poll()

@@ -7,7 +7,7 @@ request or a signal holds for the lifetime of the process that received it. A fi
 
     preempt-file="/run/socflower/preempt"   leave while it exists: `touch` it, `rm` it
     preempt-port=28300                      POST /preempt, DELETE /preempt, GET /preempt
-    preempt-bind="127.0.0.1"                where that port listens
+    preempt-bind="127.0.0.1"                the address on which that port listens
     preempt-signal=true                     SIGUSR1 to the client's process: leave; SIGUSR2: stay
 """
 
@@ -35,8 +35,14 @@ from socflower.wire.logs import log
 FILE_CHECK_INTERVAL_S = 0.05
 """The minimum interval between checks of the file; reading `active` in between costs nothing."""
 
-_KEYS = ("preempt-file", "preempt-port", "preempt-bind", "preempt-signal")
 _LOOPBACK = "127.0.0.1"
+_DEFAULTS = {
+    "preempt-file": None,
+    "preempt-port": None,
+    "preempt-bind": _LOOPBACK,
+    "preempt-signal": False,
+}
+_KEYS = tuple(_DEFAULTS)
 _REQUEST_TIMEOUT_S = 5.0
 _LARGEST_BODY_BYTES = 65536
 
@@ -53,7 +59,7 @@ class PreemptionSwitch:
     file : Path, optional
         The device is preempted while the file exists, whoever created it.
     port, host : int and str, optional
-        Where to accept HTTP requests. If the port is in use, normally by another client of the device, a warning is
+        The address for HTTP requests. If the port is in use, normally by another client of the device, a warning is
         logged and the other sources are used; requests to that client arrive here through the file.
     signals : bool
         Whether to handle SIGUSR1 and SIGUSR2. Only a process's main thread can; elsewhere a warning is logged and
@@ -72,9 +78,8 @@ class PreemptionSwitch:
         """The warnings, a line each."""
         self._file, self._port, self._host, self._signals = file, port, host, signals
         # Plain assignments, no lock: a signal handler may interrupt the same method that it calls.
-        self._requested_at_s: float | None = (
-            None  # by a signal or request that is not stored in a file; Unix time
-        )
+        # The Unix time of a signal or request that is not stored in a file.
+        self._requested_at_s: float | None = None
         self._file_exists = False
         self._next_check_s = -math.inf
         self._unlogged: list[str] = []
@@ -191,11 +196,9 @@ class PreemptionSwitch:
                     f"preempt-port {port}: cannot listen on {self._host} ({error.strerror}); choose a "
                     "port above 1023 and an address of this device in preempt-bind"
                 ) from None
-            heard = (
-                "requests to it arrive through preempt-file"
-                if self._file is not None
-                else "set preempt-file too, so that requests to it arrive here"
-            )
+            heard = "set preempt-file too, so that requests to it arrive here"
+            if self._file is not None:
+                heard = "requests to it arrive through preempt-file"
             self._warn_once(f"preempt-port {port}: in use on {self._host}; {heard}")
             return
         threading.Thread(
@@ -238,41 +241,37 @@ def preempt_switch(node_config: Mapping[str, Any]) -> PreemptionSwitch:
     unknown = [key for key in node_config if key.startswith("preempt") and key not in _KEYS]
     if unknown:
         raise ConfigError(f"node-config {unknown[0]}: there is no such key; use {', '.join(_KEYS)}")
-    file, port = node_config.get("preempt-file"), node_config.get("preempt-port")
-    host, signals = (
-        node_config.get("preempt-bind", _LOOPBACK),
-        node_config.get("preempt-signal", False),
-    )
+    file, port, host, signals = (node_config.get(key, _DEFAULTS[key]) for key in _KEYS)
     # Absolute, since each message has its own process, in a working folder of Flower's.
-    if file is not None and not (
-        isinstance(file, str) and Path(file).is_absolute() and "\0" not in file
+    is_path = isinstance(file, str) and Path(file).is_absolute() and "\0" not in file
+    for key, valid, takes in (
+        ("preempt-file", file is None or is_path, "an absolute path"),
+        (
+            "preempt-port",
+            port is None or (type(port) is int and 0 < port < 65536),
+            "from 1 to 65535",
+        ),
+        ("preempt-bind", _is_address(host), "an IP address of this device"),
+        ("preempt-signal", isinstance(signals, bool), "true or false"),
     ):
-        raise ConfigError(
-            f"node-config preempt-file = {file!r}: give an absolute path, such as "
-            '"/run/socflower/preempt"'
-        )
-    if port is not None and not (type(port) is int and 0 < port < 65536):
-        raise ConfigError(f"node-config preempt-port = {port!r}: give a number from 1 to 65535")
-    if not (isinstance(host, str) and _is_address(host)):
-        raise ConfigError(f"node-config preempt-bind = {host!r}: give an IP address of this device")
-    if not isinstance(signals, bool):
-        raise ConfigError(f"node-config preempt-signal = {signals!r}: give true or false")
+        if not valid:
+            raise ConfigError(f"node-config {key} = {node_config[key]!r} must be {takes}")
     return PreemptionSwitch(
         file=Path(file) if file is not None else None, port=port, host=host, signals=signals
     )
 
 
-def _is_address(text: str) -> bool:
+def _is_address(text: object) -> bool:
     try:
-        ipaddress.ip_address(text)
+        return isinstance(text, str) and bool(ipaddress.ip_address(text))
     except ValueError:
         return False
-    return True
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    block_on_close = False  # a request that hangs must not delay the end of a message
+    # A request that hangs must not delay the end of a message.
+    block_on_close = False
 
     def __init__(self, host: str, port: int, switch: PreemptionSwitch) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -280,7 +279,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__((host, port), _RequestHandler)
 
     def server_bind(self) -> None:
-        """Bind without looking up the host's name, which takes seconds where no name server answers."""
+        """Bind without looking up the host's name, which takes seconds if no name server answers."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = (
             str(self.server_address[0]),
@@ -320,13 +319,8 @@ class _RequestHandler(BaseHTTPRequestHandler):
             if change is not None:
                 change()
             since_s = self.server.switch.since_s()
-            self._reply(
-                200,
-                {
-                    "preempted": since_s is not None,
-                    "since_s": None if since_s is None else round(since_s, 3),
-                },
-            )
+            shown_s = None if since_s is None else round(since_s, 3)
+            self._reply(200, {"preempted": since_s is not None, "since_s": shown_s})
 
     def _reply(self, status: int, document: dict[str, Any]) -> None:
         body = json.dumps(document).encode() + b"\n"

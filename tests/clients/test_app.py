@@ -188,11 +188,9 @@ def test_a_node_without_samples_is_told_so() -> None:
 def test_a_node_without_its_partition_is_told_how_to_start(missing: str) -> None:
     context = node()
     del context.node_config[missing]
-    with pytest.raises(ConfigError) as caught:
-        make_app()(message(), context)
-    assert (
-        f"node 5: its node config lacks '{missing}'; start the SuperNode with --node-config"
-        in str(caught.value)
+    refused(
+        lambda: make_app()(message(), context),
+        f"node 5: its node config lacks '{missing}'; start the SuperNode with --node-config",
     )
 
 

@@ -525,7 +525,7 @@ def test_a_stuck_sensor_costs_a_rest_and_then_the_device_trains_gently() -> None
     reply = app(context, **{"local-epochs": 10})
     assert heat_of(reply).paused_s == pytest.approx(30.0) and app.epochs == [2]
     assert heat_of(reply).notes == (
-        "temperature stays at exactly 99 °C while the device rests: its sensor is taken for stuck",
+        "temperature stays at exactly 99 °C while the device rests: its sensor counts as stuck",
     )
     assert heat_of(app(context)).paused_s == 0.0
     moved = ForeignApp(

@@ -84,7 +84,7 @@ def test_a_new_training_removes_those_that_ended_or_were_given_up(tmp_path: Path
         ("training-2", 100, 1.1),
         ("training-3", 99, 29),
         ("training-4", 99, 31),
-        ("0123456789abcdef", 99, 31),
+        ("training-9", 99, 31),
         ("mine", 100, 99),
     ):
         write(StateFiles(tmp_path / name), 0, 2, step)

@@ -9,7 +9,6 @@ import ctypes
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -34,7 +33,7 @@ def main(path: str) -> int:
         **{**document["rack"], "slots_per_board": tuple(document["rack"]["slots_per_board"])}
     )
     runs = [Run.from_document(run) for run in document["runs"]]
-    _build(rack)
+    rack.build()
     _import_once({run.transport for run in runs})
     fork = multiprocessing.get_context("fork")
     start_s = fork.Value("d", 0.0)
@@ -69,14 +68,6 @@ def main(path: str) -> int:
     for process in processes:
         process.join()
     return max(abs(process.exitcode or 0) for process in processes)
-
-
-def _build(rack: Rack) -> None:
-    """Build the rack; names of namespaces are kept in /run, which is this mount namespace's own from here on."""
-    script = "\n".join(
-        ["set -e", "mount -t tmpfs none /run", "mkdir -p /run/netns", *rack.commands()]
-    )
-    subprocess.run(["bash", "-c", script], check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr)
 
 
 def _import_once(transports: set[str]) -> None:

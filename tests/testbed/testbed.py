@@ -17,19 +17,9 @@ from statistics import mean, median
 from typing import Any
 
 from tests.testbed.ring_driver import Run
-from tests.testbed.topology import Rack
+from tests.testbed.topology import NAMESPACES, Rack
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_NAMESPACES = (
-    "unshare",
-    "--user",
-    "--map-root-user",
-    "--net",
-    "--mount",
-    "--pid",
-    "--fork",
-    "--kill-child",
-)
 _PROBE_TIMEOUT_S = 60.0
 
 
@@ -84,17 +74,9 @@ def missing() -> str | None:
     for tool in ("unshare", "ip", "tc", "bash", "mount", "sysctl"):
         if shutil.which(tool) is None:
             return f"the testbed needs the command {tool}"
-    script = "\n".join(
-        [
-            "set -e",
-            "mount -t tmpfs none /run",
-            "mkdir -p /run/netns",
-            *Rack(slots_per_board=(1, 1)).commands(),
-        ]
-    )
     try:
         tried = subprocess.run(
-            [*_NAMESPACES, "bash", "-c", script],
+            [*NAMESPACES, "bash", "-c", Rack(slots_per_board=(1, 1)).script()],
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
@@ -120,7 +102,7 @@ def measure(rack: Rack, runs: Sequence[Run], *, timeout_s: float) -> Iterator[Ru
         )
         with said.open("wb") as stderr:
             process = subprocess.Popen(
-                [*_NAMESPACES, sys.executable, "-m", "tests.testbed.rack_process", str(plan)],
+                [*NAMESPACES, sys.executable, "-m", "tests.testbed.rack_process", str(plan)],
                 cwd=REPOSITORY,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

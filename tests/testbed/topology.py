@@ -6,6 +6,8 @@ commands. Rates are limited where a link's sender queues: on both ends of a SoC'
 of an uplink by one class for each SoC, so that SoCs which share an uplink share it evenly.
 """
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,6 +20,11 @@ GOODPUT = 1448 / 1514
 
 MESSAGE_S = 0.0005
 """What a sub-step of a ring costs beside its bytes, for all cases: two ends that wake up and one round trip's half."""
+
+NAMESPACES = tuple(
+    ["unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child"]
+)
+"""The command that starts a process in fresh namespaces, which end with it."""
 
 _LIMITS = {"burst_bytes": 2 * 1514, "queue_s": 0.0, "soc_bit_per_s": 0, "uplink_bit_per_s": 0}
 
@@ -46,6 +53,21 @@ class Rack:
         for key, least in _LIMITS.items():
             if not getattr(self, key) > least:
                 raise ConfigError(f"rack: {key} must be above {least}, got {getattr(self, key)}")
+
+    def script(self) -> str:
+        """Return the script that builds the rack; it keeps namespaces in /run of its own mount namespace."""
+        return "\n".join(
+            ["set -e", "mount -t tmpfs none /run", "mkdir -p /run/netns", *self.commands()]
+        )
+
+    def build(self) -> None:
+        """Build the rack in the network and mount namespaces of this process."""
+        subprocess.run(
+            ["bash", "-c", self.script()],
+            check=True,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+        )
 
     @property
     def num_socs(self) -> int:

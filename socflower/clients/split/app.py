@@ -1,6 +1,7 @@
 """Makes a Flower ClientApp for the edges of a split training."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,7 +14,12 @@ from socflower.clients.privacy_mods import adapt_mod
 from socflower.clients.ring_client import answer_query
 from socflower.clients.saved_training import state_files
 from socflower.clients.settings import ReadSettings
-from socflower.clients.split.in_process import SpanOutcome, SplitSettings, train_in_process
+from socflower.clients.split.in_process import (
+    SpanOutcome,
+    SplitSettings,
+    require_same_program,
+    train_in_process,
+)
 from socflower.clients.split.remote_cloud import CloudLink, train_with_cloud
 from socflower.clients.split.saved_halves import SplitState
 from socflower.edgecloud.split_program import SplitProgram
@@ -27,6 +33,7 @@ from socflower.wire.message_keys import (
     METRICS,
     NUM_EXAMPLES,
     QUERY_ACTION,
+    TRAIN_LOSS,
     TRAINED_ON,
     DeviceReport,
     encode,
@@ -74,77 +81,79 @@ def make_split_client_app(
     extra_keys : sequence of str
         As in `make_client_app`: keys that `mods` or functions of yours read.
     """
-    read = ReadSettings(maker="make_split_client_app", mods=mods, extra_keys=extra_keys)
+    client = _SplitClient(
+        read=ReadSettings(maker="make_split_client_app", mods=mods, extra_keys=extra_keys),
+        program_fn=program_fn,
+        data_fn=data_fn,
+        cloud_data_fn=cloud_data_fn,
+        settings_fn=settings_fn,
+        link_fn=link_fn,
+        state_folder=state_folder,
+    )
     app = ClientApp(mods=[adapt_mod(mod) for mod in mods])
-
-    @app.query(QUERY_ACTION)
-    def query(message: Message, context: Context) -> Message:
-        return answer_query(message, context)
+    app.query(QUERY_ACTION)(answer_query)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
+        with torch_threads(num_threads):
+            return client.train(message, context)
+
+    return app
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SplitClient:
+    """The arguments of `make_split_client_app`, and the answer to TRAIN messages."""
+
+    read: ReadSettings
+    program_fn: ProgramFn
+    data_fn: SplitDataFn
+    cloud_data_fn: SplitDataFn | None
+    settings_fn: SettingsFn
+    link_fn: CloudLinkFn
+    state_folder: FolderFn | None
+
+    def train(self, message: Message, context: Context) -> Message:
+        """Train the task of a message, with a remote cloud or with both halves here."""
         if SPLIT not in message.content.config_records:
             raise ConfigError(
                 "split client: the message has no split task; the strategy must be "
                 "socflower.SplitReplay"
             )
-        read.check_training(message)
-        read.check_node(context)
+        self.read.check_training(message)
+        self.read.check_node(context)
         task = SplitTask.decode(message.content.config_records[SPLIT])
-        program = program_fn(context)
-        if task.fingerprint and task.fingerprint != program.fingerprint():
-            raise ConfigError(
-                f"split client: the server cut another model ({task.fingerprint[:12]}) than this node's "
-                f"({program.fingerprint()[:12]}); run the same code on both"
-            )
-        arrays = {
-            name: array.numpy() for name, array in message.content.array_records[ARRAYS].items()
-        }
-        files = state_files(
-            message, None if state_folder is None else state_folder(context), "edge"
-        )
-        state = SplitState(task, context, files)
-        with torch_threads(num_threads):
-            if task.address:
-                outcome = train_with_cloud(
-                    program,
-                    task,
-                    arrays,
-                    data_fn(context, task.parties[0], task.num_parties),
-                    state,
-                    settings_fn(context),
-                    link_fn(context),
-                )
-            else:
-                data = [data_fn(context, party, task.num_parties) for party in task.parties]
-                others = (
-                    [cloud_data_fn(context, party, task.num_parties) for party in task.parties]
-                    if cloud_data_fn is not None and task.reverse
-                    else None
-                )
-                outcome = train_in_process(
-                    program, task, arrays, data, others, state, settings_fn(context)
-                )
+        program = self.program_fn(context)
+        if task.fingerprint:
+            require_same_program("split client", program, task.fingerprint)
+        sent = message.content.array_records[ARRAYS]
+        arrays = {name: array.numpy() for name, array in sent.items()}
+        folder = None if self.state_folder is None else self.state_folder(context)
+        state = SplitState(task, context, state_files(message, folder, "edge"))
+        settings = self.settings_fn(context)
+        data = [self.data_fn(context, party, task.num_parties) for party in task.parties]
+        if task.address:
+            link = self.link_fn(context)
+            outcome = train_with_cloud(program, task, arrays, data, state, settings, link)
+        else:
+            cloud_data = None
+            if self.cloud_data_fn is not None and task.reverse:
+                cloud_data = [
+                    self.cloud_data_fn(context, party, task.num_parties) for party in task.parties
+                ]
+            outcome = train_in_process(program, task, arrays, data, cloud_data, state, settings)
         label = device_label(resolve_device(program.device, "split training: device"))
-        return _reply(
-            message, outcome, DeviceReport(devices=(label,) * len(task.parties), socs=task.parties)
-        )
-
-    return app
+        devices = DeviceReport(devices=(label,) * len(task.parties), socs=task.parties)
+        return _reply(message, outcome, devices)
 
 
 def _reply(message: Message, outcome: SpanOutcome, devices: DeviceReport) -> Message:
+    arrays = {name: Array(np.asarray(part, order="C")) for name, part in outcome.arrays.items()}
+    metrics = MetricRecord({TRAIN_LOSS: outcome.mean_loss, NUM_EXAMPLES: outcome.num_samples})
     content = RecordDict(
         {
-            ARRAYS: ArrayRecord(
-                {
-                    name: Array(np.asarray(array, order="C"))
-                    for name, array in outcome.arrays.items()
-                }
-            ),
-            METRICS: MetricRecord(
-                {"train-loss": outcome.mean_loss, NUM_EXAMPLES: outcome.num_samples}
-            ),
+            ARRAYS: ArrayRecord(arrays),
+            METRICS: metrics,
             TRAINED_ON: ConfigRecord(encode(devices)),
         }
     )

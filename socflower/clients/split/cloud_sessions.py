@@ -9,7 +9,12 @@ from typing import Any, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
 
-from socflower.clients.split.in_process import SplitSettings, load_half, party_batches
+from socflower.clients.split.in_process import (
+    SplitSettings,
+    load_half,
+    party_batches,
+    require_same_program,
+)
 from socflower.clients.split.remote_cloud import front_plan
 from socflower.edgecloud.cloud.operator_calls import (
     CloudOperator,
@@ -44,11 +49,7 @@ def session_factory(
     """
 
     def make(terms: SessionTerms, weights: Weights) -> CloudHalf:
-        if terms.fingerprint != program.fingerprint():
-            raise ConfigError(
-                f"run {terms.run_id}: the server cut another model ({terms.fingerprint[:12]}) than this "
-                f"cloud's ({program.fingerprint()[:12]}); run the same code on both"
-            )
+        require_same_program(f"run {terms.run_id}", program, terms.fingerprint)
         if not isinstance(terms.settings.get(_TASK), Mapping):
             raise ConfigError(
                 f"run {terms.run_id}: was opened without a split task; its manager must be "

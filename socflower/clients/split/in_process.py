@@ -39,13 +39,12 @@ class SplitSettings:
 
     feedback: Form = "none"
     grouping: Grouping = "tensor"
-    delta_bytes: int = 0  # memory for delta coding at each end; 0: no delta coding
-    window: WindowSchedule | None = (
-        None  # K by progress of training, on a real link; default: the task's
-    )
-    checkpoint_batches: int = (
-        0  # on a real link, between two checkpoints; 0: only at the end of a round
-    )
+    # Memory for delta coding at each end; 0: no delta coding.
+    delta_bytes: int = 0
+    # The window K by progress of the training, on a real link; default: the task's.
+    window: WindowSchedule | None = None
+    # Batches between two checkpoints on a real link; 0: a checkpoint only at the end of a round.
+    checkpoint_batches: int = 0
 
     def __post_init__(self) -> None:
         if self.delta_bytes and self.feedback != "none":
@@ -71,7 +70,8 @@ class SpanOutcome:
     arrays: Arrays
     mean_loss: float
     num_samples: int
-    report: SplitReport | None = None  # on a real link
+    # Only on a real link.
+    report: SplitReport | None = None
     events: tuple[str, ...] = ()
 
 
@@ -129,6 +129,16 @@ def train_in_process(
             num_samples(task, each) for each in (batches[:1] if task.mode == JOINED else batches)
         ),
     )
+
+
+def require_same_program(where: str, program: SplitProgram, fingerprint: str) -> None:
+    """Raise `ConfigError` if the server cut another model than this machine's program has."""
+    own = program.fingerprint()
+    if fingerprint != own:
+        raise ConfigError(
+            f"{where}: the server cut another model ({fingerprint[:12]}) than this machine's "
+            f"({own[:12]}); run the same code on both"
+        )
 
 
 def party_batches(

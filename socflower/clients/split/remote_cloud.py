@@ -1,13 +1,15 @@
 """An edge's part of a round with a remote cloud: its half, the stream, and the report."""
 
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flwr.app import Context
 
+from socflower.clients.node_config import switch
 from socflower.clients.split.in_process import (
     SpanOutcome,
     SplitSettings,
@@ -60,14 +62,10 @@ def cloud_link(context: Context) -> CloudLink:
     temporary one).
     """
     config = context.node_config
-    folder, insecure = config.get("cloud-folder"), config.get("cloud-insecure", False)
-    if not isinstance(insecure, bool):
-        raise ConfigError(
-            f"node config: cloud-insecure = {insecure!r} must be true or false, without quotes"
-        )
+    folder = config.get("cloud-folder")
     return CloudLink(
         tls=Tls.from_keys(config, "cloud"),
-        insecure=insecure,
+        insecure=switch(config, "cloud-insecure"),
         folder=Path(str(folder)) if folder else None,
     )
 
@@ -76,7 +74,7 @@ def train_with_cloud(
     program: SplitProgram,
     task: SplitTask,
     arrays: Arrays,
-    data: Any,
+    data: Sequence[Any],
     state: SplitState,
     settings: SplitSettings,
     link: CloudLink,
@@ -88,49 +86,25 @@ def train_with_cloud(
             "own"
         )
     party, offset = task.parties[0], task.session_first
-    batches = party_batches(program, task, party, data, first=offset)
+    batches = party_batches(program, task, party, data[0], first=offset)
     own = program.starting_at(offset)
-    half: PlacedHalf[Any] = (
-        own.back(task.cuts[0], batches) if task.reverse else own.front(party, task.cuts[0], batches)
-    )
-    resumed = resumed_halves(task, [], [half]) if task.reverse else resumed_halves(task, [half], [])
+    half: PlacedHalf[Any]
+    if task.reverse:
+        half = own.back(task.cuts[0], batches)
+        resumed = resumed_halves(task, [], [half])
+    else:
+        half = own.front(party, task.cuts[0], batches)
+        resumed = resumed_halves(task, [half], [])
+    trained: Any = half.half
     events = resume(resumed, state)
     load_half(program, task, half, arrays)
-    shape = link.bandwidth_profile
-    up, down = (
-        (None, None) if shape is None else (TokenBucket(shape, "up"), TokenBucket(shape, "down"))
-    )
-    connection = EdgeConnection(
-        task.address,
-        run_id=task.run,
-        token=task.token,
-        fingerprint=task.fingerprint,
-        party=0 if task.mode == OWN else party,
-        tls=link.tls,
-        insecure=link.insecure,
-        up=up,
-        down=down,
-        heartbeat_s=link.heartbeat_s,
-        give_up_s=link.give_up_s,
-    )
     span = BatchSpan(first_batch=task.first_batch - offset, num_batches=task.num_batches)
-    try:
-        with (
-            nullcontext(link.folder / task.run)
-            if link.folder
-            else temporary_folder("socflower-checkpoints-")
-        ) as folder:
-            if task.reverse:
-                report = train_back(connection, half.half, span, folder=folder)
-            else:
-                report = train_front(
-                    connection, half.half, span, front_plan(task, settings, link), folder=folder
-                )
-    finally:
-        connection.close()
-        for bucket in (up, down):
-            if bucket is not None:
-                bucket.close()
+    with _connected(task, link) as connection, _checkpoint_folder(task, link) as folder:
+        if task.reverse:
+            report = train_back(connection, trained, span, folder=folder)
+        else:
+            plan = front_plan(task, settings, link)
+            report = train_front(connection, trained, span, plan, folder=folder)
     if resumed:
         state.save([one.half.save() for one in resumed], [half.half.cut])
     return SpanOutcome(
@@ -141,6 +115,41 @@ def train_with_cloud(
     )
 
 
+@contextmanager
+def _connected(task: SplitTask, link: CloudLink) -> Iterator[EdgeConnection]:
+    """Connect to the task's session in the cloud, with the rates of the link."""
+    profile = link.bandwidth_profile
+    buckets: list[TokenBucket | None] = [None, None]
+    if profile is not None:
+        buckets = [TokenBucket(profile, "up"), TokenBucket(profile, "down")]
+    connection = EdgeConnection(
+        task.address,
+        run_id=task.run,
+        token=task.token,
+        fingerprint=task.fingerprint,
+        party=0 if task.mode == OWN else task.parties[0],
+        tls=link.tls,
+        insecure=link.insecure,
+        up=buckets[0],
+        down=buckets[1],
+        heartbeat_s=link.heartbeat_s,
+        give_up_s=link.give_up_s,
+    )
+    try:
+        yield connection
+    finally:
+        connection.close()
+        for bucket in buckets:
+            if bucket is not None:
+                bucket.close()
+
+
+def _checkpoint_folder(task: SplitTask, link: CloudLink) -> AbstractContextManager[Path]:
+    if link.folder is None:
+        return temporary_folder("socflower-checkpoints-")
+    return nullcontext(link.folder / task.run)
+
+
 def front_plan(
     task: SplitTask, settings: SplitSettings, link: CloudLink | None = None
 ) -> FrontPlan:
@@ -148,9 +157,8 @@ def front_plan(
     schedule, offset, decide = settings.window, task.session_first, None
     if link is not None and link.decider is not None:
         profile = link.bandwidth_profile
-        decide = MeasuredDecider(
-            link.decider, None if profile is None else profile.rates(0.0), offset
-        )
+        rates = None if profile is None else profile.rates(0.0)
+        decide = MeasuredDecider(link.decider, rates, offset)
     return FrontPlan(
         split_plan=SplitPlan(cut=task.cuts[0], bits=task.bits[0], window=task.windows[0]),
         window_of=None
@@ -164,14 +172,12 @@ def front_plan(
 
 def _report(report: LoopReport, cut: int, task: SplitTask, events: tuple[str, ...]) -> SplitReport:
     stale = Counter(report.staleness.values())
-    lines = [
-        *events,
-        *(
-            f"moved the cut from {move.old} to {move.new} before batch {task.session_first + move.batch}, "
-            f"{move.seconds:.2f} s"
-            for move in report.moves
-        ),
-    ]
+    lines = list(events)
+    for move in report.moves:
+        batch = task.session_first + move.batch
+        lines.append(
+            f"moved the cut from {move.old} to {move.new} before batch {batch}, {move.seconds:.2f} s"
+        )
     if report.num_streams > 1:
         lines.append(f"the link was lost and restored {counted(report.num_streams - 1, 'time')}")
     if report.num_rollbacks:

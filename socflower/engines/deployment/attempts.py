@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from socflower.engines.deployment.superlink import ENGINE
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import TrainingFailed
+from socflower.quantities import counted
 
 OnNotice: TypeAlias = Callable[[str], None]
 
@@ -27,9 +28,8 @@ class RunHistory:
         )
         self._wall_s: dict[int, float | None] = {}
         self.restarts: list[dict[str, Any]] = []
-        self.superlink_shared_because: str | None = (
-            None  # "" if it is isolated; None if it was not started here
-        )
+        # "" if it is isolated; None if it was not started here.
+        self.superlink_shared_because: str | None = None
 
     def add_round(self, entry: dict[str, Any]) -> None:
         """Add a round, unless an earlier attempt did."""
@@ -49,19 +49,15 @@ class RunHistory:
         If the checkpoints are on a remote machine, `after_round` is None until `record_resume` is called.
         """
         if len(self.restarts) >= most:
-            tried = "; ".join(
-                f"after round {entry['after_round']}: {entry['cause']}" for entry in self.restarts
-            )
+            tried = [
+                f"after round {each['after_round']}: {each['cause']}" for each in self.restarts
+            ]
+            after = f", after {counted(most, 'restart')} ({'; '.join(tried)})"
             raise TrainingFailed(
-                f"engine {ENGINE}: {cause}"
-                + (
-                    f", after {most} restart{'s' if most > 1 else ''} ({tried})"
-                    if most
-                    else "; --restarts is 0"
-                )
+                f"engine {ENGINE}: {cause}{after if most else '; --restarts is 0'}"
             )
         self.restarts.append({"after_round": after_round, "cause": cause})
-        how = "submitted again" if after_round is None else f"going on after round {after_round}"
+        how = "submitted again" if after_round is None else f"continuing after round {after_round}"
         on_notice(f"{cause}; {how} (restart {len(self.restarts)} of at most {most})")
 
     def record_resume(self, after_round: int) -> None:

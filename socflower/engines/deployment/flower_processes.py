@@ -58,7 +58,8 @@ def users_environment() -> dict[str, str]:
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         # Otherwise Flower creates an environment for each run and installs the app's dependencies into it.
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "PYTHONUNBUFFERED": "1",  # log lines appear as soon as they are written
+        # Log lines appear as soon as they are written.
+        "PYTHONUNBUFFERED": "1",
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]),
     }
 
@@ -249,7 +250,8 @@ def end_marked(mark: str, part: str | None = None) -> None:
         if not found:
             return
         for process in found:
-            with suppress(psutil.Error):  # already ended
+            # The process may have ended already.
+            with suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL if scan else signal.SIGTERM)
         _, alive = psutil.wait_procs(found, timeout=_END_TIMEOUT_S / 2)
         for process in alive:
@@ -261,7 +263,8 @@ def processes_of(mark: str, part: str | None = None) -> list[psutil.Process]:
     """Return the running processes of a run, or of one part of it, without this process."""
     found = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):  # it ended, or is another user's
+        # The process may have ended, or belong to another user.
+        with suppress(psutil.Error, OSError):
             if process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 environment = process.environ()
                 if environment.get(MARK) == mark and part in (None, environment.get(PART)):
@@ -281,7 +284,8 @@ def free_ports(count: int) -> list[int]:
         candidates = _server_ports()
         for port in [*_RANDOM.sample(candidates, min(20 * count, len(candidates))), *[0] * count]:
             probe = stack.enter_context(socket.socket())
-            with suppress(OSError):  # in use
+            # The port may be in use.
+            with suppress(OSError):
                 probe.bind(("127.0.0.1", port))
                 ports.append(int(probe.getsockname()[1]))
                 if len(ports) == count:
@@ -294,7 +298,8 @@ def _server_ports() -> range:
     try:
         first = int(_EPHEMERAL_PORTS.read_text().split()[0])
     except (OSError, ValueError, IndexError):
-        first = 49152  # RFC 6335
+        # The first dynamic port of RFC 6335.
+        first = 49152
     return range(10000, first) if first > 20000 else range(first, 60000)
 
 

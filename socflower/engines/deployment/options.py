@@ -14,29 +14,33 @@ from socflower.errors import ConfigError
 class DeployedApp:
     """The app, its scenario document, and the nodes that it needs."""
 
-    document: Mapping[
-        str, Any
-    ]  # read by ServerApp, ClientApps and cloud; written to each attempt's folder
-    local_files: AppFiles  # reads the document from the attempt's folder
-    bundle_files: AppFiles  # carries the document in its bundle
-    node_configs: tuple[str, ...]  # `--node-config` of each SuperNode, without its ring's address
-    needs_cloud: bool = False  # its clients connect to the cloud of a split training
+    # Read by ServerApp, ClientApps and cloud; written to each attempt's folder.
+    document: Mapping[str, Any]
+    # Reads the document from the attempt's folder.
+    local_files: AppFiles
+    # Carries the document in its bundle.
+    bundle_files: AppFiles
+    # `--node-config` of each SuperNode, without its ring's address.
+    node_configs: tuple[str, ...]
+    # Its clients connect to the cloud of a split training.
+    needs_cloud: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeploymentOptions:
     """Where to run and how often to restart, as given on the command line."""
 
-    superlink: str = (
-        ""  # HOST:PORT, or a name in the user's Flower configuration; "": start a local one
-    )
-    superlink_ca: Path | None = (
-        None  # the certificate authority of a SuperLink given by its address
-    )
+    # HOST:PORT, or a name in the user's Flower configuration; "": start a local one.
+    superlink: str = ""
+    # The certificate authority of a SuperLink given by its address.
+    superlink_ca: Path | None = None
     restarts: int = 3
-    checkpoint_folder: str = ""  # on the machine of a remote SuperLink; "": none
-    fresh: bool = False  # remove the checkpoints in it first
-    warm: bool = False  # fork clients from processes that have torch loaded; see `warm_executor.py`
+    # On the machine of a remote SuperLink; "": none.
+    checkpoint_folder: str = ""
+    # Remove the checkpoints in it first.
+    fresh: bool = False
+    # Fork clients from processes that have torch loaded; see `warm_executor.py`.
+    warm: bool = False
 
     def __post_init__(self) -> None:
         if self.restarts < 0:

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 _LINE = re.compile(r"socflower:([a-z]+) ([0-9a-f]{16}) (\d{1,6})/(\d{1,6}) ([A-Za-z0-9+/=]*)")
-_PIECE = 3000  # characters of a line; far below the line limit of any log
-_MAX_BYTES = (
-    256 * 2**20
-)  # of one document: the log is untrusted, and a few kB may decompress to any size
+# The characters of a line, far below the line limit of any log.
+_PIECE = 3000
+# The limit of a document: the log is untrusted, and a few kB may decompress to any size.
+_MAX_BYTES = 256 * 2**20
 
 
 def to_lines(kind: str, document: Any) -> Iterator[str]:
@@ -35,7 +35,8 @@ def to_lines(kind: str, document: Any) -> Iterator[str]:
         yield f"socflower:{kind} {digest} {index}/{len(pieces)} {piece}"
 
 
-MAX_FILE_BYTES = 256 * 2**20  # of one file, all of which stays in the SuperLink's database
+# The limit of a file: all of it stays in the SuperLink's database.
+MAX_FILE_BYTES = 256 * 2**20
 _PART_BYTES = 4 * 2**20
 
 
@@ -57,8 +58,10 @@ class ReceivedFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._num_bytes = 0
-        self._missing: set[int] | None = None  # starts of parts; None before the first part
-        path.unlink(missing_ok=True)  # of an earlier attempt
+        # The beginnings of parts; None before the first part.
+        self._missing: set[int] | None = None
+        # An earlier attempt may have left a file.
+        path.unlink(missing_ok=True)
 
     @property
     def is_whole(self) -> bool:

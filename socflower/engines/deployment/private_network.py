@@ -41,8 +41,8 @@ class Network:
         self.shared_because = shared_because
         self._keeper = keeper
         self._enter = enter
-        # A namespace does not reach the internet. Data sets were loaded before the run and are cached; without this
-        # variable the hub's packages would try to reach the hub first.
+        # A namespace does not reach the internet. Data sets were loaded before the run and are
+        # cached; without this variable the hub's packages would try to reach the hub first.
         self.environment: Mapping[str, str] = {"HF_HUB_OFFLINE": "1"} if keeper else {}
 
     def command(self, command: Sequence[str]) -> list[str]:
@@ -54,7 +54,8 @@ class Network:
         if self._keeper is None:
             return _listens(port)
         assert self._keeper.stdin is not None and self._keeper.stdout is not None
-        with suppress(OSError):  # the keeper was killed: no port responds
+        # The keeper was killed: no port responds.
+        with suppress(OSError):
             self._keeper.stdin.write(f"{port}\n")
             self._keeper.stdin.flush()
             return self._keeper.stdout.readline() == "yes\n"
@@ -108,7 +109,8 @@ def private_network(environment: Mapping[str, str]) -> Iterator[Network]:
                 reason = entered
             finally:
                 keeper.terminate()
-                with suppress(OSError):  # it was killed before
+                # The keeper was killed before.
+                with suppress(OSError):
                     keeper.stdin.close()  # type: ignore[union-attr]  # it is a pipe
     yield Network(f"no network namespace can be made here: {reason}")
 

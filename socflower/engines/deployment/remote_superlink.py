@@ -32,8 +32,10 @@ from socflower.errors import ConfigError, TrainingFailed
 from socflower.wire.saved_state import write_atomically
 
 _POLL_S = 0.2
-_ASK_S = 5.0  # before a SuperLink that did not answer is queried again
-_SILENCE_S = 180.0  # for which it may not answer, for example while it restarts
+# The pause before a SuperLink that did not answer is queried again.
+_ASK_S = 5.0
+# How long it may fail to answer, for example while it restarts.
+_SILENCE_S = 180.0
 
 
 def run_on_remote_superlink(
@@ -45,112 +47,134 @@ def run_on_remote_superlink(
     *,
     wants_model: bool = False,
 ) -> tuple[dict[str, Any], Path | None]:
-    """Return the outcome, and the trace if it was sent; after a failure submit again where checkpoints allow it.
+    """Return the outcome, and the trace if it was sent; after a failure submit again if there are checkpoints.
 
     With `wants_model` the trained model is sent too, into `run_folder.model`.
     """
     folder = run_folder.path
     environment, connection = connection_to(deployment, folder)
     require_command("flwr", environment, ENGINE)
-    fresh = deployment.fresh
+    run_config = {
+        NUM_NODES_KEY: len(app.node_configs),
+        FRESH_KEY: deployment.fresh,
+        CHECKPOINT_FOLDER_KEY: deployment.checkpoint_folder,
+        SEND_MODEL_KEY: wants_model,
+    }
     with own_processes(folder) as mark:
         flwr = FlwrClient(marked(environment, mark, "command"), connection, folder)
         while True:
             bundle = folder / f"app-{len(history.restarts) + 1}"
-            app.bundle_files.write(
-                bundle,
-                {
-                    NUM_NODES_KEY: len(app.node_configs),
-                    FRESH_KEY: fresh,
-                    CHECKPOINT_FOLDER_KEY: deployment.checkpoint_folder,
-                    SEND_MODEL_KEY: wants_model,
-                },
-            )
+            app.bundle_files.write(bundle, run_config)
             model = ReceivedFile(run_folder.model) if wants_model else None
-            documents = _attempt_remotely(bundle, flwr, history, on_notice, model)
-            if isinstance(documents, str):
-                if not deployment.checkpoint_folder:
-                    raise TrainingFailed(
-                        f"engine {ENGINE}: {documents}; with --checkpoint-folder the run would be "
-                        "resumed"
-                    )
-                history.record_restart(None, documents, deployment.restarts, on_notice)
-                fresh = False
-                continue
-            if model is not None and "error" not in documents["outcome"] and not model.is_whole:
+            attempt = _Attempt(bundle, flwr, history, on_notice, model)
+            failure = attempt.follow()
+            if failure is None:
+                break
+            if not deployment.checkpoint_folder:
                 raise TrainingFailed(
-                    f"engine {ENGINE}: the run has ended well, but parts of its model are missing in "
-                    "its log; run it again, or leave out --save-model"
+                    f"engine {ENGINE}: {failure}; with --checkpoint-folder the run would be resumed"
                 )
-            trace = None
-            if "trace" in documents:
-                trace = folder / "far-trace.json"
-                write_atomically(trace, json.dumps(documents["trace"]))
-            return documents["outcome"], trace
+            history.record_restart(None, failure, deployment.restarts, on_notice)
+            run_config[FRESH_KEY] = False
+    outcome, trace = attempt.documents["outcome"], attempt.documents.get("trace")
+    if model is not None and "error" not in outcome and not model.is_whole:
+        raise TrainingFailed(
+            f"engine {ENGINE}: the run has ended well, but parts of its model are missing in its log; "
+            "run it again, or leave out --save-model"
+        )
+    if trace is None:
+        return outcome, None
+    path = folder / "far-trace.json"
+    write_atomically(path, json.dumps(trace))
+    return outcome, path
 
 
-def _attempt_remotely(
-    app: Path,
-    flwr: FlwrClient,
-    history: RunHistory,
-    on_notice: OnNotice,
-    model: ReceivedFile | None = None,
-) -> dict[str, Any] | str:
-    """Submit and follow; return the received documents, outcome included, or why there will be no outcome."""
-    reader, documents = LineReader(), dict[str, Any]()
-    log, run_id, answered_s, status = flwr.submit(app), None, time.monotonic(), None
-    # Whether the log is a stream from the SuperLink: one that was opened again begins with lines that are known.
-    is_connected = True
-    try:
-        while True:
-            ended = log.ended()
-            for line in log.new_lines():
-                is_connected = True
-                for kind, document in reader.feed(line):
-                    if kind == "progress":
-                        history.add_round(document)
-                    elif kind == "resumed":
-                        history.record_resume(int(document["after_round"]))
-                    elif kind == "model" and model is not None:
-                        model.add(document)
-                    else:
-                        documents[kind] = document
-            run_id = run_id or log.run_id
-            if "outcome" in documents:
-                run_id = None  # there is nothing to stop
-                return documents
-            if not ended:
-                if is_connected:
-                    answered_s = time.monotonic()
+class _Attempt:
+    """One submission of the app; its log is followed to the outcome."""
+
+    def __init__(
+        self,
+        app: Path,
+        flwr: FlwrClient,
+        history: RunHistory,
+        on_notice: OnNotice,
+        model: ReceivedFile | None,
+    ) -> None:
+        self.documents: dict[str, Any] = {}
+        self._flwr, self._history, self._on_notice, self._model = flwr, history, on_notice, model
+        self._reader = LineReader()
+        self._log = flwr.submit(app)
+        self._run_id: int | None = None
+        self._status: str | None = None
+        self._answered_s = time.monotonic()
+        # False while a log that was opened again has not had a line: `flwr` may still wait for the
+        # SuperLink.
+        self._is_connected = True
+
+    def follow(self) -> str | None:
+        """Read the log until `documents` has the outcome, and return None; else return why there is none."""
+        try:
+            while True:
+                ended = self._log.ended()
+                self._read_lines()
+                self._run_id = self._run_id or self._log.run_id
+                if "outcome" in self.documents:
+                    # The run has ended, so it need not be stopped.
+                    self._run_id = None
+                    return None
+                if ended:
+                    failure = self._on_log_end()
+                    if failure is not None:
+                        return failure
+                    continue
+                if self._is_connected:
+                    self._answered_s = time.monotonic()
                 time.sleep(_POLL_S)
-                continue
-            if run_id is None:
-                # Nothing was trained; the usual cause is a wrong address or name.
-                raise ConfigError(
-                    f"engine {ENGINE}: Flower did not start the run; the end of its log: "
-                    f"{tail(log.path)}"
-                )
-            if status is not None and status.startswith("finished"):
-                # The whole log was read after this status was received.
-                run_id = None
-                return f"Flower ended the run ({status})"
-            status = flwr.status(run_id)
-            if status is not None:
-                answered_s = time.monotonic()
-            elif time.monotonic() - answered_s > _SILENCE_S:
-                raise TrainingFailed(
-                    f"engine {ENGINE}: the SuperLink has not answered for {_SILENCE_S:g} s; run "
-                    f"{run_id} may still be running there, flwr stop {run_id} ends it"
-                )
-            else:
-                on_notice("the SuperLink does not answer; trying again")
-                time.sleep(_ASK_S)
-            log.close()
-            log, is_connected = flwr.log_again(run_id), False
-    finally:
-        log.close()
-        if run_id is not None:
-            flwr.stop(run_id)
+        finally:
+            self._log.close()
+            if self._run_id is not None:
+                self._flwr.stop(self._run_id)
+
+    def _read_lines(self) -> None:
+        for line in self._log.new_lines():
+            self._is_connected = True
+            for kind, document in self._reader.feed(line):
+                if kind == "progress":
+                    self._history.add_round(document)
+                elif kind == "resumed":
+                    self._history.record_resume(int(document["after_round"]))
+                elif kind == "model" and self._model is not None:
+                    self._model.add(document)
+                else:
+                    self.documents[kind] = document
+
+    def _on_log_end(self) -> str | None:
+        """Return why the run ended without an outcome; if it may still run, open its log again and return None."""
+        run_id = self._run_id
+        if run_id is None:
+            # Nothing was trained; the usual cause is a wrong address or name.
+            raise ConfigError(
+                f"engine {ENGINE}: Flower did not start the run; the end of its log: "
+                f"{tail(self._log.path)}"
+            )
+        if self._status is not None and self._status.startswith("finished"):
+            # The whole log was read after this status was received.
+            self._run_id = None
+            return f"Flower ended the run ({self._status})"
+        self._status = self._flwr.status(run_id)
+        if self._status is not None:
+            self._answered_s = time.monotonic()
+        elif time.monotonic() - self._answered_s > _SILENCE_S:
+            raise TrainingFailed(
+                f"engine {ENGINE}: the SuperLink has not answered for {_SILENCE_S:g} s; run {run_id} may "
+                f"still be running there, flwr stop {run_id} ends it"
+            )
+        else:
+            self._on_notice("the SuperLink does not answer; trying again")
+            time.sleep(_ASK_S)
+        self._log.close()
+        self._log, self._is_connected = self._flwr.log_again(run_id), False
+        return None
 
 
 def connection_to(deployment: DeploymentOptions, folder: Path) -> tuple[Mapping[str, str], str]:

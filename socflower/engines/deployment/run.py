@@ -22,8 +22,10 @@ from socflower.engines.run_folder import RunFolder
 from socflower.errors import TrainingFailed
 
 _POLL_S = 0.2
-_ASK_S = 5.0  # between two queries of Flower, each of which starts a process
-# Flower ends a run within this time if its ServerApp raised an error; it notices a killed ServerApp only later.
+# The pause between two queries of Flower: each of them starts a process.
+_ASK_S = 5.0
+# Flower ends a run within this time if its ServerApp raised an error; it notices a killed ServerApp
+# only later.
 _FAILURE_NOTICE_S = 5.0
 
 
@@ -125,7 +127,7 @@ def _attempt_locally(
                 and time.monotonic() - died_s >= _FAILURE_NOTICE_S
             ):
                 cause = "the ServerApp's process died while it started"
-            # In this order: a process that died may have written progress and then an outcome before.
+            # The outcome is read first: a process that died may have written progress, then an outcome.
             has_outcome = attempt.read_outcome() is not None
             for entry in attempt.read_progress(num_read):
                 num_read += 1
@@ -135,9 +137,8 @@ def _attempt_locally(
                 return None, log.run_id
             if cause is not None:
                 if pid is not None and is_running(pid):
-                    os.kill(
-                        pid, signal.SIGKILL
-                    )  # it hangs, or has not noticed that its SuperLink ended
+                    # The process hangs, or has not noticed that its SuperLink ended.
+                    os.kill(pid, signal.SIGKILL)
                 return cause, log.run_id
             time.sleep(_POLL_S)
     finally:
@@ -152,7 +153,8 @@ class _ServerAppStart:
 
     def __init__(self, flower: LocalFlower) -> None:
         self._flower = flower
-        self._earlier = flower.server_apps()  # of an earlier attempt
+        # The processes of earlier attempts.
+        self._earlier = flower.server_apps()
         self._seen = False
         self._died_s: float | None = None
 

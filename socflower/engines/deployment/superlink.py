@@ -1,6 +1,6 @@
 """A SuperLink, SuperNodes and a split training's cloud as processes of this machine, all on 127.0.0.1.
 
-They run in a private network where the system allows it (`private_network.py`).
+They run in a private network if the system allows it (`private_network.py`).
 """
 
 import json
@@ -162,7 +162,8 @@ class LocalFlower:
             )
         if self._cloud is not None and (ended := self._cloud.ended()):
             self._on_notice(f"{ended}; starting it again")
-            self._cloud.start()  # edges reconnect by themselves
+            # Edges reconnect by themselves.
+            self._cloud.start()
 
     def restart_superlink(self) -> None:
         """Restart the SuperLink on the same port and database if it has ended; SuperNodes reconnect."""
@@ -172,7 +173,7 @@ class LocalFlower:
             self._superlink.start()
 
     def start_cloud(self, document: Mapping[str, Any]) -> CloudAddress:
-        """Start `socflower cloud serve` for a scenario, and return what a ServerApp needs to open sessions there."""
+        """Start `socflower cloud serve` for a scenario, and return the address for a ServerApp."""
         folder, port = self._folder / "cloud", free_ports(1)[0]
         folder.mkdir()
         write_atomically(folder / "scenario.json", json.dumps(document))

@@ -48,13 +48,16 @@ PRELOAD = (
 )
 
 _SUPERNODE, _SUPEREXEC, _CLIENTAPP = "flower-supernode", "flower-superexec", "flwr-clientapp"
-_STARTERS = {  # Flower's command, and its module that starts a child with `subprocess.Popen`
+# Flower's command, and its module that starts a child with `subprocess.Popen`.
+_STARTERS = {
     _SUPERNODE: "flwr.supernode.start_client_internal",
     _SUPEREXEC: "flwr.supercore.superexec.executor.subprocess_executor",
 }
-_READY_TIMEOUT_S = 300.0  # a loaded small board imports torch from a slow SD card
+# A busy small board may import torch from a slow SD card.
+_READY_TIMEOUT_S = 300.0
 _FORK_TIMEOUT_S = 60.0
-_CONFIG_ERROR_STATUS = 2  # exit status after a ConfigError
+# The exit status after a ConfigError.
+_CONFIG_ERROR_STATUS = 2
 _OPENBLAS_THREADS = "OPENBLAS_NUM_THREADS"
 _HEADER = struct.Struct("!I")
 
@@ -148,7 +151,7 @@ class Zygote:
 
 
 class _WarmSuperNode:
-    """Replaces `subprocess` where the SuperNode starts its SuperExec, to start a warm one."""
+    """Replaces `subprocess` in the module that starts the SuperExec, to start a warm one."""
 
     def __init__(self, options: Sequence[str]) -> None:
         self._options = options
@@ -167,7 +170,7 @@ class _WarmSuperNode:
 
 
 class _WarmSuperExec:
-    """Replaces `subprocess` where the SuperExec starts tasks: ClientApps are forked, other tasks start as usual."""
+    """Replaces `subprocess` in the module that starts tasks: ClientApps are forked, other tasks start as usual."""
 
     DEVNULL = subprocess.DEVNULL
 
@@ -259,7 +262,8 @@ def main(arguments: Sequence[str]) -> None:
     options, command = list(arguments[:split]), list(arguments[split + 1 :])
     chosen = parser.parse_args([*options, *command[:1]])
     if "torch" in sys.modules:
-        # `python -m` has imported the whole package; a SuperNode and a SuperExec do not need torch in memory.
+        # `python -m` has imported the whole package; a SuperNode and a SuperExec do not need torch
+        # in memory.
         os.execv(sys.executable, [*_own_command(), *arguments])
     if not chosen.any_flwr_version:
         check_flwr_version(version("flwr"))
@@ -304,21 +308,25 @@ def _require_supported(command: Sequence[str], preload: Sequence[str]) -> None:
 # ------------------------------------------------------------------------------------------ in the zygote
 def _zygote_main(descriptor: str, settings: str) -> None:
     """Import, report readiness, fork; a child returns from `_serve` and runs the requested entry point."""
-    # Ctrl-C reaches the terminal's process group: it ends the SuperExec, and the closed socket then ends the zygote.
+    # Ctrl-C reaches the terminal's process group: it ends the SuperExec, and the closed socket then
+    # ends the zygote.
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     chosen = json.loads(settings)
     requests = socket.socket(fileno=int(descriptor))
-    with contextlib.suppress(BrokenPipeError):  # its SuperExec has ended, which `_serve` detects
+    # `_serve` detects a SuperExec that has ended.
+    with contextlib.suppress(BrokenPipeError):
         requests.sendall((_preload(chosen["preload"]) + "\n").encode())
     gc.collect()
-    gc.freeze()  # otherwise each child's first collection copies the pages of all shared objects
+    # Otherwise each child's first collection copies the pages of all shared objects.
+    gc.freeze()
     entry, sys.argv = _serve(requests)
     signal.signal(signal.SIGINT, interrupt)
     if chosen["openblas-threads"] is None:
         del os.environ[_OPENBLAS_THREADS]
     else:
         os.environ[_OPENBLAS_THREADS] = chosen["openblas-threads"]
-    # A new process draws its global seeds from the system; forks would share the zygote's, except Python's own.
+    # A new process draws its global seeds from the system; forks would share the zygote's, except
+    # Python's own.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
@@ -342,7 +350,8 @@ def _preload(modules: Sequence[str]) -> str:
 
 def _serve(requests: socket.socket) -> tuple[str, list[str]]:
     """Fork once per request. Returns in children only, with entry and `sys.argv`."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children leave no zombies
+    # Ended children leave no zombies.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         header, files, _, _ = socket.recv_fds(requests, _HEADER.size, 3)
         if not header:
@@ -371,8 +380,8 @@ def _serve(requests: socket.socket) -> tuple[str, list[str]]:
 
 # --------------------------------------------------------------------------------------------- helpers
 def _own_command(preload: Sequence[str] = ()) -> list[str]:
-    # By path and not by -m: the package's __init__ imports torch, which a SuperNode does not need. -P keeps this
-    # file's folder out of sys.path.
+    # By path and not by -m: the package's __init__ imports torch, which a SuperNode does not need.
+    # -P keeps this file's folder out of sys.path.
     return [
         sys.executable,
         "-P",

@@ -1,8 +1,8 @@
 """A record of the exchanges of an app, from which its interrupted run resumes.
 
-What a ServerApp does follows from its inputs, the answers to its messages and the global random generators. After each
-exchange the record saves the answers, what they changed in the nodes' states, and the generators. A resumed run starts
-the ServerApp again and takes the answers from the record, as long as it has them: no client trains twice.
+A ServerApp is determined by its inputs, the answers to its messages and the global random generators. After each
+exchange the record saves the answers, the changes of the nodes' states, and the generators. A resumed run starts the
+ServerApp again and takes the answers from the record as far as it goes, so no client trains twice.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from flwr.app import Error, Message, RecordDict
 
-from socflower.engines.checkpoint import difference
+from socflower.engines.checkpoint import require_equal
 from socflower.engines.local.flower_internals import record_dict_from_bytes, record_dict_to_bytes
 from socflower.engines.local.message_log import faults
 from socflower.errors import ConfigError
@@ -22,7 +22,8 @@ from socflower.wire.arrays import MalformedBytes, pack_arrays, unpack_arrays
 from socflower.wire.saved_state import DamagedFile, StateKind, StateStore, remove_partial
 
 _EXCHANGE = StateKind(name="exchange of messages", schema=1, remedy="start anew with --fresh")
-_START = 0  # the number of the entry that says whose record this is
+# The entry with this number identifies the run.
+_START = 0
 MOST_BYTES = 20 << 30
 
 
@@ -39,9 +40,9 @@ class ExchangeRecord:
     folder : Path
         For this record alone.
     run : Mapping
-        All that determines the run, as plain values; the record of another run is an error.
+        Everything that determines the run, as plain values; the record of another run is an error.
     on_notice : Callable
-        Gets a line when the run resumes, and when the record ends before it.
+        Gets a line when the run resumes, and when the record ends before the run.
     most_bytes : int
         The size of a record, at which it ends: later exchanges are not saved.
     """
@@ -55,16 +56,16 @@ class ExchangeRecord:
         most_bytes: int = MOST_BYTES,
     ) -> None:
         self.path = folder
-        self.resumed_from: list[int] = []  # the last recorded exchange at each resumption
+        # The last recorded exchange at each resumption.
+        self.resumed_from: list[int] = []
         self._run, self._on_notice, self._most_bytes = run, on_notice, most_bytes
         self._store = StateStore(folder, _EXCHANGE, prefix="exchange-", suffix=".messages")
-        self._num_past, self._num_recorded = (
-            0,
-            0,
-        )  # exchanges of this process; of the record when it began
+        # Exchanges of this process, and of the record at its start.
+        self._num_past = self._num_recorded = 0
         self._is_saving = True
         self._num_bytes = 0
-        self._saved_states: dict[int, bytes] = {}  # digests
+        # The digests of exchanges.
+        self._saved_states: dict[int, bytes] = {}
         self._failed: set[int] = set()
 
     def create(self) -> None:
@@ -90,13 +91,7 @@ class ExchangeRecord:
             self._store.write(_START, {"run": dict(self._run)}, pack_arrays(generator_states()))
             return
         state, generators = self._store.read(_START)
-        found = difference(state["run"], self._run)
-        if found is not None:
-            key, before, now = found
-            raise ConfigError(
-                f"{self.path} is of another run: {key} was {before!r} there and is {now!r} now; name "
-                "another --out, or start anew with --fresh"
-            )
+        require_equal(self.path, state["run"], self._run)
         self._restore(generators)
         while self._num_recorded + 1 in numbers:
             self._num_recorded += 1
@@ -122,14 +117,7 @@ class ExchangeRecord:
         try:
             state, payload = self._store.read(number)
             parts = _Parts(payload)
-            answers = [
-                None
-                if answer is None
-                else Error(*answer["error"])
-                if "error" in answer
-                else record_dict_from_bytes(parts.take(answer["bytes"]))
-                for answer in state["replies"]
-            ]
+            answers = [_answer_of(answer, parts) for answer in state["replies"]]
             saved = {node: parts.take(num_bytes) for node, num_bytes in state["states"]}
             self._require_same(number, state["sent"], messages)
             self._restore(parts.rest())
@@ -157,7 +145,7 @@ class ExchangeRecord:
     ) -> None:
         """Save an exchange with the states of its nodes.
 
-        A record that cannot be written or has its full size ends here, and the run goes on.
+        A record that cannot be written or has reached its full size ends here, and the run continues.
         """
         self._num_past += 1
         self._num_recorded = self._num_past
@@ -167,10 +155,10 @@ class ExchangeRecord:
         answers: list[dict[str, Any] | None] = []
         changed, pieces = [], []
         for reply in replies:
-            if reply is None or reply.has_error():
-                answers.append(
-                    None if reply is None else {"error": [reply.error.code, reply.error.reason]}
-                )
+            if reply is None:
+                answers.append(None)
+            elif reply.has_error():
+                answers.append({"error": [reply.error.code, reply.error.reason]})
             else:
                 pieces.append(record_dict_to_bytes(reply.content))
                 answers.append({"bytes": len(pieces[-1])})
@@ -229,10 +217,20 @@ class ExchangeRecord:
     def _restore(self, generators: memoryview) -> None:
         try:
             restore_generators(unpack_arrays(generators))
-        except (MalformedBytes, KeyError) as error:  # forged; the digest is no signature
+        except (MalformedBytes, KeyError) as error:
+            # The file is forged: its digest is not a signature.
             raise DamagedFile(
                 f"{self.path} has no state of random generators ({error})", _EXCHANGE.remedy
             ) from None
+
+
+def _answer_of(answer: Mapping[str, Any] | None, parts: "_Parts") -> Error | RecordDict | None:
+    """Return the error or the records of a recorded reply; None if there was no reply."""
+    if answer is None:
+        return None
+    if "error" in answer:
+        return Error(*answer["error"])
+    return record_dict_from_bytes(parts.take(answer["bytes"]))
 
 
 class _Parts:
@@ -250,7 +248,7 @@ class _Parts:
 
 
 def _digest(messages: Sequence[Message]) -> str:
-    """Return a digest of what messages say to whom, without their ids and times."""
+    """Return a digest of messages and their receivers, without ids and times."""
     digest = hashlib.sha256()
     for piece in _pieces(messages):
         digest.update(len(piece).to_bytes(8, "little"))

@@ -16,7 +16,8 @@ from socflower.engines.local.workers import ClientAppSource, InProcessWorkers, P
 from socflower.engines.names import num_cores
 from socflower.errors import ConfigError, require_range
 
-if TYPE_CHECKING:  # it loads torch
+# Imported here, since it loads torch.
+if TYPE_CHECKING:
     from socflower.engines.local.exchange_record import ExchangeRecord
 
 NodeConfigs: TypeAlias = Sequence[Mapping[str, str | int | float | bool]]
@@ -44,7 +45,8 @@ class EngineGrid(Grid):
             )
             for index, node_config in enumerate(node_configs)
         }
-        self._all_nodes = tuple(self._contexts)  # those that left too
+        # With SoCs that have left.
+        self._all_nodes = tuple(self._contexts)
 
     def set_run(self, run: Run) -> None:
         """Set the grid's run."""
@@ -99,7 +101,8 @@ class LocalGrid(EngineGrid):
     of each message. An exchange that `record` has is answered from it; it saves all others.
     """
 
-    in_one_process = True  # a group's members run in one client call
+    # A group's members run in one client call.
+    in_one_process = True
 
     def __init__(
         self,

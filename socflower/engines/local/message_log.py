@@ -1,4 +1,4 @@
-"""Results of a run's messages: whether any client succeeded, and the first cause if none did."""
+"""The results of a run's messages: whether a client succeeded, and otherwise the first cause."""
 
 import math
 from collections.abc import Sequence
@@ -23,19 +23,24 @@ _SOME, _ALL, _NOTHING = "client-failed", "no-client", "no-message"
 class MessageEvent:
     """Failed messages of one exchange, as listed in a result's events."""
 
-    kind: str  # "client-failed": some of an exchange; "no-client": all of it; "no-message": none was ever sent
+    # "client-failed": some messages of an exchange failed; "no-client": all of them; "no-message":
+    # none was ever sent.
+    kind: str
     text: str
-    round: int | None = None  # if the messages name it
+    # None if the messages do not name it.
+    round: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class _Exchange:
     """Results of messages of one kind that were sent together."""
 
-    where: str  # "round 3: "
+    # Such as "round 3: ".
+    where: str
     pulled: bool
     num_sent: int = 0
-    failed: list[tuple[int, str]] = field(default_factory=list)  # SoC, and why its message failed
+    # The SoC, and why its message failed.
+    failed: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def first_cause(self) -> str:
@@ -48,9 +53,8 @@ class MessageLog:
     """Counts sent and answered messages by kind, since strategies may drop failures silently."""
 
     events: list[MessageEvent] = field(default_factory=list)
-    ends_failed_rounds: bool = (
-        False  # while a strategy runs that would train on with unchanged weights
-    )
+    # True while a strategy runs that would continue with unchanged weights.
+    ends_failed_rounds: bool = False
     _exchanges: dict[str, list[_Exchange]] = field(default_factory=dict)
 
     def record(
@@ -66,31 +70,25 @@ class MessageLog:
             by_kind.setdefault(_kind(message), []).append((message, reply))
         for kind, answered in by_kind.items():
             where = _round(answered[0][0])
-            failed = [
-                (soc_of_node[node], f"SoC {soc_of_node[node]} (node {node}): {fault}")
-                for node, fault in faults(answered)
-            ]
+            failed = []
+            for node, fault in faults(answered):
+                soc = soc_of_node[node]
+                failed.append((soc, f"SoC {soc} (node {node}): {fault}"))
+            failed_all = len(failed) == len(answered)
             exchanges = self._exchanges.setdefault(kind, [])
             if not (pulled and exchanges and exchanges[-1].pulled and exchanges[-1].where == where):
                 exchanges.append(_Exchange(where=where, pulled=pulled))
             exchanges[-1].num_sent += len(answered)
             exchanges[-1].failed += failed
             if failed:
-                self.events.append(
-                    MessageEvent(
-                        kind=_ALL if len(failed) == len(answered) else _SOME,
-                        text=(
-                            f"{where}{len(failed)} of {len(answered)} {kind} messages failed; "
-                            f"first cause: {min(failed)[1]}"
-                        ),
-                        round=round_of(answered[0][0]),
-                    )
+                text = (
+                    f"{where}{len(failed)} of {len(answered)} {kind} messages failed; "
+                    f"first cause: {min(failed)[1]}"
                 )
-            if (
-                self.ends_failed_rounds
-                and kind == MessageType.TRAIN
-                and len(failed) == len(answered)
-            ):
+                number = round_of(answered[0][0])
+                kind_of_event = _ALL if failed_all else _SOME
+                self.events.append(MessageEvent(kind=kind_of_event, text=text, round=number))
+            if self.ends_failed_rounds and kind == MessageType.TRAIN and failed_all:
                 raise TrainingFailed(
                     f"{where}no client succeeded: none of {len(answered)} {kind} messages had a "
                     f"usable answer; first cause: {min(failed)[1]}"
@@ -100,7 +98,7 @@ class MessageLog:
     def failure(self) -> str | None:
         """Why the run failed, with the first cause; None if some client succeeded.
 
-        A run that trains is judged by its TRAIN messages, of which the last determine its weights. Any other run is
+        A run that trains is judged by its TRAIN messages, the last of which determine its weights. Any other run is
         judged by all its messages.
         """
         kinds = self._judged_kinds
@@ -174,7 +172,7 @@ def _kind(message: Message) -> str:
 
 
 def round_of(message: Message) -> int | None:
-    """Return the round that a message names, as those of Flower's and our strategies and of its earlier API do."""
+    """Return the round that a message names, if any; strategies of Flower and of socflower name it."""
     for record in message.content.config_records.values():
         if isinstance(server_round := record.get(SERVER_ROUND), int):
             return server_round
@@ -205,9 +203,10 @@ def _not_finite(reply: Message, message: Message) -> str | None:
 
 
 def _first_non_finite(record: ArrayRecord, sent: ArrayRecord) -> str | None:
-    """Return the first array with values that are not finite, and were not so in what was sent."""
+    """Return the first array with values that are not finite although the sent ones were."""
     for name, array in record.items():
-        with suppress(TypeError, ValueError, EOFError):  # in the app's own serialisation
+        # The app's own serialisation may raise.
+        with suppress(TypeError, ValueError, EOFError):
             own = {name: array.numpy()}
             if first_non_finite(own) and first_non_finite(
                 own, {name: sent[name].numpy()} if name in sent else {}
@@ -226,7 +225,7 @@ def metric(reply: Message, key: str) -> float | None:
 
 
 def num_examples_of(reply: Message) -> float | None:
-    """Return how many examples a client says that it used, or None."""
+    """Return the number of examples that a client reports, or None."""
     value = metric(reply, NUM_EXAMPLES)
     return legacy_api.num_examples_of(reply) if value is None else value
 

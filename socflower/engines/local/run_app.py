@@ -17,8 +17,8 @@ from socflower.engines.legacy_api import are_nodes, bounded_waits
 from socflower.engines.local.exchange_record import ExchangeRecord
 from socflower.engines.local.grid import LocalGrid
 from socflower.engines.local.message_log import MessageLog
-from socflower.engines.local.virtual_time_grid import VirtualTimeGrid
-from socflower.engines.local.workers import AppReference, ClientAppSource
+from socflower.engines.local.virtual_time_grid import VirtualTimeGrid, require_socs
+from socflower.engines.local.workers import AppReference, ClientAppSource, require_app
 from socflower.engines.strategy_starts import around_starts
 from socflower.errors import ConfigError, SocflowerError, TrainingFailed
 from socflower.plain_numbers import plain_numbers
@@ -86,11 +86,7 @@ def run_app(
     """
     app = require_server_app(server_app)
     num_nodes = cluster.num_socs if num_nodes is None else num_nodes
-    if num_nodes > cluster.num_socs:
-        raise ConfigError(
-            f"local engine: {num_nodes} nodes on a cluster of {cluster.num_socs} SoCs; describe a larger "
-            "cluster or start fewer nodes"
-        )
+    require_socs(cluster, num_nodes)
     clock = clock or EventClock(cluster)
     config = dict(run_config or {})
     messages, rounds = messages or MessageLog(), rounds or RoundLog(clock)
@@ -122,11 +118,7 @@ def run_app(
 def require_server_app(source: object) -> ServerApp:
     """Return the ServerApp that `source` is or refers to; `ConfigError` if that is another object."""
     app = source.load() if isinstance(source, AppReference) else source
-    if not isinstance(app, ServerApp):
-        raise ConfigError(
-            f"app {source!r} is a {type(app).__name__}, not a flwr.serverapp.ServerApp"
-        )
-    return app
+    return require_app(source, app, ServerApp)
 
 
 def run_server_app(
@@ -162,9 +154,8 @@ def run_server_app(
 
 def _start_with_enough(strategy: Strategy, num_nodes: int, start: Callable[[], object]) -> object:
     """Start a strategy; `ConfigError` if Flower would wait for more nodes than there will ever be here."""
-    strategy = getattr(
-        strategy, "strategy", strategy
-    )  # that a wrapper such as differential privacy has
+    # The strategy inside a wrapper such as differential privacy.
+    strategy = getattr(strategy, "strategy", strategy)
     if isinstance(strategy, FedAvg):
         for fraction, own in (
             ("fraction_train", "min_train_nodes"),

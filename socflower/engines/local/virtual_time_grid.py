@@ -25,6 +25,15 @@ from socflower.strategies.forwarding_grid import ForwardingGrid
 from socflower.wire.message_keys import CPU_SHARE, PRICED
 
 
+def require_socs(cluster: Cluster, num_nodes: int) -> None:
+    """Raise `ConfigError` if there are more nodes than SoCs."""
+    if num_nodes > cluster.num_socs:
+        raise ConfigError(
+            f"{num_nodes} nodes on a cluster of {cluster.num_socs} SoCs; describe a larger cluster or "
+            "start fewer nodes"
+        )
+
+
 class VirtualTimeGrid(ForwardingGrid):
     """Runs the task graph of each `send_and_receive` through `grid` on `clock`; pushed messages have no price.
 
@@ -89,11 +98,7 @@ class VirtualTimeGrid(ForwardingGrid):
 
     def _graph(self, sent: Sequence[Message], replies: Sequence[Message]) -> TaskGraph:
         soc_of_node = {node: soc for soc, node in enumerate(sorted(self._grid.get_node_ids()))}
-        if len(soc_of_node) > self._cluster.num_socs:
-            raise ConfigError(
-                f"{len(soc_of_node)} nodes on a cluster of {self._cluster.num_socs} SoCs; describe a "
-                "larger cluster or start fewer nodes"
-            )
+        require_socs(self._cluster, len(soc_of_node))
         answered = {reply.metadata.src_node_id: reply for reply in replies if reply.has_content()}
         trained = {message.metadata.dst_node_id for message in sent if self._has_training(message)}
         for node in sorted(trained & set(answered)):
@@ -151,9 +156,8 @@ class VirtualTimeGrid(ForwardingGrid):
             return after
         pricing, on_cpu = self._pricing, metric(reply, CPU_SHARE)
         if isinstance(pricing, MixedPricing) and on_cpu is not None:
-            pricing = replace(
-                pricing, cpu_share=on_cpu
-            )  # the client's report, not the predicted alpha
+            # The client's report, not the predicted alpha.
+            pricing = replace(pricing, cpu_share=on_cpu)
         cost = pricing.step_cost(self._profile, self._cluster.device_of(soc), batch)
         num_batches = num_examples / batch
         trained = [

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -45,7 +45,8 @@ class AppReference:
     """A ClientApp or ServerApp by `module:attribute`, as a Flower app's pyproject.toml names it."""
 
     target: str
-    folder: Path | None = None  # prepended to the import path
+    # The folder that is prepended to the import path.
+    folder: Path | None = None
 
     def load(self) -> object:
         """Import and return the app; `ConfigError` if that fails."""
@@ -57,12 +58,16 @@ class AppReference:
 ClientAppSource: TypeAlias = AppReference | Callable[[], ClientApp] | ClientApp
 """A reference, a picklable factory, or (without worker processes) the app itself."""
 
+_App = TypeVar("_App")
+
 Work: TypeAlias = tuple[Message, Context]
 Answer: TypeAlias = tuple[Message, Context]
 StartMethod: TypeAlias = ForkServerContext | SpawnContext
 
-_MOST_TEXT = 4_000  # characters of an exception's text in a reply
-_END_S = 10.0  # that a process may take to end after its last message
+# The limit of an exception's text in a reply.
+_MOST_TEXT = 4_000
+# How long a process may take to end after its last message.
+_END_S = 10.0
 
 
 def resolve_client_app(source: ClientAppSource) -> ClientApp:
@@ -70,9 +75,14 @@ def resolve_client_app(source: ClientAppSource) -> ClientApp:
     if isinstance(source, ClientApp):
         return source
     made = source.load() if isinstance(source, AppReference) else source()
-    if not isinstance(made, ClientApp):
+    return require_app(source, made, ClientApp)
+
+
+def require_app(source: object, made: object, kind: type[_App]) -> _App:
+    """Return an app that was loaded from `source`. Raises `ConfigError` if it is of another kind."""
+    if not isinstance(made, kind):
         raise ConfigError(
-            f"app {source!r} is a {type(made).__name__}, not a flwr.clientapp.ClientApp"
+            f"app {source!r} is a {type(made).__name__}, not a Flower {kind.__name__}"
         )
     return made
 
@@ -86,7 +96,8 @@ def handle(app: ClientApp, message: Message, context: Context) -> Message:
     """
     try:
         reply: object = app(message, context)
-    except KeyboardInterrupt:  # of the user, who ends the run
+    except KeyboardInterrupt:
+        # The user ends the run.
         raise
     except BaseException as error:
         return _raised(error, message)
@@ -136,7 +147,7 @@ class InProcessWorkers:
 
 
 def _with_own_records(message: Message) -> Message:
-    """Return a message whose records a client may change, as where it comes to another process.
+    """Return a message whose records a client may change, as in a process of its own.
 
     Messages of one exchange may have the same content, and Flower's secure aggregation takes keys out of it. Arrays are
     not copied, as their bytes cannot be changed.
@@ -225,9 +236,8 @@ class NodeProcess:
 
     def submit(self, work: Message, context: Context) -> "Future[Answer]":
         """Start handling a message; the future raises `WorkerDied` if the process dies."""
-        if (
-            not self._worker.is_alive
-        ):  # it died while it was idle, so this message's client did not cause it
+        # It died while it was idle, so this message's client did not cause it.
+        if not self._worker.is_alive:
             self.replace()
         return self._worker.submit(work, context)
 
@@ -255,7 +265,7 @@ def _start_method() -> StartMethod:
 
 
 class _Worker:
-    """One process, and a pipe to it of which each side has one end alone.
+    """A process and a pipe to it; each side has only its own end.
 
     So whoever waits for the other side sees the end of the pipe when that side has died, also in the middle of an
     answer. `ProcessPoolExecutor` keeps both ends in the parent, and may then never return.
@@ -266,11 +276,13 @@ class _Worker:
         self._process = start_method.Process(target=_serve, args=(theirs, source))
         self._process.start()
         theirs.close()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")  # waits for answers
+        # The thread waits for answers.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
 
     @property
     def pid(self) -> int:
-        assert self._process.pid is not None  # it has been started
+        # Set since the process was started.
+        assert self._process.pid is not None
         return self._process.pid
 
     @property
@@ -296,9 +308,11 @@ class _Worker:
     def close(self) -> None:
         """End the process when it has handled its message."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._connection.close()  # upon which it ends
+        # The process ends at this message.
+        self._connection.close()
         self._process.join(_END_S)
-        if self._process.is_alive():  # a thread of the client's keeps it
+        # A thread of the client may keep the process alive.
+        if self._process.is_alive():
             self._process.kill()
         self._end()
 
@@ -310,7 +324,8 @@ class _Worker:
 
 def _serve(connection: "Connection[Any, Any]", source: ClientAppSource) -> None:
     """Handle messages until the other end is closed."""
-    # A process that a client forks, such as of a DataLoader, must not keep the pipe open when this one has died.
+    # A process that a client forks, such as of a DataLoader, must not keep the pipe open when this
+    # one has died.
     os.register_at_fork(after_in_child=connection.close)
     _start_worker(source)
     while True:
@@ -333,7 +348,8 @@ def _start_worker(source: ClientAppSource) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         _app_of_this_worker = resolve_client_app(source)
-    except Exception as error:  # reported in the reply to every message
+    except Exception as error:
+        # Reported in the reply to every message.
         _app_of_this_worker = error
 
 
@@ -353,7 +369,6 @@ def _handle_in_worker(message: Message, context: Context) -> tuple[Message, Cont
         ), context
     try:
         return handle(app, message, context), context
-    except (
-        KeyboardInterrupt
-    ) as error:  # raised by the client itself, since Ctrl-C is for the parent
+    except KeyboardInterrupt as error:
+        # The client itself raised it: Ctrl-C is for the parent.
         return _raised(error, message), context

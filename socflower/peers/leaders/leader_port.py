@@ -1,4 +1,4 @@
-"""A ring port as leaders of groups use it: its ranks are groups, each reached at whichever member answers for it."""
+"""A ring port for leaders of groups: its ranks are groups, each reached at the member that answers for it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -8,7 +8,8 @@ from socflower.peers.transports.port import Admission, Caller, Handler, Reader, 
 from socflower.peers.transports.stream import OutgoingStream
 from socflower.wire.secure_channel import PeerFailed, PeerNotReady, PeerRefused, PeerSilent
 
-_PREFIX = "leaders-"  # of methods, so that the group's own ring can use the port too
+# A prefix of methods, so that the group's own ring can use the same port.
+_PREFIX = "leaders-"
 
 _Answer = TypeVar("_Answer")
 
@@ -17,8 +18,8 @@ class LeaderPort:
     """One member's end of calls among leaders.
 
     `members` are, for each group that may be called, the participants that may answer for it, in the order in which
-    they are tried. A call raises `PeerNotReady` while any of them lives, since another member of a group takes the
-    place of a leader that is lost; with all of them lost, what the call of the most alive of them raised.
+    they are tried. A call raises `PeerNotReady` while any of them lives, since another member replaces a lost leader.
+    If all are lost, it raises the mildest of their failures.
     """
 
     def __init__(self, port: RingPort, group: int, members: Mapping[int, Sequence[int]]) -> None:
@@ -32,7 +33,7 @@ class LeaderPort:
         }
 
     def address_of(self, rank: int) -> str:
-        """Return where a group was reached last."""
+        """Return the member at which a group was last reached."""
         return self._port.address_of(self._members[rank][0])
 
     def handle(self, method: str, handler: Handler) -> None:

@@ -1,17 +1,17 @@
-"""What leaders exchange in fewer bytes: their models' changes since the last common model, weighted by samples (F8).
+"""Leaders' models in fewer bytes: their changes since the last common model, weighted by samples (F8).
 
     x_k = p_k · (w_k − c) + e_k,    w = c + Σ Q(x_k),    e_k ← x_k − Q(x_k),    p_k = samples_k / Σ samples
 
-c is the model that all groups began the interval with, e_k what the group's earlier roundings have left. A change is
-small against the weights themselves, so few bits hold it well. "fp16" sums halves and has no e; "int8" sums eight-bit
-multiples of a step for each 4,096 elements (`Int8Compression`), with error feedback: over any number of exchanges the
-sum of what was exchanged is within half a step, per group, of the sum of all changes.
+c is the model with which all groups began the interval, e_k the sum of the group's earlier rounding errors. A change
+is small compared with the weights, so few bits represent it well. "fp16" sums halves and has no e; "int8" sums
+eight-bit multiples of a step for each 4,096 elements (`Int8Compression`), with error feedback: over any number of
+exchanges the sum of what was exchanged is within half a step, per group, of the sum of all changes.
 
-Every member of a group computes the group's e from what all of them have: w_k, c and e of before, p_k, and the steps,
-which its leader hands on with the mean. So no member needs another's e, and whoever leads next has it.
+Every member computes the group's e from values that all of them have: w_k, c and the previous e, p_k, and the steps,
+which the leader passes on with the mean. So any member can lead next.
 
-Only weights of at most 32 bits that an optimiser steps are compressed. Rounding could make a variance of BatchNorm
-negative, and statistics and counters are few; float64 models are meant to keep their bits.
+Only weights of at most 32 bits that an optimiser changes are compressed. Rounding could make a variance of BatchNorm
+negative, and statistics and counters are few; float64 models must keep their bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from socflower.errors import ConfigError
-from socflower.hierarchy.leader_topology import FP16, INT8
+from socflower.hierarchy.leader_topology import FP16
 from socflower.peers.collective import Collective, Poll, no_poll
 from socflower.peers.compression import (
     Float16Compression,
@@ -42,16 +41,14 @@ Floats = NDArray[np.float32]
 class ChangeCompression:
     """How a group's change is compressed in one exchange; all but `feedback` is equal for all groups."""
 
-    name: str  # "fp16" or "int8"
-    common: Mapping[str, _Array]  # c, with at least the tensors that are exchanged
-    untrained: frozenset[str] = frozenset()  # tensors that no optimiser steps
-    feedback: Floats | None = None  # e, flat; None: nothing
-
-    def __post_init__(self) -> None:
-        if self.name not in (FP16, INT8):
-            raise ConfigError(
-                f"leaders: compression {self.name!r} is unknown; use {FP16!r} or {INT8!r}"
-            )
+    # Either "fp16" or "int8".
+    name: str
+    # The model c, with at least the exchanged tensors.
+    common: Mapping[str, _Array]
+    # Tensors that no optimiser changes.
+    untrained: frozenset[str] = frozenset()
+    # The feedback e in one row; None if it is zero.
+    feedback: Floats | None = None
 
     def compresses(self, name: str, array: _Array) -> bool:
         """Return whether a tensor is compressed."""
@@ -67,7 +64,7 @@ class ChangeCompression:
         return f"{self.name} {digest_of({name: bytes(array_to_bytes(self.common[name])) for name in names})}"
 
     def change(self, arrays: Mapping[str, _Array], share: float) -> Floats:
-        """Return x, flat, in the order of the tensors; of floats that are too large some values are not finite."""
+        """Return x in one row, in the order of the tensors; values that are too large become infinite."""
         parts = [
             (reals(array).astype(np.float64) - reals(self.common[name]).astype(np.float64)) * share
             for name, array in self._compressed(arrays)
@@ -80,7 +77,7 @@ class ChangeCompression:
         return change
 
     def model(self, arrays: Mapping[str, _Array], total: Floats) -> dict[str, _Array]:
-        """Return c + the sum of all groups' changes, of the tensors that are compressed."""
+        """Return the compressed tensors of c + the sum of all groups' changes."""
         made: dict[str, _Array] = {}
         start = 0
         for name, array in self._compressed(arrays):
@@ -99,7 +96,8 @@ class ChangeCompression:
     def sum(
         self, ring: Collective, change: Floats, poll: Poll = no_poll
     ) -> tuple[Floats, Floats | None]:
-        """Return the sum of all members' changes, the same bits at all, and with "int8" the steps of its blocks.
+        """Return the sum of all members' changes, bit-identical at all of them, and with "int8" the steps of its
+        blocks.
 
         The largest magnitudes of all members' changes, summed, must be finite. Raises what the ring and `poll` raise.
         """
@@ -123,9 +121,9 @@ def _levels(blocks: Tensor, step: Tensor) -> Tensor:
 
 
 class MemberChanges:
-    """What one member knows of its group for compressed exchanges: c and e, of which it may miss either at first.
+    """A member's state of its group for compressed exchanges: c and e, either of which it may lack at first.
 
-    `feedback` is e if this member holds it, `owed` e's digest if the group has any.
+    `feedback` is e if this member holds it, `owed` the digest of e if e is not zero.
     """
 
     def __init__(
@@ -152,9 +150,10 @@ class MemberChanges:
         held: Sequence[tuple[bool, bool]],
         broadcast_from: Callable[[int, Callable[[], bytes]], bytes],
     ) -> None:
-        """Get what this member misses from the first that has it; `held` is what members have, in ring order.
+        """Get missing parts of the state from the first member that has them; `held` lists the members' parts in ring
+        order.
 
-        `broadcast_from` is called alike at all members, with the rank of the one that has it.
+        All members call `broadcast_from` equally, with the rank of the member that has the part.
         """
         with_common, with_feedback = (
             [rank for rank, has in enumerate(held) if has[part]] for part in (0, 1)
@@ -186,7 +185,7 @@ class MemberChanges:
         )
 
     def on_mean(self, next_feedback: Callable[[ChangeCompression], Floats | None]) -> None:
-        """Take the next e; none if this member has been lost before it had all that goes into it."""
+        """Compute the next e, or drop it if this member lacks one of the values for it."""
         self.feedback = next_feedback(self.compression()) if self._is_complete else None
 
     def _own_feedback(self) -> Floats:

@@ -1,7 +1,7 @@
 """The leaders of groups sum their models in a ring or a tree, weighted by samples (F8).
 
-Any member may lead: who answers for a group brings its model, and another one that takes its place brings the same
-bits. So an exchange can begin again at any time, and a group that comes after the others have summed adopts their sum.
+Any member may lead: the one that answers for a group brings its model, and a replacement brings the same bits. So an
+exchange can restart at any time, and a group that is late adopts the sum of the others.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from socflower.hierarchy.averaging import first_non_finite
-from socflower.peers.collective import Collective, PeerLost, Poll, no_poll
+from socflower.peers.collective import Collective, PeerLost, Poll, gather_json, no_poll
 from socflower.peers.leaders.leader_port import LeaderPort
 from socflower.peers.leaders.model_changes import ChangeCompression, Floats, reals
 from socflower.peers.leaders.tree import Place, grpc_tree, in_process_trees
@@ -41,7 +41,8 @@ from socflower.wire.secure_channel import PeerFailed
 
 _Array = NDArray[Any]
 _RESULT = "result"
-_STEPS = "/steps"  # as no tensor is called
+# A name that no tensor has.
+_STEPS = "/steps"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,12 +50,14 @@ class GroupsModel:
     """A model and the groups whose training is in it."""
 
     arrays: Mapping[str, _Array]
-    samples: float  # that those groups trained on
-    groups: tuple[int, ...]  # in the order of the plan; empty if the model is of no use
-    steps: Floats | None = (
-        None  # of the blocks of a sum in eight bits, which this is; see `feedback_after`
-    )
-    # Of the model before the training, the tensors with values that are not finite: if these stay, they are constants.
+    # The samples of those groups.
+    samples: float
+    # In the order of the plan; empty if the model is of no use.
+    groups: tuple[int, ...]
+    # Of the blocks of a sum in eight bits, which this is; see `feedback_after`.
+    steps: Floats | None = None
+    # Of the model before the training, the tensors with values that are not finite: if these stay,
+    # they are constants.
     began_with: Mapping[str, _Array] = field(default_factory=dict)
 
 
@@ -64,41 +67,21 @@ def exchange_models(
     poll: Poll = no_poll,
     changes: ChangeCompression | None = None,
 ) -> GroupsModel:
-    """Return the mean of the models of all members of a ring, by samples; all of them get the same bits.
+    """Return the mean of the models of all members of a ring, by samples; all of them get the same bits (F8).
 
         w[i] = sum_k float32(p_k * w_k[i]),    p_k = samples_k / sum(samples)
 
-    The sum is float32, of float64 tensors float64, each part of the model in the order of the ring that begins at
-    another member (`rings.all_reduce`), or in that of a tree (`rings.tree`); so it depends on the order of the members
-    and on nothing else. With `changes`, tensors that it compresses are its sum instead; a member that is alone keeps
-    its model, and its feedback. Of integer tensors, which are counters, the largest values are kept. A model with NaN
-    or infinite values, unless it `began_with` them, or without samples, is left out, and its group not in `groups`.
-    Where models differ in their tensors every member gets its own back.
-    Raises what the ring and `poll` raise.
+    Sums are in float32, for float64 tensors in float64. The order of a sum follows from the ring (each part begins at
+    another member, `rings.all_reduce`) or from a tree (`rings.tree`), so it depends on the order of members alone. With
+    `changes`, the tensors that it compresses are its sum; a member that is alone keeps its model and its feedback. Of
+    integer tensors, which are counters, the largest values are taken. A model without samples, or with NaN or infinite
+    values that it did not have in `began_with`, is left out, and `groups` does not have its group. If models differ in
+    their tensors, every member gets its own model back. Raises what the ring and `poll` raise.
     """
     if ring.size == 1:
         changes = None
-    is_finite = first_non_finite(own.arrays, own.began_with) is None
-    usable = (
-        bool(own.groups)
-        and 0 < own.samples < math.inf
-        and is_finite
-        and (changes is None or _can_be_summed(changes.change(own.arrays, 1.0), ring.size))
-    )
-    heads = [
-        json.loads(head)
-        for head in ring.all_gather(
-            json.dumps(
-                {
-                    "groups": own.groups if usable else (),
-                    "samples": own.samples if usable else 0.0,
-                    "layout": _layout_digest(own.arrays)
-                    + ("" if changes is None else changes.layout(own.arrays)),
-                }
-            ).encode(),
-            poll,
-        )
-    ]
+    usable = _is_usable(own, changes, ring.size)
+    heads = _gather_heads(ring, own, usable, changes, poll)
     total = math.fsum(head["samples"] for head in heads)
     if len({head["layout"] for head in heads}) > 1 or not total:
         return own
@@ -109,14 +92,11 @@ def exchange_models(
         change = changes.change(own.arrays, share)
         change, steps = changes.sum(ring, change if usable else np.zeros_like(change), poll)
         averaged |= changes.model(own.arrays, change)
+    left = {name: array for name, array in own.arrays.items() if name not in averaged}
     for dtype in (np.float32, np.float64):
-        names = [
-            name
-            for name, array in own.arrays.items()
-            if _sum_type(array) == dtype and name not in averaged
-        ]
-        if names:
-            averaged |= _sum(ring, {name: own.arrays[name] for name in names}, share, dtype, poll)
+        summed = {name: array for name, array in left.items() if _sum_type(array) == dtype}
+        if summed:
+            averaged |= _sum(ring, summed, share, dtype, poll)
     counters = {name: array for name, array in own.arrays.items() if _sum_type(array) is None}
     if counters:
         averaged |= _largest(ring, counters, poll, [bool(head["groups"]) for head in heads])
@@ -128,10 +108,38 @@ def exchange_models(
     )
 
 
+def _is_usable(own: GroupsModel, changes: ChangeCompression | None, size: int) -> bool:
+    """Return whether a model has samples and finite values, also in the sums of `changes`."""
+    if not own.groups or not 0 < own.samples < math.inf:
+        return False
+    if first_non_finite(own.arrays, own.began_with) is not None:
+        return False
+    return changes is None or _can_be_summed(changes.change(own.arrays, 1.0), size)
+
+
+def _gather_heads(
+    ring: Collective,
+    own: GroupsModel,
+    usable: bool,
+    changes: ChangeCompression | None,
+    poll: Poll,
+) -> list[dict[str, Any]]:
+    """Return groups, samples and layout of every member's model; unusable models have neither groups nor samples."""
+    layout = _layout_digest(own.arrays)
+    if changes is not None:
+        layout += changes.layout(own.arrays)
+    head = {
+        "groups": own.groups if usable else (),
+        "samples": own.samples if usable else 0.0,
+        "layout": layout,
+    }
+    return gather_json(ring, head, poll)
+
+
 def feedback_after(
     own: GroupsModel, mean: GroupsModel, changes: ChangeCompression
 ) -> Floats | None:
-    """Return what a group has still to send after an exchange: as before, unless its change is in the mean."""
+    """Return a group's unsent changes after an exchange; they change only if the group is in the mean."""
     if mean.steps is None or not {*own.groups} <= {*mean.groups}:
         return changes.feedback
     return changes.unsent(own.arrays, own.samples / mean.samples, mean.steps)
@@ -146,7 +154,7 @@ def exchange_in_process(
     changes: Sequence[ChangeCompression | None] | None = None,
     places: Sequence[Place] = (),
 ) -> GroupsModel:
-    """Return what `exchange_models` returns to members with these models, in ring order, or in a tree of `places`."""
+    """Return the results of `exchange_models` for members with these models, in ring order or in a tree of `places`."""
     rings = in_process_trees(places) if places else in_process_rings(len(models))
     polls = [no_poll] * len(models)
     with ThreadPoolExecutor(len(models)) as threads:
@@ -235,8 +243,8 @@ class LeaderMeeting:
     ) -> GroupsModel:
         """Return the mean with the models of all groups that can be reached; raise what `poll` raises.
 
-        A group is waited for as long as any of its members lives. This group's own model is returned if the others have
-        a mean without it.
+        The wait for a group lasts as long as any of its members lives. If the others have a mean without this group,
+        its own model is returned.
         """
         membership = LeaderMembership(
             self._port,
@@ -268,7 +276,7 @@ class LeaderMeeting:
                     self._result = self._result or self._ask_for_result(done.group, poll)
                     membership.go_on_without(done.group)
         except LeftOut as left:
-            self.log_lines.append(f"its leader met nobody: {left}")
+            self.log_lines.append(f"its leader met no other leader: {left}")
             return own
         finally:
             self.log_lines += membership.log_lines
@@ -289,7 +297,7 @@ class LeaderMeeting:
             source = generation.members.index(generation.source)
             payload = ring.broadcast(self._pack() if ring.rank == source else None, source, poll)
             self._result = self._result or unpack_model(payload)
-            # The others may have summed without this group, of which no member was to be reached.
+            # The others may have summed without this group if they could reach none of its members.
             return self._result if {*own.groups} <= {*self._result.groups} else own
         finally:
             ring.close()
@@ -309,7 +317,7 @@ class LeaderMeeting:
         )
 
     def _ask_for_result(self, group: int, poll: Poll) -> GroupsModel | None:
-        """Return the result of a leader that is done; None if it cannot be had any more."""
+        """Return the result of a leader that has finished; None if it is no longer available."""
         payload = bytearray()
         with suppress(PeerFailed, MalformedBytes):
             while part := self._port.call(
@@ -331,9 +339,9 @@ class LeaderMeeting:
 
 
 class GroupLeader:
-    """The part of a group in an exchange, by the member that answers for it; `ring` says who else may.
+    """A group's part in an exchange, run by the member that answers for it; `ring` lists the others that may.
 
-    It runs in a thread of its own, since other groups may take long, and goes on while the group's ring forms anew.
+    It runs in its own thread, since other groups may take long, and continues while the group's ring forms again.
     """
 
     def __init__(self, port: RingPort, group: int, ring: RingTask) -> None:
@@ -366,9 +374,8 @@ class GroupLeader:
         for text in self._ring.leaders:
             group, participant, _ = text.split(" ")
             members.setdefault(int(group), []).append(int(participant))
-        if (
-            len(members) < 2 or self._ring.participant not in members[self._group]
-        ):  # others could not reach this one
+        # Then other leaders could not reach this one.
+        if len(members) < 2 or self._ring.participant not in members[self._group]:
             alone = Future[GroupsModel]()
             alone.set_result(own)
             return alone

@@ -1,8 +1,8 @@
 """Sums along a tree: members of a board first, then one of each board in a server, then one of each server.
 
-Each edge is a ring of two, so a tree needs nothing of a transport that rings do not. At every level the first of those
-that meet receives the others' sums, and adds them in their order to its own; then the total goes back the same way. So
-a sum depends on who takes part and where each of them is, and on nothing else.
+Each edge is a ring of two, so a tree needs nothing of a transport beyond rings. At every level the first member
+receives the others' sums and adds them to its own in their order; the total returns the same way. So a sum depends
+only on the members and their places.
 """
 
 import struct
@@ -38,17 +38,18 @@ def tree_edges(places: Sequence[Place]) -> tuple[Edge, ...]:
 
 
 class Tree(Collective):
-    """A member's end of a tree: the rings of two, by edge, that it is in. An operation runs while it is waited for."""
+    """A member's end of a tree: its rings of two, by edge. An operation runs during the wait for its result."""
 
     transport = "tree"
 
     def __init__(self, rank: int, size: int, edges: Mapping[Edge, Collective]) -> None:
         self.rank, self.size = rank, size
         self._below = [ring for (first, _), ring in edges.items() if first == rank]
-        self._above = [ring for (_, other), ring in edges.items() if other == rank]  # at most one
+        # There is at most one.
+        self._above = [ring for (_, other), ring in edges.items() if other == rank]
 
     def all_reduce(self, buffer: Tensor) -> "_Sum":
-        """Return what sums a buffer over all members, in place, when it is waited for."""
+        """Return work that sums a buffer over all members, in place, during its wait."""
         array = buffer.detach().numpy()
 
         def run(poll: Poll) -> None:
@@ -77,7 +78,7 @@ class Tree(Collective):
             ring.close()
 
     def _through_top(self, payload: bytes, poll: Poll) -> bytes:
-        """Send up what all below have, and pass down what comes back; the first of all has the total."""
+        """Send the sum of all members below upwards and pass the total down; the first of all members has the total."""
         for ring in self._above:
             ring.broadcast(payload, 1, poll)
             payload = ring.broadcast(None, 0, poll)
@@ -98,14 +99,11 @@ class _Sum:
 def in_process_trees(places: Sequence[Place]) -> list[Collective]:
     """Return the members' ends of one tree, by rank, each to be used in its own thread."""
     rings = {edge: in_process_rings(2) for edge in tree_edges(places)}
-    return [
-        Tree(
-            rank,
-            len(places),
-            {edge: ends[edge.index(rank)] for edge, ends in rings.items() if rank in edge},
-        )
-        for rank in range(len(places))
-    ]
+    trees: list[Collective] = []
+    for rank in range(len(places)):
+        own = {edge: ends[edge.index(rank)] for edge, ends in rings.items() if rank in edge}
+        trees.append(Tree(rank, len(places), own))
+    return trees
 
 
 def grpc_tree(
@@ -117,20 +115,13 @@ def grpc_tree(
 ) -> Tree:
     """Return this member's end of generation `generation` of a tree among `ranks` of the port's addresses."""
     own = list(ranks).index(port.rank)
-    return Tree(
-        own,
-        len(ranks),
-        {
-            edge: GrpcRing(
-                _EdgePort(port, f"{ranks[edge[0]]}-{ranks[edge[1]]}-"),
-                [ranks[rank] for rank in edge],
-                generation,
-                heartbeat_s,
-            )
-            for edge in tree_edges(places)
-            if own in edge
-        },
-    )
+    rings: dict[Edge, Collective] = {}
+    for edge in tree_edges(places):
+        if own in edge:
+            ends = [ranks[rank] for rank in edge]
+            edge_port = _EdgePort(port, f"{ends[0]}-{ends[1]}-")
+            rings[edge] = GrpcRing(edge_port, ends, generation, heartbeat_s)
+    return Tree(own, len(ranks), rings)
 
 
 class _EdgePort:

@@ -2,11 +2,10 @@
 
 A member times only its own work: loading its part of the batch, forward and backward pass, optimiser. Gradient buckets
 are sent by other threads during the backward pass, so that the pass does not wait for peers. Every
-`RingTask.rebalance_steps` steps, members exchange their samples, seconds and power shares. All of them feed the same
-observations to equal filters, and so split each batch alike.
+`RingTask.rebalance_steps` steps, members exchange their samples, seconds and power shares. All members feed the same
+observations to equal filters, so they split each batch equally.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from socflower.hierarchy.batch_shares import CapacityFilter
-from socflower.peers.collective import Collective, Poll
+from socflower.peers.collective import Collective, Poll, gather_json
 from socflower.thermal.limits import current_guard
 from socflower.wire.message_keys import GroupTask
 
@@ -47,7 +46,7 @@ class StepTimer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the block, which waits for other members, out of the `timed` block around it."""
+        """Exclude a block that waits for other members from the `timed` block around it."""
         began_s = self._clock()
         try:
             yield
@@ -85,11 +84,13 @@ class RingBalance:
 
     def __init__(self, group: GroupTask, timer: StepTimer) -> None:
         self._filter = CapacityFilter(dict(enumerate(group.capacities)), threshold=_THRESHOLD)
-        self._limits = [1.0] * len(group.members)  # the share of its power that each member may use
+        # The share of its power that each member may use.
+        self._limits = [1.0] * len(group.members)
         self._timer = timer
         guard = current_guard()
         if guard is not None:
-            guard.take_over_pacing()  # a throttled member gets fewer samples instead of delaying the others
+            # A throttled member gets fewer samples instead of delaying the others.
+            guard.take_over_pacing()
 
     def capacities(self, present: Sequence[int]) -> list[float]:
         """Return the capacities of the present members, to which their shares are proportional."""
@@ -109,19 +110,15 @@ class RingBalance:
     def synchronise(self, ring: Collective, poll: Poll) -> None:
         """Adopt the state of the member with the most observations: an exchange may have reached only some members."""
         own = self._filter.num_noted
-        reports: list[dict[str, Any]] = [
-            json.loads(payload)
-            for payload in ring.all_gather(
-                json.dumps({"filter": self._filter.state(), "limits": self._limits}).encode(), poll
-            )
-        ]
-        newest = max(
-            reports, key=lambda state: int(state["filter"]["noted"])
-        )  # the first among equals
+        state = {"filter": self._filter.state(), "limits": self._limits}
+        reports: list[dict[str, Any]] = gather_json(ring, state, poll)
+        # Ties go to the first member.
+        newest = max(reports, key=lambda state: int(state["filter"]["noted"]))
         self._filter.restore(newest["filter"])
         self._limits = newest["limits"]
         if self._filter.num_noted > own:
-            self._timer.mark_reported()  # the exchange that this member missed included its report
+            # The exchange that this member missed included its report.
+            self._timer.mark_reported()
 
     def exchange(self, ring: Collective, present: Sequence[int], poll: Poll) -> None:
         """Exchange the members' speeds since the last exchange, and update the capacities.
@@ -129,21 +126,13 @@ class RingBalance:
         Raises `PeerLost`, or what `poll` raises; this member's report is then kept for the next exchange.
         """
         num_samples, seconds = self._timer.unreported
-        reports = [
-            json.loads(payload)
-            for payload in ring.all_gather(
-                json.dumps([num_samples, seconds, _power_share()]).encode(), poll
-            )
-        ]
+        reports = gather_json(ring, [num_samples, seconds, _power_share()], poll)
         self._timer.mark_reported()
-        self._filter.note(
-            {
-                member: (samples, taken_s)
-                for member, (samples, taken_s, _) in zip(present, reports, strict=True)
-            }
-        )
-        for member, (_, _, share) in zip(present, reports, strict=True):
+        noted = {}
+        for member, (samples, taken_s, share) in zip(present, reports, strict=True):
+            noted[member] = (samples, taken_s)
             self._limits[member] = share
+        self._filter.note(noted)
 
 
 def _power_share() -> float:

@@ -29,7 +29,7 @@ class GradientExchange:
     """Sums the members' weighted gradients, in `num_buckets` buckets of about equal bytes.
 
     Buckets are sent in the order in which a backward pass completes them, last layers first, the same in all members.
-    In a bucket, gradients have the memory layouts of their parameters, which must be the same in all members too.
+    Gradients in a bucket have the memory layouts of their parameters, which must be equal in all members as well.
     """
 
     def __init__(self, model: nn.Module, num_buckets: int) -> None:
@@ -42,7 +42,8 @@ class GradientExchange:
             for position, parameter in enumerate(bucket.parameters)
         ]
         self._step: _Step | None = None
-        self._checked_ring: Collective | None = None  # the ring in which layouts were found equal
+        # The ring whose members have equal layouts.
+        self._checked_ring: Collective | None = None
 
     @property
     def num_buckets(self) -> int:
@@ -65,12 +66,13 @@ class GradientExchange:
     ) -> None:
         """Prepare for a step's backward pass.
 
-        `overlapped` states that each gradient is computed once and final as soon as the pass has computed it; else
-        nothing is sent before `finish`. `poll` is called at each layer of the pass and during waits; an exception from
+        `overlapped`: each gradient is final as soon as the pass has computed it; otherwise nothing is sent before
+        `finish`. `poll` is called at each layer of the pass and during waits; an exception from
         it ends the step. In a ring's first step, members compare their layouts: raises `ConfigError` if they differ,
         `PeerLost`, or what `poll` raises.
         """
-        # A trainer may have changed the model's layout; gradients would have to be transposed in every step.
+        # A trainer may have changed the model's layout; gradients would have to be transposed in
+        # every step.
         self._buckets = [
             bucket if bucket.has_current_layout() else make_bucket(bucket.parameters)
             for bucket in self._buckets
@@ -102,7 +104,8 @@ class GradientExchange:
 
     def is_finite(self) -> bool:
         """Return whether the gradients that `finish` has set have no NaN and no infinity."""
-        # A sum reads the gradients without a second array of their size. It may overflow where none is infinite.
+        # A sum reads the gradients without a second array of their size. It may overflow where none
+        # is infinite.
         return all(
             math.isfinite(bucket.gradients.sum()) or bool(torch.isfinite(bucket.gradients).all())
             for bucket in self._buckets
@@ -145,17 +148,11 @@ class GradientExchange:
             step.send(self._buckets[step.num_sent])
 
     def _require_same_layout(self, ring: Collective, poll: Poll) -> None:
-        own = hashlib.sha256(
-            repr(
-                [
-                    (
-                        bucket.buffer.dtype,
-                        [(tuple(view.shape), view.stride()) for view in bucket.views],
-                    )
-                    for bucket in self._buckets
-                ]
-            ).encode()
-        ).digest()
+        layouts = []
+        for bucket in self._buckets:
+            views = [(tuple(view.shape), view.stride()) for view in bucket.views]
+            layouts.append((bucket.buffer.dtype, views))
+        own = hashlib.sha256(repr(layouts).encode()).digest()
         if len(set(ring.all_gather(own, poll))) > 1:
             raise ConfigError(
                 "ring: its members differ in their models' parameters, the layout of these in memory, "
@@ -261,6 +258,7 @@ class _TaskThread:
             try:
                 if self._failure is None and not self._closed:
                     task()
-            except BaseException as error:  # raised again in `wait`
+            except BaseException as error:
+                # The error is raised again in `wait`.
                 self._failure = error
         self._idle.set()

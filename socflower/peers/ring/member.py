@@ -1,10 +1,9 @@
 """One member's part of a group's training on its own machine: the same steps as `train_group`, over a ring."""
 
 import hashlib
-import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from logging import INFO
@@ -20,7 +19,7 @@ from socflower.hierarchy.averaging import non_finite_tensors
 from socflower.hierarchy.leader_topology import NONE
 from socflower.model_graph.random_state import RandomState, own_random_state
 from socflower.model_graph.torch_device import device_label, device_of
-from socflower.peers.collective import Collective, PeerLost, RingPeers
+from socflower.peers.collective import Collective, PeerLost, RingPeers, gather_json
 from socflower.peers.compression import GradientCompression, make_compression
 from socflower.peers.leaders.model_changes import Floats, MemberChanges, feedback_digest
 from socflower.peers.leaders.model_exchange import GroupLeader, GroupsModel, feedback_after
@@ -88,26 +87,33 @@ def open_ring(
     return ring(port, ranks, generation, heartbeat_s)
 
 
-_WARM_UP_EPOCHS = 4  # of deep gradient compression
+# The epochs of warm-up of deep gradient compression.
+_WARM_UP_EPOCHS = 4
+# The stages after the last step: members share statistics, then have the mean of all groups.
 _AVERAGED, _MET = (
     1,
     2,
-)  # stages after the last step: members have common statistics, and the mean of all groups
-_MOST_LINES = 3  # about gradients that were left out
-_SIGN_OF_LIFE_S = 1.0  # between those that a leader gives its group while it meets others
+)
+# The limit of events about gradients that were left out.
+_MOST_LINES = 3
+# The interval of signs of life that a leader sends to its group while it meets other leaders.
+_SIGN_OF_LIFE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AppliedStep:
     """A step that was applied by a member; a ledger of these shows that no batch is lost."""
 
-    step: int  # counted from the start of training
-    members: tuple[int, ...]  # participants whose gradients are included
-    samples: tuple[
-        int, ...
-    ]  # of this member; positions in the group's data, or in its own if data are not reshuffled
-    adopted: bool = False  # applied by the others; this member received the resulting weights
-    own_s: float = 0.0  # seconds of this member's own work, without waits; 0 for an adopted step
+    # Counted from the start of training.
+    step: int
+    # The participants whose gradients are included.
+    members: tuple[int, ...]
+    # This member's samples: positions in the group's data, or in its own if data are not reshuffled.
+    samples: tuple[int, ...]
+    # Whether the others applied it and this member received the weights.
+    adopted: bool = False
+    # Seconds of this member's own work, without waits; 0 for an adopted step.
+    own_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,19 +121,23 @@ class MemberResult:
     """The result of a member's part."""
 
     outcome: RingOutcome
-    mean_loss: float  # of the group
-    num_samples: int  # of the group
-    end: SessionResult | None  # None without a model
-    compression: bytes = b""  # state of the gradient compression
-    feedback: Floats | None = (
-        None  # what the compression of leaders' models has still to send of the group's changes
-    )
-    devices: DeviceReport | None = None  # of the members at the end
+    # The group's mean or sum.
+    mean_loss: float
+    # The group's mean or sum.
+    num_samples: int
+    # None without a model.
+    end: SessionResult | None
+    # The state of the gradient compression.
+    compression: bytes = b""
+    # The changes of the group that the compression of leaders' models has not sent.
+    feedback: Floats | None = None
+    # The devices of the members at the end.
+    devices: DeviceReport | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RingMember:
-    """The configuration of a member; `train` runs its part.
+    """The configuration of a member; `train` runs its part of the training.
 
     `data` is the whole data set if data are reshuffled, else the member's own. `state` is the trainer's, from the end
     of the previous interval. `departs_at` makes the member leave before that step of the interval, as if the device
@@ -135,21 +145,24 @@ class RingMember:
     """
 
     model: nn.Module
-    has_model: bool  # whether `model` has the initial weights; else they are received over the ring
+    # Whether `model` has the initial weights; else they are received over the ring.
+    has_model: bool
     data: DataSource
     group: GroupTask
     ring: RingTask
     trainer: Trainer
-    port: RingPort  # its ranks are participants
+    # The port's ranks are participants.
+    port: RingPort
     switch: PreemptionSwitch
     state: bytes | None = None
-    compression_state: bytes | None = (
-        None  # of the gradient compression, from the end of the previous interval
-    )
-    feedback: Floats | None = None  # `RingTask.feedback_sha256`, if this member holds it
+    # The state of the gradient compression at the end of the previous interval.
+    compression_state: bytes | None = None
+    # The feedback with the digest `RingTask.feedback_sha256`, if this member holds it.
+    feedback: Floats | None = None
     departs_at: int | None = None
     on_step: Callable[[AppliedStep], None] = lambda step: None
-    clock: Callable[[], float] = time.perf_counter  # in seconds; measures the member's speed
+    # A clock in seconds, which measures the member's speed.
+    clock: Callable[[], float] = time.perf_counter
 
     def train(self) -> MemberResult:
         """Train `model` in place with the other members; the caller closes the port.
@@ -172,7 +185,8 @@ class _Snapshot:
 
     def __init__(self, model: nn.Module | None) -> None:
         """Save the buffers of `model`, if any, and the state of the random generators."""
-        # Where a buffer belongs, too: a forward pass may assign another tensor instead of changing this one.
+        # Where a buffer belongs, too: a forward pass may assign another tensor instead of changing
+        # this one.
         self._buffers = (
             []
             if model is None
@@ -196,9 +210,12 @@ class _Snapshot:
 class _PendingStep:
     """A step whose gradient this member has given, and which is not yet applied."""
 
-    snapshot: _Snapshot  # from before the pass
-    own: list[int]  # samples of this member
-    total: int  # number of samples of all members
+    # The random state before the pass.
+    snapshot: _Snapshot
+    # This member's samples.
+    own: list[int]
+    # The number of samples of all members.
+    total: int
     loss: Tensor
 
 
@@ -218,9 +235,8 @@ class _MemberSession:
             heartbeat_s=ring.heartbeat_s,
             rendezvous_s=ring.rendezvous_s,
         )
-        self._exchange: GradientExchange | None = (
-            None  # not for sessions that exchange their gradients themselves
-        )
+        # None for sessions that exchange their gradients themselves.
+        self._exchange: GradientExchange | None = None
         self._turns = _turns(member.port, group, ring)
         self._compression: GradientCompression | None = None
         self._collective: Collective | None = None
@@ -234,9 +250,8 @@ class _MemberSession:
         self._stage = 0
         self._met: tuple[int, ...] = ()
         self._met_samples = self._group_samples = 0.0
-        self._steps: Floats | None = (
-            None  # of the mean of all groups, if it was summed in eight bits
-        )
+        # The feedback of the mean of all groups, if it was summed in eight bits.
+        self._steps: Floats | None = None
         self._changes = (
             None
             if ring.leader_compression == NONE or not ring.leaders
@@ -250,18 +265,17 @@ class _MemberSession:
         self._began_with: dict[str, NDArray[Any]] = {}
         self._losses: list[Tensor] = []
         self._pending_step: _PendingStep | None = None
-        self._diverged = (
-            False  # whether a repeated sum was not finite either; later ones are not looked into
-        )
-        self._dropped: dict[
-            tuple[int, int], str
-        ] = {}  # gradients that were left out, by step and SoC
+        # Whether a repeated sum was not finite either; later sums are not examined.
+        self._diverged = False
+        # Gradients that were left out, by step and SoC.
+        self._dropped: dict[tuple[int, int], str] = {}
         self._members: tuple[int, ...] = ()
         self._lost_at_s: float | None = None
         self._recoveries_s: list[float] = []
         self._hooks: list[RemovableHandle] = []
         self._timer = StepTimer(member.clock)
-        self._rates: dict[int, float] = {}  # of the members, known at the end
+        # The devices of the members, known at the end.
+        self._rates: dict[int, float] = {}
         self._balance = (
             RingBalance(group, self._timer) if ring.rebalance_steps and group.reshuffle else None
         )
@@ -304,24 +318,22 @@ class _MemberSession:
     def _form_ring(self) -> None:
         switch = self._member.switch
         state = self._current_state()
-        standing = MemberState(
+        own = MemberState(
             num_steps=self._num_steps + self._stage,
             has_model=self._has_model,
             optimizer=hashlib.sha256(state).hexdigest() if state else "",
         )
-        generation = self._membership.form(standing, switch.raise_if_active)
-        transport = self._ring.transport.partition("+")[
-            0
-        ]  # the port itself knows whether it has TLS
+        generation = self._membership.form(own, switch.raise_if_active)
+        # The port itself knows whether it has TLS.
+        transport = self._ring.transport.partition("+")[0]
         self._collective = open_ring(
             transport, self._port, generation.members, generation.number, self._ring.heartbeat_s
         )
         self._members = generation.members
         if not self._group.reshuffle:
             reports = self._collective.all_gather(str(len(self._member.data)).encode(), self._poll)
-            sizes = dict(
-                zip(self._members, map(int, reports), strict=True)
-            )  # 0 for members that are lost
+            # 0 for members that are lost.
+            sizes = dict(zip(self._members, map(int, reports), strict=True))
             self._schedule = BatchSchedule(
                 self._group, [sizes.get(member, 0) for member in self._group.partitions]
             )
@@ -335,12 +347,13 @@ class _MemberSession:
     def _synchronise_state(self, generation: Generation) -> None:
         """Adopt the state of the generation's source: its weights, optimiser and number of steps.
 
-        If a member failed in a step that the source has applied, its gradient is included, or the source could not have
-        received the sum. So the member counts the step too, and does not repeat it.
+        If a member failed in a step that the source has applied, the sum includes its gradient: otherwise the source
+        could not have received the sum. So the member counts the step and does not repeat it.
         """
         is_behind = generation.num_steps != self._num_steps + self._stage or not self._has_model
         if self._pending_step is not None and generation.num_steps == self._num_steps:
-            self._pending_step.snapshot.restore()  # the step is repeated
+            # The step is repeated.
+            self._pending_step.snapshot.restore()
             self._pending_step = None
         weights = (
             None
@@ -355,25 +368,27 @@ class _MemberSession:
             )
         )
         stage = max(0, generation.num_steps - self._group.num_steps)
-        if (
-            stage
-        ):  # all members have done all steps, since none could go on without the others' reports
+        # All members have done all steps: none could continue without the others' reports.
+        if stage:
             if weights is not None and generation.source != self._ring.participant:
                 self._adopt(weights, stage)
             return
-        # From here on nothing can fail. If a member counted its step earlier and the source then died before it sent
-        # weights and optimiser, that member would appear to have applied the step, and the step would be lost.
+        # From here on nothing can fail. If a member counted its step earlier and the source then
+        # died before it sent weights and optimiser, that member would appear to have applied the
+        # step, and the step would be lost.
         if is_behind or (
             state is not None and generation.optimizer_source != self._ring.participant
         ):
-            self._drop_session()  # before weights are loaded: a session may have its own, which it writes to the model
+            # Before weights are loaded: a session may have its own, which it writes to the model.
+            self._drop_session()
         if weights is not None and generation.source != self._ring.participant:
             _load_bytes([*_trained(self._model), *self._model.buffers()], weights)
         if not generation.num_steps:
             self._began_with = non_finite_tensors(self._group_model().arrays)
         if self._changes is not None and not generation.num_steps:
             self._changes.begin(self._group_model().arrays)
-        if self._pending_step is not None:  # the others have applied this step
+        # The others have applied this step.
+        if self._pending_step is not None:
             pending, self._pending_step = self._pending_step, None
             if self._compression is not None:
                 self._compression.finish_step()
@@ -389,10 +404,10 @@ class _MemberSession:
             self._session.join(RingPeers(self._collective, self._poll, self._timer.paused))
 
     def _common_tensors(self) -> list[Tensor]:
-        """Return what all members have in common now.
+        """Return the tensors that all members have in common now.
 
-        That includes BatchNorm's statistics at the begin of an interval, once they are averaged, and where members
-        compute them together.
+        They include BatchNorm's statistics at the beginning of an interval, after the statistics are averaged, and if
+        members compute them together.
         """
         common = not self._num_steps or self._stage or isinstance(self._session, JointSession)
         return [*_trained(self._model), *(self._model.buffers() if common else ())]
@@ -474,7 +489,8 @@ class _MemberSession:
             if self._compression is not None and self._member.compression_state is not None:
                 self._compression.restore(self._member.compression_state)
         if session.final_in_backward and not self._hooks:
-            # A pass of a large model on a small SoC may take longer than its user wants to wait: poll at every layer.
+            # A pass of a large model on a small SoC may take longer than its user wants to wait:
+            # poll at every layer.
             self._hooks = [
                 module.register_forward_pre_hook(lambda module, inputs: self._poll())
                 for module in self._model.modules()
@@ -508,7 +524,8 @@ class _MemberSession:
                     self._pending_step = None
                     self._num_steps += 1
                     continue
-                self._timer.begin_step()  # the time of a step that is repeated says nothing about a member's speed
+                # The time of a step that is repeated says nothing about a member's speed.
+                self._timer.begin_step()
                 loss = self._sum_gradients(session, shares, present)
                 self._diverged = self._sum_is_poisoned()
             with self._timer.timed():
@@ -537,7 +554,8 @@ class _MemberSession:
         shares: Sequence[Indices],
         present: Sequence[int],
     ) -> Tensor:
-        """Compute this member's gradient of a step and sum it with the others'; return its part of the loss."""
+        """Compute this member's gradient of a step, sum it over the members, and return this member's part of the
+        loss."""
         batch, total = self._own_part(shares, present), sum(map(len, shares))
         # The buffers of a joint session's model are written when it ends.
         snapshot = _Snapshot(None if isinstance(session, JointSession) else self._model)
@@ -568,7 +586,8 @@ class _MemberSession:
     def _sum_is_poisoned(self) -> bool:
         """Return whether the sum of gradients has a NaN or an infinity."""
         if self._exchange is None or isinstance(self._session, JointSession):
-            return False  # a joint session sums integers
+            # A joint session sums integers.
+            return False
         return not self._exchange.is_finite()
 
     def _without_culprits(
@@ -577,7 +596,7 @@ class _MemberSession:
         shares: Sequence[Indices],
         present: Sequence[int],
     ) -> list[Indices]:
-        """Return the shares with which a step whose sum was not finite is repeated; the same at all members.
+        """Return the shares for repeating a step whose sum was not finite; they are equal at all members.
 
         Members whose own gradients are not finite get no samples. They are named: in the outcome if errors are
         tolerated, else by `TrainingFailed`. All shares stay if no member's gradient is finite (the model has diverged,
@@ -612,19 +631,16 @@ class _MemberSession:
         shares: Sequence[Indices],
         present: Sequence[int],
     ) -> tuple[list[str], list[float | None]]:
-        """Compute this member's gradient of the pending step once more, and exchange what is not finite.
+        """Compute this member's gradient of the pending step again, and exchange which tensors are not finite.
 
-        Return for each member the name of the first tensor whose gradient is not finite, empty without one; and its
-        weight in the loss, None if that is its number of samples.
+        Return, for each member, the name of the first tensor whose gradient is not finite (empty if there is none),
+        and its weight in the loss (None if that is its number of samples).
         """
         assert self._collective is not None and self._pending_step is not None
         snapshot, batch = self._pending_step.snapshot, self._own_part(shares, present)
         snapshot.restore()
         own = session.batch_weight([batch]) if isinstance(session, WeighingSession) else None
-        weights = [
-            json.loads(payload)
-            for payload in self._collective.all_gather(json.dumps(own).encode(), self._poll)
-        ]
+        weights = gather_json(self._collective, own, self._poll)
         # Weighed as in the sum: by its own weight alone, a gradient in float16 could overflow.
         group_weight = sum(
             weight for weight in weights if weight is not None and math.isfinite(weight)
@@ -632,17 +648,11 @@ class _MemberSession:
         fault = ""
         if own is not None and not math.isfinite(own):
             fault = "the weight of its loss"
-        elif own is None or own:  # samples without weight have no gradient
+        elif own is None or own:
+            # Samples without weight have no gradient.
             weight = [] if own is None else [lambda: group_weight]
             session.gradients([batch], sum(map(len, shares)), *weight)
-            fault = next(
-                (
-                    name
-                    for name, parameter in self._model.named_parameters()
-                    if parameter.grad is not None and not torch.isfinite(parameter.grad).all()
-                ),
-                "",
-            )
+            fault = _first_spoilt_gradient(self._model)
         snapshot.restore()
         return [
             payload.decode() for payload in self._collective.all_gather(fault.encode(), self._poll)
@@ -651,7 +661,8 @@ class _MemberSession:
     def _begin_weight_sum(
         self, session: ExchangingSession | JointSession, batch: Part
     ) -> list[Callable[[], float]]:
-        """Begin to sum the members' weights of a batch; return what waits for the sum, nothing if it is not needed."""
+        """Begin to sum the members' weights of a batch; return a function that waits for the sum, or nothing if it is
+        not needed."""
         own = session.batch_weight([batch]) if isinstance(session, WeighingSession) else None
         if own is None:
             return []
@@ -719,7 +730,7 @@ class _MemberSession:
         )
 
     def _make_turn(self) -> TurnCallbacks | None:
-        """Return the callbacks by which the group takes its turn: one member waits, and signals the others."""
+        """Return the callbacks for the group's turn: one member waits and signals the others."""
         turns, ring = self._turns, self._collective
         if turns is None or ring is None:
             return None
@@ -727,9 +738,8 @@ class _MemberSession:
 
         def begin() -> None:
             if waits:
-                turns.finish_step(
-                    step - 1
-                )  # the member that waited before may have died before it notified them
+                # The member that waited before may have died before it notified them.
+                turns.finish_step(step - 1)
                 turns.wait(step, self._poll)
             ring.broadcast(b"" if waits else None, 0, self._poll)
 
@@ -750,31 +760,23 @@ class _MemberSession:
         assert self._session is not None and self._collective is not None
         if self._end is None:
             self._end = self._session.finish()
-        floats = [
-            buffer for buffer in self._model.buffers() if buffer.is_floating_point()
-        ]  # BatchNorm's statistics
+        # The statistics of BatchNorm.
+        floats = [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
         counters = [buffer for buffer in self._model.buffers() if not buffer.is_floating_point()]
         digest = hashlib.sha256()
         for parameter in _trained(self._model):
             digest.update(array_to_bytes(parameter.detach().cpu().numpy()))
-        reports = [
-            json.loads(payload)
-            for payload in self._collective.all_gather(
-                json.dumps(
-                    {
-                        "weights": digest.hexdigest(),
-                        "steps": self._num_steps,
-                        "loss": mean_loss(self._losses),
-                        "samples": self._num_own_samples,
-                        "counters": [counter.tolist() for counter in counters],
-                        "rate": self._timer.rate,
-                        "device": device_label(device_of(self._model)),
-                        "changes": None if self._changes is None else self._changes.held,
-                    }
-                ).encode(),
-                self._poll,
-            )
-        ]
+        own = {
+            "weights": digest.hexdigest(),
+            "steps": self._num_steps,
+            "loss": mean_loss(self._losses),
+            "samples": self._num_own_samples,
+            "counters": [counter.tolist() for counter in counters],
+            "rate": self._timer.rate,
+            "device": device_label(device_of(self._model)),
+            "changes": None if self._changes is None else self._changes.held,
+        }
+        reports = gather_json(self._collective, own, self._poll)
         answering = self._ring.leader if self._ring.leader in self._members else self._members[0]
         self._require_same_weights(reports, answering)
         if self._stage < _AVERAGED:
@@ -791,7 +793,11 @@ class _MemberSession:
             member: entry["rate"] for member, entry in zip(self._members, reports, strict=True)
         }
         self._membership.finish()
-        soc_of = dict(zip(self._group.partitions, self._group.members, strict=True))
+        devices = DeviceReport(
+            devices=tuple(entry["device"] for entry in reports),
+            socs=self._socs_of(self._members),
+            arithmetic=arithmetic_of(self._member.trainer),
+        )
         return MemberResult(
             outcome=self._outcome(COMPLETED, answers=answering == self._ring.participant),
             mean_loss=sum(entry["loss"] for entry in reports),
@@ -799,17 +805,12 @@ class _MemberSession:
             end=self._end,
             compression=self._compression.state() if self._compression is not None else b"",
             feedback=None if self._changes is None else self._changes.feedback,
-            devices=DeviceReport(
-                devices=tuple(entry["device"] for entry in reports),
-                socs=tuple(soc_of[participant] for participant in self._members),
-                arithmetic=arithmetic_of(self._member.trainer),
-            ),
+            devices=devices,
         )
 
     def _require_same_weights(self, reports: Sequence[Mapping[str, Any]], answering: int) -> None:
-        """Raise `RuntimeError` if members have other weights, unless they round otherwise on other kinds of devices.
-
-        Then all take the weights of the member that answers for the group.
+        """Raise `RuntimeError` if members have different weights, unless different kinds of devices explain it by
+        rounding. In that case all take the weights of the member that answers for the group.
         """
         if len({(entry["weights"], entry["steps"]) for entry in reports}) == 1:
             return
@@ -849,10 +850,11 @@ class _MemberSession:
             )
 
     def _meet(self, answering: int) -> None:
-        """Let the answering member exchange models with the other groups' leaders, and hand the mean to its group."""
+        """Let the answering member exchange models with the other groups' leaders and pass the mean to its group."""
         answers = answering == self._ring.participant
         while True:
-            # A ring's operations must not wait for other groups, which may take long: gloo limits their time.
+            # A ring's operations must not wait for other groups, which may take long: gloo limits
+            # their time.
             mean = (
                 self._leader.mean(
                     self._group_model,
@@ -878,9 +880,9 @@ class _MemberSession:
             self._adopt(state, _MET)
 
     def _on_mean(self, mean: GroupsModel, group_samples: float) -> None:
-        """Record which groups are in their mean, and what is left of this group's change, before weights are loaded.
+        """Before weights are loaded, record the groups in the mean and the unsent part of this group's change.
 
-        `group_samples` is what the member that answers counted: others may have adopted steps.
+        `group_samples` is the count of the answering member, since others may have adopted steps.
         """
         if self._changes is not None and self._stage < _MET:
             own = replace(self._group_model(), samples=group_samples)
@@ -904,33 +906,33 @@ class _MemberSession:
         )
 
     def _outcome(self, outcome: str, *, answers: bool) -> RingOutcome:
-        soc_of = dict(zip(self._group.partitions, self._group.members, strict=True))
+        finished = self._membership.finished
+        log_lines = [*self._membership.log_lines, *self._leader.log_lines]
+        feedback = None
+        if self._changes is not None:
+            log_lines += self._changes.log_lines
+            feedback = self._changes.feedback if self._stage == _MET else None
+        rates: list[float] = []
+        if self._rates:
+            rates = [self._rates.get(participant, 0.0) for participant in finished]
         return RingOutcome(
             outcome=outcome,
-            members=tuple(soc_of[participant] for participant in self._membership.finished),
+            members=self._socs_of(finished),
             num_steps=self._num_steps,
             answers=answers,
             recoveries_s=tuple(self._recoveries_s),
-            preempted=tuple(soc_of[participant] for participant in self._membership.preempted),
-            log=(
-                *self._membership.log_lines,
-                *self._leader.log_lines,
-                *([] if self._changes is None else self._changes.log_lines),
-            ),
+            preempted=self._socs_of(self._membership.preempted),
+            log=tuple(log_lines),
             dropped=tuple(_shortened([*self._dropped.values()])),
             met=self._met,
             met_samples=self._met_samples,
-            feedback_sha256=feedback_digest(
-                self._changes.feedback
-                if self._changes is not None and self._stage == _MET
-                else None
-            ),
-            rates=tuple(
-                self._rates.get(participant, 0.0) for participant in self._membership.finished
-            )
-            if self._rates
-            else (),
+            feedback_sha256=feedback_digest(feedback),
+            rates=tuple(rates),
         )
+
+    def _socs_of(self, participants: Iterable[int]) -> tuple[int, ...]:
+        soc_of = dict(zip(self._group.partitions, self._group.members, strict=True))
+        return tuple(soc_of[participant] for participant in participants)
 
     def _drop_session(self) -> None:
         if self._session is not None and self._end is None:
@@ -941,6 +943,14 @@ class _MemberSession:
         if self._collective is not None:
             self._collective.close()
             self._collective = None
+
+
+def _first_spoilt_gradient(model: nn.Module) -> str:
+    """Return the name of the first parameter whose gradient is not finite; empty if there is none."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+            return name
+    return ""
 
 
 def _turns(port: RingPort, group: GroupTask, ring: RingTask) -> TurnSignals | None:

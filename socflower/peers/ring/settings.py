@@ -1,4 +1,4 @@
-"""How groups exchange gradients where their members are real machines: `[ring]` of a scenario, or a value of apps."""
+"""How groups of real machines exchange gradients: `[ring]` of a scenario, or an argument of strategies."""
 
 from typing import Annotated
 
@@ -7,12 +7,13 @@ from pydantic import Field
 from socflower.field_rules import OneOf, checked
 from socflower.wire.message_keys import COMPRESSIONS, TRANSPORTS
 
-_MAX_S = 1e7  # 116 days
+# About 116 days.
+_MAX_S = 1e7
 
 
 @checked
 class RingSettings:
-    """How groups exchange gradients where their members are real machines.
+    """How groups of real machines exchange gradients.
 
     `transport`: "gloo" for a trusted network, "grpc" with mutual TLS for any other; "auto" uses what the nodes are
     configured for. `compression`: "none", "fp16", "int8", "int8-stochastic" or "dgc". A ring drops a member that does

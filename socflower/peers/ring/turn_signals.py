@@ -18,15 +18,18 @@ from socflower.wire.logs import log
 from socflower.wire.secure_channel import PeerFailed
 
 _POLL_INTERVAL_S = 0.05
-_RETRY_INTERVAL_S = 0.25  # between attempts to deliver a notification
-_CLOSE_TIMEOUT_S = 1.0  # for the delivery of pending notifications at the end
+# The pause between attempts to deliver a notification.
+_RETRY_INTERVAL_S = 0.25
+# The time for delivering pending notifications at the end.
+_CLOSE_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Neighbours:
     """The groups that share an uplink with a group, and the participants of each."""
 
-    before: Sequence[int] = ()  # these exchange before the group in a step
+    # These exchange before the group in a step.
+    before: Sequence[int] = ()
     after: Sequence[int] = ()
     members: Mapping[int, Sequence[int]]
 
@@ -34,8 +37,8 @@ class Neighbours:
 class TurnSignals:
     """Tracks which neighbouring groups have exchanged; every member is notified, so that any of them can wait.
 
-    A neighbouring group is no longer waited for once none of its members answers: a collision on the uplink only costs
-    time, but waiting for a dead group would block the training.
+    The wait for a neighbouring group ends if none of its members answers: a collision on the uplink only costs time,
+    but waiting for a dead group would block the training.
     """
 
     def __init__(
@@ -51,7 +54,8 @@ class TurnSignals:
         self._heartbeat_s = heartbeat_s
         self._start_until_s = time.monotonic() + rendezvous_s
         self._changed = threading.Condition()
-        self._done = dict.fromkeys((*neighbours.before, *neighbours.after), 0)  # exchanges of each
+        # The exchanges of each group.
+        self._done = dict.fromkeys((*neighbours.before, *neighbours.after), 0)
         self._given_up: set[int] = set()
         self._notifiers = [
             _Notifier(port, member, group_id, heartbeat_s / 4)
@@ -175,7 +179,8 @@ class _Notifier:
                         timeout_s=self._timeout_s,
                     )
                     self._acknowledged = done
-                except PeerFailed:  # not started, lost, or in another interval
+                except PeerFailed:
+                    # The member has not started, is lost, or is in another interval.
                     if not last:
                         with self._changed:
                             self._changed.wait_for(lambda: self._closed, _RETRY_INTERVAL_S)

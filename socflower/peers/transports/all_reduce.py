@@ -1,8 +1,8 @@
 """The ring all-reduce, for any transport that can send to the next member and receive from the previous one.
 
 A buffer is split into n parts. In the first n - 1 steps (reduce-scatter) rank r sends part r - s at step s and adds its
-own values to part r - s - 1, which it receives; then it has the sum of part r + 1. In n - 1 more steps (all-gather) the
-sums are passed round. A member sends and receives 2 (n - 1) / n of the buffer, which is the minimum.
+own values to part r - s - 1, which it receives; then it has the sum of part r + 1. In n - 1 more steps (all-gather)
+the sums are passed along the ring. A member sends and receives 2 (n - 1) / n of the buffer, which is the minimum.
 
 Part p is summed in the order of the ranks p, p + 1, ..., p - 1, independent of timing and transport, and then copied:
 all members have the same bits, and all rings of one size give the same bits.
@@ -143,9 +143,8 @@ def _exchange(
     for part in outgoing[:ahead]:
         _send(part, links)
     for position, (part, take) in enumerate(incoming):
-        if (
-            part.nbytes
-        ):  # a part may be shorter than others, or empty; both neighbours know its size
+        # A part may be shorter than others, or empty; both neighbours know its size.
+        if part.nbytes:
             take(part, links.receive(part.nbytes))
         if position + ahead < len(outgoing):
             _send(outgoing[position + ahead], links)

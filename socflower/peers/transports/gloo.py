@@ -28,9 +28,8 @@ from socflower.wire.secure_channel import (
     PeerUnreachable,
 )
 
-GROUP_TIMEOUT = timedelta(
-    minutes=10
-)  # longer than any wait: lost members are detected by the callers' polls
+# Longer than any wait: lost members are detected by the callers' polls.
+GROUP_TIMEOUT = timedelta(minutes=10)
 _METHOD = "rendezvous"
 _LONG_POLL_S = 0.2
 _RETRY_S = 0.02
@@ -43,13 +42,13 @@ class GlooRing(Collective):
     """One generation of a ring among the members `ranks` of a port's addresses, in ring order.
 
     Returns at once; the group is built in the background, and operations begin when it is ready. `heartbeat_s` is how
-    long the first member may take to answer meanwhile. A member that dies breaks the ring, one that hangs or is slow
-    does not. Raises `ConfigError` if an address is not private and the port is not trusted. A process can only be one
-    member, since connections of several members in one process cannot be told apart.
+    long the first member may take to answer meanwhile. A member that dies breaks the ring; a member that hangs or is
+    slow does not. Raises `ConfigError` if an address is not private and the port is not trusted. A process can only be
+    one member, since connections of several members in one process cannot be told apart.
 
-    `two_way`: whether `send` has a connection for each direction. Gloo sends when the receiver has said that it is
-    ready, which on a shared connection waits behind what is being sent the other way: the link is used one way at a
-    time.
+    `two_way`: whether `send` has a connection for each direction. Gloo sends only after the receiver's message that
+    it is ready. On a shared connection that message waits behind payloads of the other direction, so the link would
+    be used in one direction at a time.
     """
 
     def __init__(
@@ -72,7 +71,8 @@ class GlooRing(Collective):
         self._lock = threading.Lock()
         self._store = _PortStore(port, ranks[0], generation, heartbeat_s)
         self._group: Any = None
-        self._downward: Any = None  # of messages to lower ranks
+        # The group for messages to lower ranks.
+        self._downward: Any = None
         self._two_way = two_way
         self._waiting: list[GlooCall[Any]] = []
         self._ports: frozenset[int] = frozenset()
@@ -119,7 +119,8 @@ class GlooRing(Collective):
         ).wait()
 
     def begin_receive(self, buffer: Tensor, source: int, tag: int) -> "GlooCall[None]":
-        """Begin to receive a tensor of one member, which has the buffer's size; of a tag in the order of beginning."""
+        """Begin to receive a tensor of the buffer's size from one member; messages of one tag arrive in the order of
+        begins."""
         return self._begin(
             lambda group: (
                 (self._downward if source > self.rank else group).recv([buffer], source, tag),
@@ -177,9 +178,8 @@ class GlooRing(Collective):
                 for rank in range(self.size)
                 for port in json.loads(self._store.get(_DEVICE_KEY.format(rank)))
             )
-        except (
-            Exception
-        ) as failure:  # gloo only raises RuntimeError, which contains the exception of the store
+        except Exception as failure:
+            # Gloo only raises RuntimeError, which contains the exception of the store.
             self._fail(
                 self._store.failure
                 or f"the ring could not be built: {str(failure).splitlines()[0]}"
@@ -210,9 +210,8 @@ class GlooRing(Collective):
             group, downward, self._group, self._downward = self._group, self._downward, None, None
         if group is None:
             return
-        if (
-            not self._ports
-        ):  # without /proc the connections cannot be found, and a leak is better than blocking
+        # Without /proc the connections cannot be found, and a leak is better than blocking.
+        if not self._ports:
             _LEAKED.extend((group, downward))
             return
         for fd in _sockets():
@@ -250,7 +249,8 @@ class GlooCall(Generic[_Result]):
                 self._work.wait(timedelta(seconds=POLL_INTERVAL_S))
                 return
             except RuntimeError as failure:
-                # Perhaps only this wait timed out. `is_completed` cannot tell: the operation may have completed since.
+                # Perhaps only this wait timed out. `is_completed` cannot tell: the operation may
+                # have completed since.
                 if "timed out" in str(failure).lower() and not self._has_failed():
                     poll()
                 else:
@@ -275,7 +275,7 @@ class GlooCall(Generic[_Result]):
 
 
 class PointToPoint(GlooCall[None]):
-    """A message to or from one member. It is waited for without a limit, since gloo breaks the ring at one."""
+    """A message to or from one member. Its wait has no time limit, since gloo breaks the ring at a limit."""
 
     def wait(self, poll: Poll = no_poll) -> None:
         """Return when it is done; raise `PeerLost`, also when the ring is closed meanwhile."""
@@ -359,7 +359,8 @@ class _PortStore(dist.Store):
             except PeerNotReady:
                 deadline_s = None
             except PeerUnreachable as failure:
-                # Its port was reachable when the members agreed on the ring; a connection may need a second attempt.
+                # Its port was reachable when the members agreed on the ring; a connection may need
+                # a second attempt.
                 deadline_s = deadline_s or time.monotonic() + self._heartbeat_s
                 if time.monotonic() > deadline_s:
                     self.failure = str(failure)
@@ -431,8 +432,9 @@ def _sockets() -> dict[int, str]:
 
 
 def _listening_ports_since(before: Mapping[int, str]) -> list[int]:
-    """Return the ports on which sockets listen that were not there `before`, as `_sockets` returned it."""
-    # Not by descriptor alone: another thread may have closed a socket, whose descriptor the new one then got.
+    """Return the ports of listening sockets that `before`, a result of `_sockets`, does not have."""
+    # Not by descriptor alone: another thread may have closed a socket, whose descriptor the new one
+    # then got.
     return [
         port
         for fd, identity in _sockets().items()

@@ -15,7 +15,8 @@ from socflower.peers.transports.stream import OutgoingStream
 from socflower.wire.secure_channel import PeerNotReady, PeerRefused, PeerSilent, PeerUnreachable
 
 _METHOD = "exchange"
-_HEADER = struct.Struct("!IQI")  # generation, number of the chunk, length of the payload: 16 bytes
+# The generation, the chunk's number and the payload's length.
+_HEADER = struct.Struct("!IQI")
 _RETRY_S = 0.02
 
 
@@ -24,7 +25,7 @@ class GrpcRing(LinkedRing):
 
     Each member keeps one stream open to the next. Returns at once; the stream opens as soon as the next member is in
     the same generation. `heartbeat_s` is how long that member may be unreachable meanwhile. A neighbour that dies or
-    hangs breaks the ring, one that is slow does not.
+    hangs breaks the ring; a slow one does not.
     """
 
     def __init__(
@@ -115,7 +116,8 @@ class _StreamLinks:
             except PeerNotReady:
                 unreachable_since_s = None
             except PeerUnreachable as failure:
-                # Its port was reachable when the members agreed on the ring; a connection may need a second attempt.
+                # Its port was reachable when the members agreed on the ring; a connection may need
+                # a second attempt.
                 now_s = time.monotonic()
                 unreachable_since_s = unreachable_since_s or now_s
                 if now_s > unreachable_since_s + self._heartbeat_s:

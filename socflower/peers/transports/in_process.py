@@ -10,7 +10,8 @@ from socflower.peers.transports.links import LinkedRing
 
 def in_process_rings(size: int) -> list[Collective]:
     """Return the members' ends of one ring, by rank, each to be used in its own thread."""
-    queues = [_Queue() for _ in range(size)]  # queue r leads from rank r - 1 to rank r
+    # Queue r leads from rank r - 1 to rank r.
+    queues = [_Queue() for _ in range(size)]
     return [
         LinkedRing(_QueueLinks(queues[(rank + 1) % size], queues[rank]), rank, size, "in-process")
         for rank in range(size)

@@ -107,7 +107,8 @@ class _QueuedCall(Generic[_Result]):
             if failed:
                 raise PeerLost(str(failed))
             self._result = self._operation()
-        except MalformedBytes as malformed:  # a neighbour's mistake
+        except MalformedBytes as malformed:
+            # A neighbour sent something wrong.
             self._failure = PeerLost(f"the ring carries {malformed}")
             return self._failure
         except BaseException as failure:

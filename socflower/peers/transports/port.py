@@ -194,8 +194,9 @@ class RingPort:
         try:
             return self._call_on(self._channel(rank, own=False), rank, method, body, timeout_s)
         except PeerNotConnected:
-            # A channel that could not connect repeats that error until it has tried again, and the member may have
-            # started meanwhile. A new channel tries at once; nothing of the call has been sent.
+            # A channel that could not connect repeats that error until it has tried again, and the
+            # member may have started meanwhile. A new channel tries at once; nothing of the call
+            # has been sent.
             channel = self._new_channel(rank)
             try:
                 return self._call_on(channel, rank, method, body, timeout_s)
@@ -212,7 +213,8 @@ class RingPort:
             raise failure_of(peer, error) from None
         except ForgedAnswer:
             raise self._forged(peer) from None
-        except ValueError:  # gRPC's word for a channel that another thread has closed
+        except ValueError:
+            # This is how gRPC reports a channel that another thread has closed.
             raise PeerUnreachable("this ring port is closed") from None
 
     def open_stream(self, rank: int, method: str, opening: bytes = b"") -> OutgoingStream:
@@ -348,7 +350,8 @@ def _checked_messages(messages: Iterator[bytes], context: grpc.ServicerContext) 
     """Yield a stream's messages; raise `PeerUnreachable` if it breaks instead of ending."""
     try:
         yield from messages
-    except Exception:  # gRPC raises a bare Exception
+    except Exception:
+        # A broken stream raises a bare Exception in gRPC.
         raise PeerUnreachable("the stream broke off") from None
     if not context.is_active():
         raise PeerUnreachable("the stream broke off")

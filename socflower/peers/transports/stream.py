@@ -8,7 +8,8 @@ import grpc
 
 from socflower.wire.secure_channel import PeerUnreachable, failure_of
 
-_QUEUED_MESSAGES = 2  # besides the one being sent
+# Without the message that is being sent.
+_QUEUED_MESSAGES = 2
 
 
 class OutgoingStream:
@@ -31,7 +32,8 @@ class OutgoingStream:
             raise PeerUnreachable(f"{self._peer} has ended the stream") from None
         except grpc.RpcError as error:
             raise failure_of(self._peer, error) from None
-        except ValueError:  # gRPC's word for a channel that another thread has closed
+        except ValueError:
+            # This is how gRPC reports a channel that another thread has closed.
             raise PeerUnreachable("this ring port is closed") from None
 
     def write(self, message: bytes) -> None:

@@ -1,4 +1,4 @@
-"""A small convolutional network, digits that are shifted at random, and how it is trained on them."""
+"""A small convolutional network, randomly shifted digits, and the training."""
 
 from functools import cache
 
@@ -9,8 +9,10 @@ from torch.utils.data import Dataset, Subset
 
 from socflower import DataSet, FP32Trainer, evaluate, load_data, sgd
 
-EXAMPLE = (1, 28, 28)  # the shape of one image, by which training is priced
-MOST_PIXELS = 2  # by which a training image is shifted
+# The shape of an image; it determines the cost of training.
+EXAMPLE = (1, 28, 28)
+# The largest shift of a training image.
+MOST_PIXELS = 2
 
 
 def make_model(context: Context | None = None) -> nn.Module:
@@ -31,13 +33,12 @@ def make_model(context: Context | None = None) -> nn.Module:
 
 
 class ShiftedDigits(Dataset[tuple[Tensor, Tensor]]):
-    """The training digits. What is random in a sample follows from seed, epoch and sample, on every engine."""
+    """The training digits. The shift of a sample depends on seed, epoch and sample alone, on every engine."""
 
     def __init__(self) -> None:
         digits = load_digits().train
-        self.images, self.labels = digits.batch(
-            range(len(digits))
-        )  # (n, 1, 28, 28) normalised, (n,)
+        # (n, 1, 28, 28) normalised, (n,).
+        self.images, self.labels = digits.batch(range(len(digits)))
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -1,4 +1,4 @@
-"""A byte-level GPT, the source files of Python's standard library as text, and how it is trained on them."""
+"""A byte-level GPT, the source files of Python's standard library as its text, and the training."""
 
 import sysconfig
 from functools import cache, partial
@@ -13,10 +13,10 @@ from torch.utils.data import Dataset, Subset
 from socflower import FP32Trainer, evaluate
 
 CONTEXT, WIDTH, NUM_HEADS, NUM_BLOCKS = 64, 64, 4, 2
-NUM_TRAIN, NUM_TEST = 3000, 300  # windows of CONTEXT + 1 bytes
-EXAMPLE = torch.zeros(
-    1, CONTEXT, dtype=torch.int64
-)  # a batch of one window, by which training is priced
+# Numbers of windows, each of CONTEXT + 1 bytes.
+NUM_TRAIN, NUM_TEST = 3000, 300
+# A batch of one window; it determines the cost of training.
+EXAMPLE = torch.zeros(1, CONTEXT, dtype=torch.int64)
 
 
 class Block(nn.Module):
@@ -64,7 +64,7 @@ def make_model(context: Context | None = None) -> nn.Module:
 
 
 class Windows(Dataset[Tensor]):
-    """Windows of a text, each (context + 1,) int64: what is read and, one byte later, what is to be predicted."""
+    """Windows of a text, each (context + 1,) int64: the input and, one byte later, the bytes to predict."""
 
     def __init__(self, text: bytes, context: int = CONTEXT) -> None:
         self.text, self.context = torch.frombuffer(bytearray(text), dtype=torch.uint8), context
@@ -88,7 +88,7 @@ def text_of_library(num_bytes: int) -> bytes:
 
 @cache
 def load_windows() -> tuple[Windows, Windows]:
-    """Return the windows for training and those for the test, which come from other files."""
+    """Return the windows for training and for the test, which come from different files."""
     text = text_of_library((NUM_TRAIN + NUM_TEST) * CONTEXT + 1)
     return Windows(text[: NUM_TRAIN * CONTEXT + 1]), Windows(text[NUM_TRAIN * CONTEXT :])
 

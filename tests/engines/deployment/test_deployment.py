@@ -461,7 +461,7 @@ def test_restarts_are_one_story_with_each_round_once(tmp_path: Path) -> None:
         history.add_round({"round": number})
     history.record_restart(1, "the SuperLink ended", 2, said.append)
     history.record_restart(2, "the ServerApp's process died", 2, said.append)
-    assert said[0] == "the SuperLink ended; going on after round 1 (restart 1 of at most 2)"
+    assert said[0] == "the SuperLink ended; continuing after round 1 (restart 1 of at most 2)"
     with pytest.raises(TrainingFailed) as caught:
         history.record_restart(2, "again", 2, said.append)
     assert str(caught.value) == (

@@ -54,7 +54,7 @@ def test_a_run_goes_on_when_a_process_of_its_server_is_killed(
         assert restart == {"after_round": result["resumed_from"][0], "cause": cause}
         assert 1 <= restart["after_round"] < 3
         assert (
-            f"{cause}; going on after round {restart['after_round']} (restart 1 of at most 3)"
+            f"{cause}; continuing after round {restart['after_round']} (restart 1 of at most 3)"
             in run.said()
         )
         assert not run.left_over()

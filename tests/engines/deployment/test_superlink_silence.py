@@ -77,7 +77,7 @@ def follow(link: SuperLink) -> Any:
             "time",
             SimpleNamespace(monotonic=lambda: link.now_s, sleep=link.sleep),
         )
-        return remote_superlink._attempt_remotely(Path(), link, None, lambda notice: None)
+        return remote_superlink._Attempt(Path(), link, None, lambda notice: None, None).follow()
 
 
 @settings(max_examples=40, deadline=None)

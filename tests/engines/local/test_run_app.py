@@ -18,7 +18,7 @@ from socflower.cluster import parse_cluster
 from socflower.engines.local.message_log import MessageLog
 from socflower.engines.local.run_app import load_flower_app, quiet_flower, run_app
 from socflower.engines.local.workers import AppReference
-from socflower.errors import ConfigError, TrainingFailed
+from socflower.errors import TrainingFailed
 from socflower.sim import EventClock
 from socflower.strategies.comparators import OrderedFedAvg
 from socflower.strategies.settings import TrainingSchedule
@@ -156,7 +156,7 @@ def test_a_server_app_that_is_none_is_named() -> None:
             apps_for_tests.app,
             cluster=CLUSTER,
         ),
-        "flwr.serverapp.ServerApp",
+        "ServerApp",
     )
     refused(
         lambda: run_app(
@@ -198,10 +198,7 @@ def test_an_app_without_a_run_config_has_an_empty_one(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_app_is_named(content: bytes | None, says: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "pyproject.toml").write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
-        load_flower_app(tmp_path)
-    assert says in str(caught.value)
-    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+    refused(lambda: load_flower_app(tmp_path), says, str(tmp_path))
 
 
 def test_flowers_log_can_be_quietened() -> None:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.rebalancing_rack.plan import Run, model, trainer
+from benchmarks.rebalancing_rack.plan import RingRun, model, trainer
 from benchmarks.rebalancing_rack.rack import ThrottledRack
 from socflower.training.group import train_group
 from tests.cpu_quota import missing, quota, quotas
@@ -36,7 +36,7 @@ def weights_of(trained: torch.nn.Module) -> np.ndarray:
 def test_shares_follow_quotas_and_weights_are_those_of_the_full_batch() -> None:
     """On a loaded machine the fast member may get less than its quota: half of it would still do."""
     with ThrottledRack([0.5, 0.1]) as rack:
-        run = Run(
+        run = RingRun(
             transport="grpc",
             addresses=tuple(free_addresses(2)),
             batch_size=40,

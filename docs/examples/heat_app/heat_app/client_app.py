@@ -8,7 +8,8 @@ from torch.nn import functional
 from heat_app.task import load_model, load_points
 from socflower import HeatLimits, heat_mod
 
-app = ClientApp(mods=[heat_mod(limits=HeatLimits(max_user_load=1.0))])  # nobody to make way for
+# This machine has no other user to make way for.
+app = ClientApp(mods=[heat_mod(limits=HeatLimits(max_user_load=1.0))])
 
 
 @app.train()

@@ -57,13 +57,14 @@ def main(grid: Grid, context: Context) -> None:
         device("gpu-v100"),
         batch_size,
     )
+    # Gradients may come later as weights change less.
     parties = [
         adaptive_party(
             costs,
             generate_bandwidth_profile("wifi", seed=edge, duration_s=600.0),
             num_batches=batches_per_epoch * num_epochs,
             window=WindowSchedule(steps=((0.0, 1), (0.5, 5))),
-        )  # gradients may come later when less changes
+        )
         for edge in range(num_edges)
     ]
 

@@ -1,4 +1,4 @@
-"""The app of the shelf: a deep perceptron of 8.4 MB over four boards, and the plans that it trains by."""
+"""The app of `benchmarks/recovery.py`: a deep perceptron of 8.4 MB over four boards, and its plans."""
 
 import torch
 from flwr.app import Context
@@ -41,20 +41,20 @@ def trainer() -> FP32Trainer:
     return FP32Trainer(optimizer=sgd(0.01), device="cpu")
 
 
-def shelf() -> Cluster:
+def boards() -> Cluster:
     """Return four boards on 1 Gbit/s."""
     return parse_cluster(
-        {"name": "shelf", "soc_bytes_per_s": 125e6}, [{"count": 4, "device": "jetson-nano"}]
+        {"name": "boards", "soc_bytes_per_s": 125e6}, [{"count": 4, "device": "jetson-nano"}]
     )
 
 
 def problem() -> PipelineProblem:
-    """Return what the pipeline is planned for."""
-    return pipeline_problem(perceptron(), (1, 1, WIDTH), shelf(), batch_size=BATCH)
+    """Return the planning problem of the pipeline."""
+    return pipeline_problem(perceptron(), (1, 1, WIDTH), boards(), batch_size=BATCH)
 
 
 def plans() -> dict[str, PipelinePlan]:
-    """Return a pipeline of four stages, and one whose first stage is on two boards."""
+    """Return a plan with four stages, and one whose first stage is on two boards."""
     last = problem().model.num_layers - 1
     return {
         "four stages": straight_plan((1, 3, 5, last), ((8,),) * 4, 4),
