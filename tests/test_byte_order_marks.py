@@ -11,7 +11,7 @@ from socflower.cluster.device_catalog import device_table, toml_text
 from socflower.edgecloud.links.bandwidth_profile import read_csv
 from socflower.edgecloud.stream.credentials import read_token
 from socflower.engines.local.run_app import load_flower_app
-from socflower.scenario import layer_profiles, split_measuring
+from socflower.scenario.measured_file import read_measured
 from socflower.scenario.schema.file import load_scenario
 from socflower.thermal.fans.config import read_fan_file
 from socflower.toml_file import read_toml
@@ -60,8 +60,7 @@ READERS: dict[str, tuple[str, str, Callable[[Path], object]]] = {
         read_csv,
     ),
     "a token": ("token", "0123456789abcdef" * 4 + "\n", read_token),
-    "measured layers": ("layers.json", '{"schema": 1}', layer_profiles._read),
-    "measured seconds of a cloud": ("cloud.json", '{"kind": "cloud"}', split_measuring._read),
+    "measured costs": ("layers.json", '{"schema": 1}', lambda path: read_measured(path, "profile")),
 }
 
 

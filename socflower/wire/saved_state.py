@@ -115,7 +115,9 @@ class UnreadableFile(ConfigError):
     """An entry that may be intact, but that this process cannot read at present."""
 
     def __init__(self, path: Path, error: OSError) -> None:
-        super().__init__(f"{path} cannot be read ({error.strerror}); run again when it can")
+        super().__init__(
+            f"{path} cannot be read ({error.strerror}); run the same command again when it can"
+        )
 
 
 _PASSING = {

@@ -205,7 +205,7 @@ def test_devices_without_memory_have_no_plan(tmp_path: Path) -> None:
     [
         ("bogus", "[32]", "[model] name = 'bogus'"),
         ("vgg11", "[32]", "[pipeline] sample = [32]"),
-        ("bert-small", "[600]", "512 tokens"),
+        ("bert-small", "[600]", "512"),
         ("mobilenet-v2", "[3, 8, 8]", "16x16"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from socflower.cluster.cost_model import ModelProfile
 from socflower.edgecloud.half_protocols import Array
@@ -19,11 +19,12 @@ from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import TorchFront
 from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory
 from socflower.errors import ConfigError
-from socflower.field_rules import checked, refusal
+from socflower.field_rules import checked
 from socflower.model_graph.cut_points import CutPoint, SplitModel
 from socflower.model_graph.layer_profile import profile_module
 from socflower.model_graph.tensor_arrays import to_array
 from socflower.model_graph.torch_device import settle
+from socflower.toml_file import read_table
 from socflower.wire.codecs.error_feedback import ErrorFeedback, Form
 from socflower.wire.codecs.quantisation import decode, encode
 
@@ -311,10 +312,9 @@ def from_document(document: Mapping[str, Any]) -> SplitCosts:
         raise ConfigError(f"split costs: {found} should be {_FORMAT}; measure again")
     content = {key: value for key, value in document.items() if key not in _FORMAT}
     try:
-        return _COSTS.validate_python(content)
-    except ValidationError as error:
-        wrong = refusal(SplitCosts, content, "split costs", error)
-        raise ConfigError(f"{wrong}; measure again") from None
+        return read_table(SplitCosts, content, "split costs")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; measure again") from None
 
 
 def _no_rate(batch: int) -> float:

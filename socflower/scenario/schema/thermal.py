@@ -95,9 +95,14 @@ class ThermalConfig(Table):
 
     def passive_cooling(self) -> PassiveCooling:
         """Return this table as `passive` fans; `predictive` fans need the same order of speeds."""
-        return PassiveCooling(
-            low_rpm=self.rpm, high_rpm=self.high_rpm, hot_c=self.hot_c, cool_c=self.cool_c
-        )
+        try:
+            return PassiveCooling(
+                low_rpm=self.rpm, high_rpm=self.high_rpm, hot_c=self.hot_c, cool_c=self.cool_c
+            )
+        except ConfigError as error:
+            # The table's key for the low speed is `rpm`.
+            line = str(error).removeprefix("PassiveCooling: ").replace("low_rpm", "rpm")
+            raise ConfigError(line) from None
 
 
 class BackgroundLoadConfig(Table):
