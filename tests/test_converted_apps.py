@@ -202,7 +202,8 @@ def test_rings_of_supernodes_learn_as_well(name: str, tmp_path: Path) -> None:
             app, flower.environment, CONNECTION, tmp_path / "rings.pt", network=flower.network
         )
     assert scores(printed)[-1] > APPS[name]
-    if name == "huggingface_text":  # its dropout is drawn per member
+    # Its dropout is drawn per member.
+    if name == "huggingface_text":
         return
     local = run_here(app, tmp_path / "local.pt")
     for key, tensor in weights_of(tmp_path / "rings.pt").items():

@@ -198,7 +198,8 @@ def run_blocks(
         torch.set_num_threads(threads)
         STRATEGIES.clear()  # a page may register its own
         STRATEGIES.update(strategies)
-        for name in set(sys.modules) - modules:  # another page may have a file of the same name
+        # Another page may have a file of the same name.
+        for name in set(sys.modules) - modules:
             if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
                 del sys.modules[name]
 
@@ -402,7 +403,8 @@ def test_the_commands_of_a_fragment_of_shell_exist(block: Block) -> None:
             continue
         except click.ClickException as error:
             raise AssertionError(f"{here}: {error.format_message()}") from None
-        if len(words) > 2 and (ROOT / words[2]).is_dir():  # then `--set` is of an app's run config
+        # Then `--set` is of an app's run config.
+        if len(words) > 2 and (ROOT / words[2]).is_dir():
             continue
         overrides: dict[str, Any] = {}
         for override in context.params.get("set_") or ():
@@ -419,7 +421,8 @@ def mistakes_of(document: dict[str, Any]) -> list[str]:
     from socflower.scenario.expectations import require_known_claims
     from socflower.scenario.schema.config import ScenarioFile
 
-    if isinstance(document.get("cluster"), str):  # the name of a file
+    # The name of a file.
+    if isinstance(document.get("cluster"), str):
         document = {key: value for key, value in document.items() if key != "cluster"}
     require_known_claims(document.get("expect", {}), "")
     kind = DeviceFile if "link" in document else ScenarioFile

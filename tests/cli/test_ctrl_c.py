@@ -147,7 +147,8 @@ def test_a_signal_to_end_leaves_nothing_behind(number: signal.Signals, tmp_path:
         out, said = ended(run, number)
     # Whoever sent it sees that it was obeyed; its user, how to go on.
     assert (run.returncode, out) == (-number, "")
-    if number == signal.SIGKILL:  # nobody had time for anything: the next run removes it
+    # Nobody had time for anything: the next run removes it.
+    if number == signal.SIGKILL:
         assert "resuming" in runs.finish()
         assert not list(runs.temporary.glob("socflower-*"))
         return

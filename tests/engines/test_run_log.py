@@ -91,7 +91,8 @@ def test_a_resumed_run_continues_its_logs_without_doubled_rounds(tmp_path: Path)
         with pytest.raises(Stopped):
             run_to_folder(small(epochs=2), tmp_path, num_workers=0, resumable=True, logging=ALL)
     assert [line["round"] for line in in_lines(tmp_path)] == [0, 1]  # the run ended within round 2
-    with pytest.raises(ConfigError):  # what cannot be resumed leaves the logs as they are
+    # What cannot be resumed leaves the logs as they are.
+    with pytest.raises(ConfigError):
         run_to_folder(small(epochs=3), tmp_path, num_workers=0, resumable=True, logging=ALL)
     assert len(in_lines(tmp_path)) == 2
     result = without_drawing(small(epochs=2), tmp_path, resumable=True, logging=ALL)

@@ -463,7 +463,8 @@ def test_a_step_alone_takes_the_slower_processor_then_merge_then_update(
 ) -> None:
     """Also repeated: neither processor begins a step before the update of the last one."""
     slower_s = max(work[0] + work[1], work[2] + work[3])
-    if buckets > 1:  # merges of earlier parts then take turns with the backward pass
+    # Merges of earlier parts then take turns with the backward pass.
+    if buckets > 1:
         work = (*work[:4], 0.0, work[5])
     expected_s = repeat * (slower_s + work[4] + work[5])
     assert seconds_of([work], repeat=repeat, overlap_buckets=buckets) == pytest.approx(expected_s)

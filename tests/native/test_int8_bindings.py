@@ -52,7 +52,8 @@ def convolutions(draw):
     in_c, out_c = (
         groups * draw(st.sampled_from([1, 3, 4, 5, 8, 15, 16, 17, 33])) for _ in range(2)
     )
-    if draw(st.integers(0, 5)) == 0:  # depthwise, of multiplier 1 and 2
+    # Depthwise, of multiplier 1 and 2.
+    if draw(st.integers(0, 5)) == 0:
         groups = in_c
         out_c = in_c * draw(st.sampled_from([1, 1, 2]))
     size = draw(st.tuples(st.integers(1, 7), st.integers(1, 7)))
@@ -440,7 +441,8 @@ def test_seeds_that_follow_one_another_round_independently():
     correlations = np.corrcoef(rounds)[np.triu_indices(len(rounds), 1)]
     assert np.abs(correlations).max() < 5 / np.sqrt(real.size)
     one = rounds[0] - rounds[0].mean()
-    for lag in range(1, 65):  # nor do neighbours
+    # Nor do neighbours.
+    for lag in range(1, 65):
         assert abs((one[lag:] * one[:-lag]).mean()) < 0.25 * 5 / np.sqrt(real.size)
 
 

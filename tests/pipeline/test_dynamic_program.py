@@ -74,7 +74,8 @@ def test_algorithm_2_keeps_the_budgets_and_its_latency_is_that_of_the_plan(
 ) -> None:
     for found in search(case, case.devices, width=width):
         found.plan.check(case)
-        if not case.cluster.message_s:  # otherwise the number of messages at an end is estimated
+        # Otherwise the number of messages at an end is estimated.
+        if not case.cluster.message_s:
             assert found.latency_s == pytest.approx(update_latency(case, found.plan), rel=1e-9)
 
 

@@ -340,7 +340,8 @@ def test_apps_without_accuracy_are_compared_by_the_loss_that_they_evaluate(
         app_variants([app], "rate=0.1,0.9", cluster_file=rack, num_workers=0), tmp_path / "out"
     )
     slow, quick = document["rows"]
-    if not evaluates:  # the training's own loss judges nothing
+    # The training's own loss judges nothing.
+    if not evaluates:
         assert (document["quality"], document["target_loss"], slow["final_loss"]) == (
             "accuracy",
             None,

@@ -520,7 +520,8 @@ def test_frozen_parameters_stay_at_the_nodes_and_are_in_the_saved_model(
         "head.bias",
     }
     assert result["final_accuracy"] is not None and result["final_loss"] > 0
-    if strategy == "fedavg":  # the grid prices the arrays of real messages
+    # The grid prices the arrays of real messages.
+    if strategy == "fedavg":
         whole = run_scenario(
             scenario.replaced(model=scenario.model.replaced(arguments={})), num_workers=0
         )

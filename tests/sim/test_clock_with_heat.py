@@ -102,7 +102,8 @@ class BruteForce:
     def flow(self, watts: np.ndarray, duration_s: float) -> None:
         steps = max(int(duration_s / 0.05), 1)
         h = duration_s / steps
-        for _ in range(steps):  # Heun's rule
+        # Heun's rule.
+        for _ in range(steps):
             first = self.slopes(watts, self.socs_c, self.boards_c, self.air_c)
             second = self.slopes(
                 watts,

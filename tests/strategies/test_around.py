@@ -397,7 +397,8 @@ def test_differential_privacy_around_rings_clips_each_groups_update_once(
         np.testing.assert_allclose(
             ours[name].numpy(), reference[name].numpy(), atol=1e-5, rtol=1e-4
         )
-    if around is adaptive:  # no update was clipped, by the count over groups and not over members
+    # No update was clipped, by the count over groups and not over members.
+    if around is adaptive:
         assert outer.clipping_norm == pytest.approx(FAR * np.exp(0.2 * 0.5) ** 2)
     clipped = trained(
         lambda strategy: DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 0.01, 2)

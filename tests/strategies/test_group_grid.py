@@ -193,7 +193,8 @@ def test_leaders_of_two_groups_that_die_before_they_reply_are_replaced(around: A
 def test_a_training_is_resumed_inside_another_strategy(tmp_path: Path, around: Around) -> None:
     """Round 1 is trained once, and its state found again, by a strategy that counts from 1 itself."""
     unbroken = train(states=tmp_path)
-    for later in tmp_path.glob("*/*-at-20.state"):  # of the end of round 2
+    # Of the end of round 2.
+    for later in tmp_path.glob("*/*-at-20.state"):
         later.unlink()
     kept: list[ArrayRecord] = []
     on = ring_app.cluster()

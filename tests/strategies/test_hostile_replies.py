@@ -55,7 +55,8 @@ class AnsweringGrid(FakeGrid):
 
 def with_notes(message: Message, record: dict[str, Any]) -> Message:
     reply = answer(message, 1.0)
-    if message.metadata.dst_node_id == 30:  # of group 1
+    # Of group 1.
+    if message.metadata.dst_node_id == 30:
         reply.content[NOTES] = ConfigRecord(record)
     return reply
 

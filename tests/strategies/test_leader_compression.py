@@ -82,7 +82,8 @@ class Nodes:
         for group in meeting:
             assert mean is not None
             planned = plans[group]
-            for soc in planned.handed:  # whom the leader has told, itself among them
+            # Whom the leader has told, itself among them.
+            for soc in planned.handed:
                 changes[group][soc].on_mean(
                     lambda own, group=group: feedback_after(owns[group], mean, own)
                 )  # type: ignore[misc]

@@ -359,7 +359,8 @@ def test_metrics_are_those_of_the_outer_strategy() -> None:
         strategy = socflow(quiet(outer), 5)
         result = strategy.start(Groups(10), record(first_model()), num_rounds=NUM_ROUNDS)
         metrics = dict(result.train_metrics_clientapp[1])
-        if expected is None:  # the loss of the group that was chosen
+        # The loss of the group that was chosen.
+        if expected is None:
             assert metrics["train-loss"] in (2.0, 3.0, 4.0, 5.0) and set(metrics) == {
                 "train-loss",
                 "num-examples",

@@ -61,9 +61,8 @@ def test_one_process_can_train_the_very_bits_of_a_ring(norm: bool) -> None:
     ours, _ = on_processes(rings={"transport": "grpc"}, **changes)
     reference = in_one_process(passes="ring", **changes)
     for name in reference:
-        if (
-            "running" not in name
-        ):  # statistics are averaged in float64 by a ring, member by member in one process
+        # Statistics are averaged in float64 by a ring, member by member in one process.
+        if "running" not in name:
             assert np.array_equal(ours[name].numpy(), reference[name].numpy()), name
         else:
             np.testing.assert_allclose(

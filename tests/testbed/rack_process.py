@@ -110,7 +110,8 @@ def _receive(receiver: Connection, processes: Sequence[BaseProcess], number: int
                 )
                 os._exit(1)  # and the kernel ends the other SoCs
         if receiver in ready:
-            with suppress(EOFError):  # of a process that is about to be known as ended
+            # Of a process that is about to be known as ended.
+            with suppress(EOFError):
                 return dict(receiver.recv())
 
 

@@ -125,9 +125,8 @@ def test_a_testbed_ends_with_whoever_started_it(left: Path) -> None:
     )
     try:
         end_s = time.monotonic() + DEADLINE_S
-        while (
-            len(processes_of(left)) < SMALL.num_socs + 2
-        ):  # all SoCs, the first process, and what made the namespaces
+        # All SoCs, the first process, and what made the namespaces.
+        while len(processes_of(left)) < SMALL.num_socs + 2:
             assert time.monotonic() < end_s and starter.poll() is None
             time.sleep(0.05)
     finally:

@@ -36,9 +36,8 @@ class Rack:
     slots_per_board: tuple[int, ...]
     soc_bit_per_s: int = 100_000_000
     uplink_bit_per_s: int = 100_000_000
-    burst_bytes: int = (
-        128 * 1024
-    )  # a smaller one makes the kernel split what TCP hands down whole, which costs time
+    # A smaller one makes the kernel split what TCP hands down whole, which costs time.
+    burst_bytes: int = 128 * 1024
     queue_s: float = 0.05  # what a link's sender queues at most before it drops
 
     def __post_init__(self) -> None:

@@ -353,7 +353,8 @@ def test_foreign_steps_rest_for_the_part_that_their_threads_do_not_give():
     device = Device(temperature_c=77.5)  # a share of 0.4: 0.8 of the threads, half of the time
     guard = device.guard(thread_share=0.8)
     slept_s = []
-    for work_s in (50.0, 3.0, 3.0, 3.0):  # the time before the first step is loading
+    # The time before the first step is loading.
+    for work_s in (50.0, 3.0, 3.0, 3.0):
         device.work(work_s)
         guard.step_done()
         slept_s.append(device.slept_s)

@@ -264,7 +264,8 @@ def fatal(folder: Path, window: int, fault: str, strike: Strike, **of_edge: Any)
 
 def two_with_one_number(folder: Path, window: int) -> Row:
     """The second one takes the first one's place, which ends with a line; it begins where both it and the cloud can."""
-    with Deployed(folder, window, pause_s=2.0) as run:  # so slow that the other one comes in time
+    # So slow that the other one comes in time.
+    with Deployed(folder, window, pause_s=2.0) as run:
         run.strike(3)
         first, run.edge = run.edge, run.start_edge("second")
         run.edge.wait(lambda: bool(run.edge.lines), "its start")

@@ -142,7 +142,8 @@ class Side:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.endswith("\n"):  # the last one of a process that was killed may be half a line
+            # The last one of a process that was killed may be half a line.
+            if line.endswith("\n"):
                 self.lines.append(json.loads(line))
 
     def wait(self, found: Callable[[], bool], what: str) -> None:

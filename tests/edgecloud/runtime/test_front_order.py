@@ -38,7 +38,8 @@ class Recording(Front):
         return super().forward(batch, keep_graph=keep_graph)
 
     def apply(self, batch: int, gradient: Array | None) -> None:
-        if batch == 0:  # before the gradients there is the answer to the first mark
+        # Before the gradients there is the answer to the first mark.
+        if batch == 0:
             wait_until(lambda: self.channel.received_and_used()[0] == 1 + WINDOW + 1)
         # As in a real training the line is quicker to begin with a message than the half is to update itself.
         wait_until(lambda: self.channel.is_idle)

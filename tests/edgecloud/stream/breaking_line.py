@@ -59,7 +59,8 @@ class BreakingLine:
                 near.close()
                 continue
             far.settimeout(None)
-            for end in (near, far):  # else every small write waits for the answer to the one before
+            # Else every small write waits for the answer to the one before.
+            for end in (near, far):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.num_connections += 1
             budget = [

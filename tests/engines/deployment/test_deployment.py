@@ -437,9 +437,8 @@ def test_a_guard_ends_what_is_left_when_its_owner_is_killed(tmp_path: Path) -> N
     assert owner.stdout is not None
     child = psutil.Process(int(owner.stdout.readline()))
     until_s = time.monotonic() + 60
-    while (
-        MARK not in child.environ()
-    ):  # empty for a moment, while the program takes the place of its parent's
+    # Empty for a moment, while the program takes the place of its parent's.
+    while MARK not in child.environ():
         assert time.monotonic() < until_s
         time.sleep(0.01)
     owner.kill()

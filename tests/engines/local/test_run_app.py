@@ -241,7 +241,8 @@ def test_a_strategy_of_the_message_api_among_server_components_is_told_where_it_
         "@app.main",
         "GroupGrid",
     )
-    if name == "SoCFlow":  # Flower's own runtimes, too
+    # Flower's own runtimes, too.
+    if name == "SoCFlow":
         refused(
             lambda: socflow().initialize_parameters(SimpleClientManager()),
             "SoCFlow",

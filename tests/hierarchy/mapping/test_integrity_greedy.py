@@ -97,7 +97,8 @@ def test_mapping_is_never_worse_than_greedy_and_uses_no_slot_twice(
 ) -> None:
     num_socs = data.draw(st.integers(1, sum(slots)))
     num_groups = data.draw(st.integers(1, num_socs))
-    for budget in (0, 3, 10_000):  # also when the search ends early
+    # Also when the search ends early.
+    for budget in (0, 3, 10_000):
         placement = map_groups(slots, num_groups, num_socs, budget=budget)
         assert_valid(placement, slots, num_groups, num_socs)
         assert placement.objective <= integrity_greedy(slots, num_groups, num_socs).objective

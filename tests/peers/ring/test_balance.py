@@ -149,7 +149,8 @@ def test_members_stand_where_the_one_stands_that_knows_most(missed_by: tuple[int
     before = {member: json.dumps(ends.balances[member]._filter.state()) for member in missed_by}
     unreported = {member: ends.works[member].unreported for member in missed_by}
     ends.exchange(range(3))
-    for member in missed_by:  # as if the ring had broken before the others' words arrived there
+    # As if the ring had broken before the others' words arrived there.
+    for member in missed_by:
         ends.balances[member]._filter.restore(json.loads(before[member]))
         ends.works[member]._num_samples, ends.works[member]._seconds = unreported[member]
     ends.all(lambda balance, ring: balance.synchronise(ring, no_poll), range(3))

@@ -124,7 +124,8 @@ def on_all(
         try:
             return member(rank)
         except BaseException:
-            for ring in (*rings, *others):  # or the others would wait for this one for ever
+            # Or the others would wait for this one for ever.
+            for ring in (*rings, *others):
                 ring.close()
             raise
 
@@ -433,9 +434,8 @@ def test_a_lost_peer_ends_the_step_and_the_survivors_do_it_again() -> None:
                 rings[rank].close()
                 return None
             with pytest.raises(PeerLost):
-                while (
-                    True
-                ):  # what the lost one had sent may be enough for one step, or not even to begin it
+                # What the lost one had sent may be enough for one step, or not even to begin it.
+                while True:
                     exchange.begin(rings[rank], no_poll)
                     passes(own, images()[rank])
                     exchange.finish()
@@ -549,9 +549,8 @@ def test_members_that_differ_are_told_so() -> None:
         def member(rank: int) -> None:
             own = network()
             exchange = GradientExchange(own, 2)
-            if (
-                rank == 1
-            ):  # its trainer wants another layout: flat buffers would be in another order
+            # Its trainer wants another layout: flat buffers would be in another order.
+            if rank == 1:
                 own.to(memory_format=torch.channels_last)
             refused(lambda: exchange.begin(rings[rank], no_poll), "layout")
 

@@ -61,9 +61,8 @@ class StruckRing(Collective):
         self._numbers: dict[str, int] = {}
 
     def all_reduce(self, buffer: Tensor) -> Work:
-        operation = (
-            "weigh" if buffer.numel() == 1 else "all_reduce"
-        )  # the sum of the members' weights of a batch
+        # The sum of the members' weights of a batch.
+        operation = "weigh" if buffer.numel() == 1 else "all_reduce"
         return _StruckWork(self._ring.all_reduce(buffer), lambda: self._done(operation))
 
     def all_gather(self, payload: bytes, poll: Poll = no_poll) -> list[bytes]:
@@ -918,7 +917,8 @@ def test_a_gradient_that_is_not_finite_is_named_and_left_out(
     if not tolerate_errors:
         first = min(step for steps in spoilt.values() for step in steps)
         culprit = min(rank for rank, steps in spoilt.items() if first in steps)
-        for end in members._ends.values():  # all of them: none goes on alone
+        # All of them: none goes on alone.
+        for end in members._ends.values():
             with pytest.raises(
                 TrainingFailed, match=rf"gradient of SoC {culprit} in step {first} has NaN"
             ):

@@ -126,7 +126,8 @@ def test_a_member_that_hangs_holds_up_neither_the_others_nor_the_end(rack: Rack)
 
     rack.port(2).handle("turn", hang)
     try:
-        for step in range(30):  # more than there are threads in any pool
+        # More than there are threads in any pool.
+        for step in range(30):
             first.wait(step, no_poll)
             first.finish_step(step)
             second.wait(step, no_poll)

@@ -341,7 +341,8 @@ def test_strangers_are_hung_up_on_and_the_run_is_unharmed(
     host, number = ports.addresses[0].split(":")
     for junk in JUNK.values():
         stranger = socket.create_connection((host, int(number)), timeout=PATIENCE_S)
-        with stranger, suppress(OSError):  # it may be hung up on at any of these
+        # It may be hung up on at any of these.
+        with stranger, suppress(OSError):
             stranger.sendall(junk)
             stranger.shutdown(socket.SHUT_WR)
             while stranger.recv(4096):
@@ -421,7 +422,8 @@ def test_a_stopped_callee_is_silent_though_its_time_is_not_up(ports: Ports) -> N
         threading.Thread(target=lambda: (peer.read_line(), peer.stop())).start()
         with pytest.raises(PeerSilent):
             member.call(0, "hold", timeout_s=10 * PATIENCE_S)
-        with pytest.raises(PeerSilent):  # also where the connection is new
+        # Also where the connection is new.
+        with pytest.raises(PeerSilent):
             ports.open(1, heartbeat_s=1.0, listen="127.0.0.1:0").call(
                 0, "echo", timeout_s=10 * PATIENCE_S
             )

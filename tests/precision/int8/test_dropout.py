@@ -115,7 +115,8 @@ def test_gradients_are_those_of_autograd_with_the_same_masks():
         for name, pair in pairs.items():
             sums[name] = sums.get(name, 0.0) + np.stack(pair)
     for name, (got, expected) in sums.items():
-        if np.abs(expected).max() >= 1e-4:  # not a bias before a BatchNorm
+        # Not a bias before a BatchNorm.
+        if np.abs(expected).max() >= 1e-4:
             assert cosine(got, expected) > 0.97, name
             assert np.linalg.norm(got) == pytest.approx(np.linalg.norm(expected), rel=0.15), name
 

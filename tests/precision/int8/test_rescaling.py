@@ -131,7 +131,8 @@ def test_saturation_makes_the_next_look_immediate():
     assert [batch(1000) for _ in range(9)] == [3] * 9
     seen = tracker.num_looks
     assert seen < 9
-    for largest, looks, tried in ((1023, 0, [3]), (1024, 1, [3, 0, 4])):  # 1023 >> 3 is 127
+    # 1023 >> 3 is 127.
+    for largest, looks, tried in ((1023, 0, [3]), (1024, 1, [3, 0, 4])):
         while tracker.known() is None:
             batch(1000)
         seen = tracker.num_looks

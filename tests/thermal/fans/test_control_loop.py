@@ -259,7 +259,8 @@ def test_an_alert_is_said_once_and_stays_in_the_notes():
     for hour in range(20):
         state = rig.step(30.0 + hour % 2, DENIED, after_s=1000.0)
         assert state.notes == tuple(rig.said) and "SoC 1" in rig.said[0]
-    for _ in range(20):  # one that flickers: within an hour one line more, and when either ends
+    # One that flickers: within an hour one line more, and when either ends.
+    for _ in range(20):
         rig.step(30.0, 30.0)
         rig.step(30.0, DENIED)
     begins, ends, *more = rig.said

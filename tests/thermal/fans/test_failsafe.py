@@ -148,7 +148,8 @@ def test_the_failsafe_ends_if_enough_have_been_back_for_as_long_as_they_had_to_b
     assert not any(failsafes(world.run(60.0)))
     world.faults = dict.fromkeys(range(60))
     assert failsafes(world.run(60.0)).index(True) == 5
-    for _ in range(3):  # temperatures that come and go end nothing
+    # Temperatures that come and go end nothing.
+    for _ in range(3):
         world.faults = {}
         assert all(failsafes(world.run(20.0)))
         world.faults = dict.fromkeys(range(40), OSError())

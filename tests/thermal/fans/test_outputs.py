@@ -44,7 +44,8 @@ def chip(root: Path, folder: str = "hwmon0", device: str = "", **files: object) 
     """Make a chip with one PWM output in automatic mode; None removes a file."""
     path = root / "sys/class/hwmon" / folder
     write_files(path, {**CHIP, **files})
-    if device:  # the target of the link need not be there
+    # The target of the link need not be there.
+    if device:
         (path / "device").symlink_to(f"../../../{device}")
     return path
 
@@ -366,7 +367,8 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path):
     )
     fan = command_fan(python(program, pid_file, "{rpm}"), timeout_s=1.5)
     failure(partial(fan.set_rpm, 2000.0), "1.5 s")
-    if pid_file.exists() and pid_file.read_text():  # else it was killed before it had a child
+    # Else it was killed before it had a child.
+    if pid_file.exists() and pid_file.read_text():
         deadline_s = time.monotonic() + 60.0
         while runs(int(pid_file.read_text())):
             assert time.monotonic() < deadline_s, "the child still runs"

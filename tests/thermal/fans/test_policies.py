@@ -174,7 +174,8 @@ def test_a_steady_speed_is_no_faster_than_needed_and_no_slower(policy, above_c, 
         conductance = policy.fans.conductance_w_per_k(rpm)
         half = 0.5 * time_s / steps / policy.chassis_j_per_k
         drive = 2.0 * half * (heat_w + conductance * policy.ambient_c)
-        for _ in range(steps):  # implicit midpoint rule: second order and stable
+        # Implicit midpoint rule: second order and stable.
+        for _ in range(steps):
             now_c = (now_c * (1.0 - half * conductance) + drive) / (1.0 + half * conductance)
         return now_c
 

@@ -142,7 +142,8 @@ def test_a_rack_follows_its_equations_in_small_steps(case, watts):
         rack.advance(case["tick_s"], now_w)
         brute.tick(now_w)
         assert rack.temperatures_c == pytest.approx(brute.nodes_c[:3], abs=2e-4)
-        if brute.near_an_edge():  # one may trip and the other not
+        # One may trip and the other not.
+        if brute.near_an_edge():
             return
         assert rack.speed_factors() == pytest.approx(brute.speed_factors())
         assert rack.history[-1].rpm == brute.rpm

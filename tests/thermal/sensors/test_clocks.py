@@ -70,7 +70,8 @@ def test_without_throttle_states_a_lowered_cap_counts(tmp_path):
     machine = Machine(tmp_path)
     sensors = sensors_of(machine)
     throttled = []
-    for cap in (800, 600, 800):  # the first may be the user's own
+    # The first may be the user's own.
+    for cap in (800, 600, 800):
         machine.write(policy(0, 4, 500, 1000, cap_khz=cap))
         throttled.append(sensors.read().throttled)
     assert throttled == [False, True, False]

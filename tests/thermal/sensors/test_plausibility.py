@@ -69,7 +69,8 @@ def test_a_stuck_sensor_is_rejected_after_busy_time_until_it_changes():
     notes = NoteLog()
     sensors = SensorFilter(notes, stuck_after_s=600.0)
     found = []
-    for number in range(30):  # busy every other minute, so that it takes twice as long
+    # Busy every other minute, so that it takes twice as long.
+    for number in range(30):
         values = {"stuck": 40.0, "other": 40.0 + number}
         found.append("stuck" in sensors.apply(number * 60.0, values, busy=number % 2 == 0))
     assert found == [True] * 20 + [False] * 10
@@ -171,7 +172,8 @@ def test_an_ambiguous_first_number_decides_nothing(raw):
 def test_a_unit_from_an_invalid_number_is_decided_again(garbage, raw, true_c):
     unit = TemperatureUnit()
     unit.degrees(garbage)
-    for _ in range(4):  # until then there is no temperature
+    # Until then there is no temperature.
+    for _ in range(4):
         with pytest.raises(ValueError, match="impossible"):
             unit.degrees(raw)
     assert unit.degrees(raw) == true_c
