@@ -48,7 +48,12 @@ from benchmarks.pipeline_contest.work import (
 )
 from socflower.hierarchy import split_batch
 from socflower.pipeline.plan import PipelinePlan, Plan, Policy, Stage
-from socflower.pipeline.planner.peers import data_parallel, fastest_device, gpipe, pipeline_parallel
+from socflower.pipeline.planner.baselines import (
+    data_parallel,
+    fastest_device,
+    gpipe,
+    pipeline_parallel,
+)
 from socflower.pipeline.planner.pruning import seconds_of
 from socflower.pipeline.planner.selection import (
     PlannerSettings,

@@ -30,7 +30,7 @@ from benchmarks.pipeline_contest.adapters import save_base, test_loss, workload
 from benchmarks.pipeline_contest.launch import Devices
 from benchmarks.pipeline_contest.work import CORES, Profile, Profiled, Train, Workload, rack
 from socflower.pipeline.plan import Plan
-from socflower.pipeline.planner.peers import fastest_device
+from socflower.pipeline.planner.baselines import fastest_device
 from socflower.pipeline.planner.selection import PlannerSettings, micro_batch_choices, plan_pipeline
 from socflower.pipeline.problem import PipelineProblem
 from tests import cpu_quota

@@ -17,8 +17,8 @@ from benchmarks.pipeline_cases.published import Example, examples
 from benchmarks.pipeline_cases.random_problems import large_problem, small_problem
 from socflower.errors import InfeasiblePlan
 from socflower.pipeline.plan import PipelinePlan
+from socflower.pipeline.planner.baselines import PEERS, compare
 from socflower.pipeline.planner.closed_form import update_latency
-from socflower.pipeline.planner.peers import PEERS, compare
 from socflower.pipeline.planner.selection import (
     algorithm_2,
     best_in_flight,

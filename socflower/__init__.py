@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "strategies.socflow": ("SoCFlow", "RoundReport"),
-    "strategies.comparators": ("OrderedFedAvg", "RingAllReduce", "SingleDevice"),
+    "strategies.baselines": ("OrderedFedAvg", "RingAllReduce", "SingleDevice"),
     "strategies.split_replay": ("CloudSessions", "SplitReplay", "SplitRoundReport"),
     "strategies.group_grid": ("GroupGrid",),
     "strategies.hybrid_pipeline": ("HybridPipeline",),

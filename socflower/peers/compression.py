@@ -22,8 +22,8 @@ from torch import Tensor
 
 from socflower.errors import ConfigError, require_range
 from socflower.peers.collective import Collective, Poll, no_poll
+from socflower.peers.largest_values import decode_values, encode_values, encoded_bytes, largest
 from socflower.wire.codecs.quantisation import half_exponent, pack_lanes, unpack_lanes
-from socflower.wire.codecs.sparse import decode_values, encode_values, encoded_bytes, largest
 from socflower.wire.message_keys import COMPRESSIONS
 from socflower.wire.saved_state import from_bytes, to_bytes
 

@@ -20,7 +20,7 @@ from socflower.precision.int8.fp32_operator import to_int8
 from socflower.precision.int8.model import EngineSettings, Int8Model
 from socflower.precision.int8.operators import Tensor
 from socflower.precision.int8.requantisation import RescalingPolicy
-from socflower.precision.operator_placement import OperatorLatency, OperatorPlacement, place
+from socflower.precision.predicted_placement import OperatorLatency, OperatorPlacement, place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

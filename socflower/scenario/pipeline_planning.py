@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from socflower.errors import ConfigError
-from socflower.pipeline.planner.peers import Compared, compare
+from socflower.pipeline.planner.baselines import Compared, compare
 from socflower.pipeline.planner.selection import OnStep, Planned, PlannerSettings, plan_pipeline
 from socflower.pipeline.problem import LayerSeconds, PipelineProblem
 from socflower.pipeline.profiler.estimates import Int8Socs, default_micro_batches, estimated_problem

@@ -29,7 +29,7 @@ from socflower.engines.local.flower_internals import begin_run
 from socflower.engines.local.grid import LocalGrid
 from socflower.engines.local.run_app import run_app
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.strategies.comparators import OrderedFedAvg
+from socflower.strategies.baselines import OrderedFedAvg
 from socflower.strategies.settings import TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.split_replay import SplitReplay

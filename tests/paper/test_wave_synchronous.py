@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from socflower.paper.asteroid.wave_synchronous import Kind, Moment, waves_of
 from socflower.pipeline.plan import Sync, TwoDPlan
-from socflower.pipeline.planner.peers import hetpipe
+from socflower.pipeline.planner.baselines import hetpipe
 from socflower.pipeline.problem import PipelineProblem
 from tests.one_line import refused
 from tests.pipeline.problems import layer, linear_seconds, problem, random_problem, straight_plan

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.pipeline_cases.brute_force import compositions
 from benchmarks.pipeline_cases.published import Example, examples
 from socflower.pipeline.plan import PipelinePlan
-from socflower.pipeline.planner.peers import (
+from socflower.pipeline.planner.baselines import (
     PEERS,
     compare,
     dapple,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from socflower.errors import InfeasiblePlan, SocflowerError
 from socflower.pipeline.plan import PipelinePlan
+from socflower.pipeline.planner.baselines import compare
 from socflower.pipeline.planner.closed_form import update_latency
-from socflower.pipeline.planner.peers import compare
 from socflower.pipeline.planner.pruning import near
 from socflower.pipeline.planner.selection import (
     PlannerSettings,

@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import (
 from socflower.cluster import parse_cluster
 from socflower.engines.local.grid import LocalGrid
 from socflower.errors import TrainingFailed
-from socflower.strategies.comparators import OrderedFedAvg
+from socflower.strategies.baselines import OrderedFedAvg
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.node_registry import QUERY_TYPE
 from socflower.strategies.planned_rounds import Resumable

@@ -9,7 +9,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 
 from socflower.errors import TrainingFailed
-from socflower.strategies.comparators import OrderedFedAvg
+from socflower.strategies.baselines import OrderedFedAvg
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.group_replies import GroupProgress
 from socflower.wire.message_keys import (

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from socflower.cluster import parse_cluster
 from socflower.engines.local.flower_internals import begin_run
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.strategies.comparators import OrderedFedAvg
+from socflower.strategies.baselines import OrderedFedAvg
 from socflower.strategies.settings import ExchangeSettings, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import GROUP, UNTRAINED

@@ -9,7 +9,7 @@ from flwr.serverapp.strategy import Strategy
 
 from socflower.cluster import parse_cluster
 from socflower.errors import TrainingFailed
-from socflower.strategies.comparators import OrderedFedAvg, RingAllReduce
+from socflower.strategies.baselines import OrderedFedAvg, RingAllReduce
 from socflower.strategies.settings import TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import RESUMED

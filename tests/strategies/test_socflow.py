@@ -14,7 +14,7 @@ from socflower.hierarchy import split_batch
 from socflower.peers.ring.settings import RingSettings
 from socflower.precision.processor_costs import Int8Pricing
 from socflower.sim import EventClock
-from socflower.strategies.comparators import RingAllReduce, SingleDevice
+from socflower.strategies.baselines import RingAllReduce, SingleDevice
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import PRICED, GroupTask

@@ -9,7 +9,7 @@ import pytest
 
 from socflower.cluster import parse_cluster
 from socflower.peers.ring.settings import RingSettings
-from socflower.strategies.comparators import RingAllReduce, SingleDevice
+from socflower.strategies.baselines import RingAllReduce, SingleDevice
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from socflower.wire.frame_channel import FrameChannel
+from socflower.wire.resumable_channel import FrameChannel
 
 
 class MemoryLine:

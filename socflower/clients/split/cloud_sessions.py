@@ -28,7 +28,7 @@ from socflower.edgecloud.split_program import Arrays, PlacedHalf, SplitProgram, 
 from socflower.edgecloud.stream.frames import SplitRefused
 from socflower.errors import ConfigError
 from socflower.plain_numbers import plain_numbers
-from socflower.wire.frame_channel import StreamLost
+from socflower.wire.resumable_channel import StreamLost
 from socflower.wire.split_message_keys import JOINED, OWN, TURNS, SplitTask
 
 CloudDataFn: TypeAlias = Callable[[int, int], Any]

@@ -16,7 +16,6 @@ from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, SplitRefused
 from socflower.plain_numbers import plain_numbers
 from socflower.wire.arrays import MalformedBytes, pack_arrays, unpack_arrays
 from socflower.wire.authentication import ClientAuthentication
-from socflower.wire.frame_channel import StreamLost
 from socflower.wire.framing import (
     LARGEST_FRAME_BYTES,
     LARGEST_PART_BYTES,
@@ -24,6 +23,7 @@ from socflower.wire.framing import (
     body_num_bytes,
     parts_of,
 )
+from socflower.wire.resumable_channel import StreamLost
 from socflower.wire.secure_channel import (
     Address,
     PeerNotTrusted,

@@ -28,7 +28,7 @@ from socflower.edgecloud.stream.frames import (
 )
 from socflower.errors import SocflowerError
 from socflower.wire.arrays import MalformedBytes
-from socflower.wire.frame_channel import Traffic
+from socflower.wire.resumable_channel import Traffic
 
 _POLL_S = 0.5
 _LARGEST_BATCH = 1 << 40

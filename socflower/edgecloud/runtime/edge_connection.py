@@ -26,8 +26,8 @@ from socflower.edgecloud.stream.frames import (
 from socflower.errors import ConfigError
 from socflower.wire.arrays import MalformedBytes
 from socflower.wire.authentication import ClientAuthentication
-from socflower.wire.frame_channel import StreamLost
 from socflower.wire.framing import LARGEST_FRAME_BYTES
+from socflower.wire.resumable_channel import StreamLost
 from socflower.wire.secure_channel import (
     Address,
     HandlerFailed,

@@ -12,7 +12,7 @@ from socflower.edgecloud.plan.party import Decider
 from socflower.edgecloud.runtime.back_loop import unexpected
 from socflower.edgecloud.runtime.feature_path import EXACT, FeatureCoding, FeatureSender
 from socflower.edgecloud.runtime.half_state import AppliedMove, HalfState
-from socflower.edgecloud.runtime.replay_window import ReplayWindow
+from socflower.edgecloud.runtime.in_flight_window import ReplayWindow
 from socflower.edgecloud.stream.frames import (
     Features,
     Goodbye,
@@ -26,7 +26,7 @@ from socflower.edgecloud.stream.frames import (
 )
 from socflower.errors import ConfigError, require_range
 from socflower.wire.codecs.quantisation import decode
-from socflower.wire.frame_channel import SentMessage
+from socflower.wire.resumable_channel import SentMessage
 
 # In a report.
 _MAX_TRANSFERS = 100_000

@@ -17,7 +17,7 @@ from socflower.edgecloud.runtime.feature_path import (
     FeatureSender,
 )
 from socflower.edgecloud.runtime.half_state import LoopReport
-from socflower.edgecloud.runtime.replay_window import ReplayWindow
+from socflower.edgecloud.runtime.in_flight_window import ReplayWindow
 from socflower.edgecloud.stream.frames import Features
 from socflower.errors import ConfigError
 from socflower.wire.codecs.quantisation import decode, encode

@@ -14,7 +14,7 @@ from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan
 from socflower.edgecloud.runtime.half_state import HalfState, LoopReport
 from socflower.edgecloud.stream.frames import SplitChannel, SplitRefused, StartOver
 from socflower.errors import require_range
-from socflower.wire.frame_channel import StreamLost
+from socflower.wire.resumable_channel import StreamLost
 
 _PAUSE_S = 0.1
 

@@ -32,8 +32,8 @@ from socflower.wire.arrays import (
 )
 from socflower.wire.codecs.delta_coding import DeltaMessage
 from socflower.wire.codecs.quantisation import BITS, EncodedTensor, Grouping
-from socflower.wire.frame_channel import ChannelLimits, FrameChannel
 from socflower.wire.framing import check_size
+from socflower.wire.resumable_channel import ChannelLimits, FrameChannel
 
 PROTOCOL_VERSION = 3
 """Increased whenever an older peer would misunderstand a newer one."""

@@ -30,7 +30,7 @@ from socflower.paper.asteroid.settings import ENVIRONMENTS, EPOCH_SAMPLES, MINI_
 from socflower.paper.asteroid.wave_synchronous import Kind, Moment, Waves, waves_of
 from socflower.paper.records import read_paper
 from socflower.pipeline.plan import TwoDPlan
-from socflower.pipeline.planner.peers import compare
+from socflower.pipeline.planner.baselines import compare
 from socflower.pipeline.planner.selection import plan_pipeline
 from socflower.pipeline.profiler.estimates import pipeline_problem
 from socflower.pipeline.runtime.group import train_pipeline

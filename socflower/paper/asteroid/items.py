@@ -24,7 +24,7 @@ from socflower.paper.asteroid.volumes import nearest
 from socflower.paper.asteroid.wire_bytes import equations
 from socflower.paper.records import read_paper
 from socflower.pipeline.plan import PipelinePlan
-from socflower.pipeline.planner.peers import Compared
+from socflower.pipeline.planner.baselines import Compared
 from socflower.pipeline.planner.selection import Planned, plan_pipeline, predict
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.profiler.estimates import estimate_seconds

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 
 from socflower.paper.asteroid.settings import MICRO_BATCHES, problem_of
-from socflower.pipeline.planner.peers import Compared, compare
+from socflower.pipeline.planner.baselines import Compared, compare
 from socflower.pipeline.planner.selection import Planned, PlannerSettings, plan_pipeline
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.profiler.layers import Granularity

@@ -43,7 +43,7 @@ from socflower.scenario.schema.pipeline import PipelineConfig
 from socflower.scenario.schema.strategies import group_strategy
 from socflower.scenario.workload import ModelMetrics, scenario_data
 from socflower.sim import EventClock, Trace
-from socflower.strategies.comparators import OrderedFedAvg
+from socflower.strategies.baselines import OrderedFedAvg
 from socflower.strategies.hybrid_pipeline import HybridPipeline
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow

@@ -22,8 +22,8 @@ from socflower.edgecloud.stream.credentials import run_caller, run_token
 from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, SplitRefused
 from socflower.engines.deployment.flower_processes import free_ports
 from socflower.wire.authentication import ClientAuthentication
-from socflower.wire.frame_channel import StreamLost
 from socflower.wire.framing_pb2 import Credit, Part
+from socflower.wire.resumable_channel import StreamLost
 from tests.edgecloud.cloud.local import Cloud, plan, train
 from tests.edgecloud.runtime.numpy_halves import (
     FINGERPRINT,

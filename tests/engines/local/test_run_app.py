@@ -20,7 +20,7 @@ from socflower.engines.local.run_app import load_flower_app, quiet_flower, run_a
 from socflower.engines.local.workers import AppReference
 from socflower.errors import TrainingFailed
 from socflower.sim import EventClock
-from socflower.strategies.comparators import OrderedFedAvg
+from socflower.strategies.baselines import OrderedFedAvg
 from socflower.strategies.settings import TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from tests.engines.local import apps_for_tests

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.errors import InfeasiblePlan
-from socflower.precision.operator_placement import SIDES, OperatorLatency, place
+from socflower.precision.predicted_placement import SIDES, OperatorLatency, place
 from tests.one_line import refused
 
 LATENCIES = st.lists(

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.wire.codecs.sparse import decode_values, encode_values, encoded_bytes, largest
+from socflower.peers.largest_values import decode_values, encode_values, encoded_bytes, largest
 
 
 @given(seed=st.integers(0, 999), size=st.integers(1, 60), data=st.data())

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.edgecloud.runtime.replay_window import ReplayWindow
+from socflower.edgecloud.runtime.in_flight_window import ReplayWindow
 from tests.one_line import refused
 
 # What comes next: go forward if that is allowed, apply a gradient if there is one, or another K.

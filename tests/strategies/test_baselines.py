@@ -6,7 +6,7 @@ import random
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from socflower.strategies.comparators import OrderedFedAvg
+from socflower.strategies.baselines import OrderedFedAvg
 from tests.strategies.fake_messages import FakeGrid, answer, answer_error, model, values
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from socflower.edgecloud.stream.split_pb2 import Frame
 from socflower.wire.arrays import MalformedBytes
-from socflower.wire.frame_channel import ChannelLimits, FrameChannel, StreamLost, cost_bytes
 from socflower.wire.framing import check_size
 from socflower.wire.framing_pb2 import Part
+from socflower.wire.resumable_channel import ChannelLimits, FrameChannel, StreamLost, cost_bytes
 from tests.one_line import refused
 from tests.wire.memory_line import MemoryLine
 
