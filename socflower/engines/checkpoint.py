@@ -16,8 +16,8 @@ from socflower.errors import ConfigError
 from socflower.wire.arrays import MalformedBytes, pack_arrays, unpack_arrays
 from socflower.wire.saved_state import DamagedFile, StateKind, StateStore, remove_partial
 
-_ROUND = StateKind(name="checkpoint", schema=4, remedy="start anew with --fresh")
-_SPANS = StateKind(name="trace of a round", schema=2, remedy="start anew with --fresh")
+_ROUND = StateKind(name="checkpoint", schema=4, remedy="start again with --fresh")
+_SPANS = StateKind(name="trace of a round", schema=2, remedy="start again with --fresh")
 # Further fields with arrays. Their names in a file begin with "/outer/", as the name of no tensor does.
 _BESIDE = ("outer", "servers", "feedback")
 # The newest, and the previous one in case the newest is damaged.
@@ -209,7 +209,7 @@ def require_equal(where: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any
         key, before, now = found
         raise ConfigError(
             f"{where} is of another run: {key} was {before!r} there and is {now!r} now; name another "
-            "--out, or start anew with --fresh"
+            "--out, or start again with --fresh"
         )
 
 

@@ -44,7 +44,7 @@ def replanned(plan: Plan, model: PipelineModel, present: Collection[int]) -> Pla
     return replace(plan, groups=left, server=left[0].socs[0] if lost_server else plan.server)
 
 
-def shared_anew(
+def with_new_shares(
     plan: Plan,
     sample_s: Mapping[int, float],
     most: Mapping[int, int],

@@ -25,7 +25,7 @@ class HybridPipeline(GroupRoundStrategy):
     Devices of a stage share the samples of every micro-batch; stages pass activations and their gradients on. The plan
     is that of the least predicted time within the devices' memory; it may be one device, or data parallelism. A round
     is an interval of the schedule, after which the model is evaluated. Devices that leave, or come back, between rounds
-    are planned for anew; the optimiser's state goes with the layers.
+    change the plan; the optimiser's state stays with its layers.
 
     On the engines `local` and `simulation` the client of one node runs all stages. Nodes with a ring address run a
     stage each, over gloo or gRPC, and go on without one that is lost: from the newest step of which the others have all
@@ -53,7 +53,7 @@ class HybridPipeline(GroupRoundStrategy):
         By default that of the grid, if it has one.
     rebalancing : Rebalancing, optional
         Follow the devices' speeds, as of `SoCFlow`: with shares, replicated stages divide micro-batches anew within a
-        round; with groups, rounds are planned anew for speeds that real machines have measured, or the clock knows.
+        round; with groups, rounds are planned again for speeds that real machines have measured, or the clock knows.
     tolerate_client_errors : bool
         As of `SoCFlow`.
     """

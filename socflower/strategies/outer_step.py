@@ -351,7 +351,7 @@ class OuterStep:
         """Return the strategy's moments as arrays by name, from which `restore` continues.
 
         They are the attributes with arrays, and the numbers that rounds have changed, without those that every round
-        sets anew.
+        sets again.
         """
         kept: dict[str, NDArray[Any]] = {}
         for key, value in vars(self.strategy).items():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from socflower.errors import InfeasiblePlan
 from socflower.pipeline.plan import PipelinePlan, Stage, TwoDPlan
 from socflower.pipeline.problem import PipelineModel
-from socflower.pipeline.replanning import replanned, shared_anew
+from socflower.pipeline.replanning import replanned, with_new_shares
 from socflower.pipeline.schedule.order import ASTEROID
 from tests.one_line import refused
 from tests.pipeline.problems import layer, parts, pipelines, straight_plan
@@ -107,7 +107,7 @@ def test_new_shares_are_the_quickest_within_memory_up_to_a_sample(
     plan = straight_plan((1,), (old,), 1)
     seconds = {soc: 1.0 / speed for soc, speed in enumerate(speeds)}
     limits = [max(own, each) for own, each in zip(old, most, strict=True)]
-    new = shared_anew(plan, seconds, dict(enumerate(most)), 0.0)
+    new = with_new_shares(plan, seconds, dict(enumerate(most)), 0.0)
 
     def slowest(shares: tuple[int, ...]) -> float:
         return max(share * seconds[soc] for soc, share in enumerate(shares))
@@ -127,8 +127,8 @@ def test_new_shares_are_the_quickest_within_memory_up_to_a_sample(
 
 def test_shares_that_gain_too_little_stay() -> None:
     plan = straight_plan((1,), ((6, 6),), 1)
-    assert shared_anew(plan, {0: 1.0, 1: 1.05}, {}, 0.1) is None
-    new = shared_anew(plan, {0: 1.0, 1: 3.0}, {}, 0.1)
+    assert with_new_shares(plan, {0: 1.0, 1: 1.05}, {}, 0.1) is None
+    new = with_new_shares(plan, {0: 1.0, 1: 3.0}, {}, 0.1)
     assert isinstance(new, PipelinePlan) and new.stages[0].shares == (9, 3)
     # A device that was not measured keeps its share.
-    assert shared_anew(plan, {0: 1.0, 1: 0.0}, {}, 0.1) is None
+    assert with_new_shares(plan, {0: 1.0, 1: 0.0}, {}, 0.1) is None

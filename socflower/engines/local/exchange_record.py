@@ -21,7 +21,7 @@ from socflower.quantities import human_bytes
 from socflower.wire.arrays import MalformedBytes, pack_arrays, unpack_arrays
 from socflower.wire.saved_state import DamagedFile, StateKind, StateStore, remove_partial
 
-_EXCHANGE = StateKind(name="exchange of messages", schema=1, remedy="start anew with --fresh")
+_EXCHANGE = StateKind(name="exchange of messages", schema=1, remedy="start again with --fresh")
 # The entry with this number identifies the run.
 _START = 0
 MOST_BYTES = 20 << 30
@@ -100,7 +100,7 @@ class ExchangeRecord:
             self.resumed_from = [self._num_recorded]
             self._on_notice(
                 f"resuming {self.path.parent} after exchange {self._num_recorded} of messages; --fresh "
-                "starts anew"
+                "starts again"
             )
         self._num_bytes = sum(
             self._store.path(1 + index).stat().st_size for index in range(self._num_recorded)
@@ -211,7 +211,7 @@ class ExchangeRecord:
             raise ConfigError(
                 f"{self._store.path(number)}: before its interruption the ServerApp sent other messages "
                 "in this exchange, so its run cannot be resumed; let it send neither times nor random "
-                "numbers of its own generators, or start anew with --fresh"
+                "numbers of its own generators, or start again with --fresh"
             )
 
     def _restore(self, generators: memoryview) -> None:

@@ -32,7 +32,7 @@ from socflower.pipeline.recovery.backups import (
     moves,
     newest_common,
 )
-from socflower.pipeline.replanning import replanned, shared_anew
+from socflower.pipeline.replanning import replanned, with_new_shares
 from socflower.pipeline.runtime.channels import Channels, QueueChannels, run_script
 from socflower.pipeline.runtime.gloo_channels import GlooChannels
 from socflower.pipeline.runtime.group import outcome_of, span_of
@@ -316,7 +316,7 @@ class _Session:
                 if backup_steps and self._step % backup_steps == 0:
                     self._back_up()
                 if share_steps and self._step % share_steps == 0:
-                    self._share_anew()
+                    self._update_shares()
             self._update()
 
     def _update(self) -> None:
@@ -336,7 +336,7 @@ class _Session:
         assert self._stage is not None
         return self._stage
 
-    def _share_anew(self) -> None:
+    def _update_shares(self) -> None:
         """Divide the samples of replicated stages by the speeds that their devices measured since the last time."""
         stage = self._present_stage.stage
         own = [0.0, _UNBOUNDED] if stage is None else [stage.drain_sample_s(), self._most(stage)]
@@ -344,14 +344,14 @@ class _Session:
         def decide(values: dict[int, Any]) -> str:
             sample_s = {soc: value[0] for soc, value in values.items()}
             most = {soc: value[1] for soc, value in values.items()}
-            plan = shared_anew(self._plan, sample_s, most, _SHARE_TOLERANCE)
+            plan = with_new_shares(self._plan, sample_s, most, _SHARE_TOLERANCE)
             return "" if plan is None else to_json(plan)
 
         answer = self._agree(own, decide)
         if not answer:
             return
         self._plan = from_json(answer)
-        self._present_stage.share_anew(self._plan)
+        self._present_stage.update_shares(self._plan)
         shares = [
             f"stage {number}: {', '.join(map(str, each.shares))}"
             for number, each in enumerate(self._plan.pipelines[0].stages)

@@ -169,7 +169,7 @@ class Member:
         if self.stage is not None:
             yield from self.stage.update(parts[self.stage.place.pipeline], len(mini.indices))
 
-    def share_anew(self, plan: Plan) -> None:
+    def update_shares(self, plan: Plan) -> None:
         """Continue with a plan that differs only in shares, between two updates."""
         self._plan = plan
         if self.stage is not None:
