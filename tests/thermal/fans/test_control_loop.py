@@ -433,3 +433,11 @@ def test_an_invalid_control_is_refused():
     refused(partial(Rig, 0), "0 sources")
     refused(partial(Rig, output=[]), "0 fans")
     refused(partial(Rig, boards={0: 0}), "[0]", "[0, 1]")
+
+
+def test_the_only_fan_that_does_not_turn_is_reported_alone():
+    rig = Rig()
+    rig.fans[0].shows = 0
+    assert [rig.step().rpm for _ in range(10)] == [5000.0] * 10
+    (line,) = rig.said
+    assert "does not turn" in line and "others" not in line
