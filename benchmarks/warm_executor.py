@@ -58,9 +58,7 @@ def run(quick: bool = False) -> list[Row]:
         for _ in range(1 if quick else 2):
             warm.run()
             cold.run()
-        memory_bytes = [
-            each.parameters.num_bytes + each.regions.held_bytes for each in (warm, cold)
-        ]
+        memory_bytes = [each.memory_bytes() for each in (warm, cold)]
     case, ok = f"LeNet-5, {NUM_NODES} SuperNodes: ", len(warm.weights | cold.weights) == 1
     return [
         less_is_better(case + what, ours, "a fresh process for each message", peer, unit, ok=ok)
