@@ -275,12 +275,10 @@ class Device:
         index = next(
             number for number, each in enumerate(work.plan.stages) if self._soc in each.devices
         )
-        stage, own, data = (
-            work.plan.stages[index],
-            self._member(work, lambda *_: None).work,
-            work.workload.data(),
-        )
-        assert own is not None
+        stage, data = work.plan.stages[index], work.workload.data()
+        member = self._member(work, lambda *_: None).stage
+        assert member is not None
+        own = member.work
         began_s = time.monotonic()
         for mini in minis(work):
             batches = micro_batches(work.plan, len(mini.indices))
