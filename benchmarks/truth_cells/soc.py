@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 from torch import nn
 
@@ -69,7 +70,7 @@ def tasks_of(
         costs=None,
         node_of={soc: soc for soc in addresses},
         transport=cell.transport,
-        sent=None,  # type: ignore[arg-type]
+        sent=ArrayRecord(),
         settled_by_grid=True,
     )
     rings = ring_tasks(

@@ -111,7 +111,8 @@ def _combine(batches: Sequence[Batch], join: Callable[[list[Tensor]], Any]) -> B
     if isinstance(first, Mapping):
         entries = {key: _combine([batch[key] for batch in batches], join) for key in first}
         # A type that takes a dict: a dict itself, or a BatchEncoding of transformers.
-        return type(first)(entries)  # type: ignore[call-arg]
+        made: Callable[[Mapping[Any, Any]], Batch] = type(first)
+        return made(entries)
     if isinstance(first, tuple | list):
         parts = [_combine(parts, join) for parts in zip(*batches, strict=True)]
         # A named tuple takes its fields one by one.

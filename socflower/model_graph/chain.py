@@ -15,7 +15,7 @@ from torch import nn
 
 from socflower.errors import ConfigError
 from socflower.model_graph.following import CaptureFailed, KeepsState, NoParts
-from socflower.model_graph.graph import NUM_SAMPLES, Example, ModelGraph, Operation, capture
+from socflower.model_graph.graph import Example, ModelGraph, Operation, capture
 from socflower.model_graph.parts import piece_of
 
 _VIEWS = frozenset(
@@ -276,7 +276,7 @@ def _crossing(graph: ModelGraph, running: Sequence[Operation], end: int) -> tupl
 
 
 def _can_cross(operation: Operation) -> bool:
-    return bool(operation.shape) and operation.shape[0] == NUM_SAMPLES  # type: ignore[index]
+    return operation.is_of_samples
 
 
 def _piece_name(graph: ModelGraph, operations: Sequence[Operation]) -> str:

@@ -16,7 +16,6 @@ from socflower.model_graph.batch_form import Batch, form_of, num_samples, output
 from socflower.model_graph.following import NoParts
 from socflower.model_graph.graph import (
     CAPTURE_LOCK,
-    NUM_SAMPLES,
     Example,
     ModelGraph,
     Operation,
@@ -373,8 +372,7 @@ def _ends_block(model: nn.Module, graph: ModelGraph, operation: Operation) -> bo
 
 
 def _can_cut(model: nn.Module, graph: ModelGraph, place: Operation) -> bool:
-    is_batch = bool(place.shape) and place.shape[0] == NUM_SAMPLES  # type: ignore[index]
-    if not is_batch or place.is_constant or place.dtype is not torch.float32:
+    if not place.is_of_samples or place.is_constant or place.dtype is not torch.float32:
         return False
     front, back = _front(graph, place), _back(graph, place)
     before, behind = set(front), set(back)

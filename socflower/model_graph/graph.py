@@ -121,6 +121,11 @@ class Operation:
         """Path of the module that computes it."""
         return self.caller if self.module is None else self.module
 
+    @property
+    def is_of_samples(self) -> bool:
+        """Whether its result is a tensor with an entry for each sample."""
+        return self.shape is not None and self.shape[:1] == (NUM_SAMPLES,)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelGraph:

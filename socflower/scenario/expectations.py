@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from operator import itemgetter
 from typing import Any, TypeAlias
 
@@ -14,22 +15,39 @@ from socflower.scenario.schema.strategies import STRATEGIES
 
 Result: TypeAlias = Mapping[str, Any]
 
+
+def _part(result: Result, part: str, key: str) -> float | None:
+    """Return a figure of a part that not every result has, such as "heat"."""
+    return (result.get(part) or {}).get(key)
+
+
+def _bytes_of(result: Result, tier: str) -> float:
+    return float(result["bytes"][tier])
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator is not None and denominator else None
+
+
+def _gain(ours: Result, other: Result, key: str) -> float | None:
+    return _ratio(other[key], ours[key])
+
+
+def _over_ours(document: Result, peer: str) -> float | None:
+    """Return how many times as long a peer's step takes as that of our plan."""
+    return next((row["over_ours"] for row in document["peers"] if row["name"] == peer), None)
+
+
 _RUN_QUANTITIES: Mapping[str, Callable[[Result], float | None]] = {
     "accuracy": lambda result: result["final_accuracy"],
     "loss": lambda result: result["rounds"][-1]["loss"],
     **{key: itemgetter(key) for key in ("virtual_s", "energy_j", "wall_s")},
-    **{
-        f"{tier}_bytes": lambda result, tier=tier: result["bytes"][tier]  # type: ignore[misc]
-        for tier in ("hub", "inter_board", "wan")
-    },
+    **{f"{tier}_bytes": partial(_bytes_of, tier=tier) for tier in ("hub", "inter_board", "wan")},
     "events": lambda result: float(sum(len(entry["events"]) for entry in result["rounds"])),
     "idle_fraction": lambda result: _idle_fraction(result["breakdown"]["soc_seconds"]),
+    **{key: partial(_part, part="heat", key=key) for key in ("peak_c", "cooling_j", "slowdown")},
     **{
-        key: lambda result, key=key: _part(result, "heat", key)  # type: ignore[misc]
-        for key in ("peak_c", "cooling_j", "slowdown")
-    },
-    **{
-        key: lambda result, key=key: _part(result, "split", key)  # type: ignore[misc]
+        key: partial(_part, part="split", key=key)
         for key in ("mean_staleness", "max_staleness", "staleness_spread")
     },
     "moves": lambda result: _part(result, "split", "num_moves"),
@@ -47,7 +65,7 @@ _COMPARED_QUANTITIES: Mapping[str, Callable[[Result, Result], float | None]] = {
     ),
     "speedup_over": lambda ours, other: _ratio(_time_s(other), _time_s(ours)),
     **{
-        f"{cost}_gain_over": lambda ours, other, key=key: _ratio(other[key], ours[key])  # type: ignore[misc]
+        f"{cost}_gain_over": partial(_gain, key=key)
         for cost, key in (
             ("time_to_accuracy", "time_to_accuracy_s"),
             ("energy_to_accuracy", "energy_to_accuracy_j"),
@@ -66,12 +84,7 @@ _PLAN_QUANTITIES: Mapping[str, Callable[[Result], float | None]] = {
     "step_s": lambda document: document["predicted"]["step_s"],
     "samples_per_s": lambda document: document["predicted"]["samples_per_s"],
     "energy_j_per_sample": lambda document: document["predicted"]["energy_j_per_sample"],
-    **{
-        f"speedup_over_{peer}": lambda document, peer=peer: next(  # type: ignore[misc]
-            (row["over_ours"] for row in document["peers"] if row["name"] == peer), None
-        )
-        for peer in PEERS
-    },
+    **{f"speedup_over_{peer}": partial(_over_ours, peer=peer) for peer in PEERS},
 }
 """Of plans of pipelines, whose claims `socflower plan` checks."""
 
@@ -79,11 +92,6 @@ _PLAN_QUANTITIES: Mapping[str, Callable[[Result], float | None]] = {
 def _count(result: Result, key: str) -> float | None:
     found = (result["plan"] or {}).get(key)
     return None if found is None else float(len(found))
-
-
-def _part(result: Result, part: str, key: str) -> float | None:
-    """Return a figure of a part that not every result has, such as "heat"."""
-    return (result.get(part) or {}).get(key)
 
 
 def _idle_fraction(soc_seconds: Mapping[str, float]) -> float | None:
@@ -303,7 +311,3 @@ def _time_s(result: Result) -> float | None:
 
 def _difference(left: float | None, right: float | None) -> float | None:
     return None if left is None or right is None else left - right
-
-
-def _ratio(numerator: float | None, denominator: float | None) -> float | None:
-    return numerator / denominator if numerator is not None and denominator else None

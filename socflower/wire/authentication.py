@@ -89,17 +89,17 @@ class _Session:
 # ------------------------------------------------------------------------------------------------------ client
 # grpcio has no types, so mypy takes its classes for Any and warns of every subclass.
 @dataclass(frozen=True, slots=True)
-class _Details(grpc.ClientCallDetails):  # type: ignore[misc]
+class _Details(grpc.ClientCallDetails):
     method: str
     timeout: float | None
     metadata: tuple[tuple[str, str | bytes], ...]
 
 
 class ClientAuthentication(
-    grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc]
-    grpc.UnaryStreamClientInterceptor,  # type: ignore[misc]
-    grpc.StreamUnaryClientInterceptor,  # type: ignore[misc]
-    grpc.StreamStreamClientInterceptor,  # type: ignore[misc]
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
 ):
     """Authenticates all calls of a channel as `caller` by `token`.
 
@@ -193,7 +193,7 @@ class _Opened:
 
 
 # ------------------------------------------------------------------------------------------------------ server
-class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
+class ServerAuthentication(grpc.ServerInterceptor):
     """Admits calls with the token that `token_of` returns for the caller's name (None: no such caller).
 
     `on_refused(peer, what)` is called for each refused call. Handlers may raise `PeerRefused` or any `SocflowerError`

@@ -14,6 +14,7 @@ from socflower.hierarchy.delayed_sync import MOST_INTERVALS
 from socflower.hierarchy.leader_topology import NONE
 from socflower.peers.ring.settings import RingSettings
 from socflower.precision import ALGORITHMS, MIXING_RULES
+from socflower.scenario.schema.key_rules import is_set, require_reader, shown
 from socflower.scenario.schema.outer import OuterConfig
 from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PIPELINE_STRATEGY, PipelineConfig
 from socflower.scenario.schema.split import (
@@ -29,7 +30,6 @@ from socflower.scenario.schema.strategies import (
     family_of,
 )
 from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
-from socflower.scenario.schema.unread import is_set, require_reader, shown
 from socflower.strategies.settings import (
     MOST_EPOCHS,
     BatchSize,

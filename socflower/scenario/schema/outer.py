@@ -6,7 +6,7 @@ from pydantic import Field
 
 from socflower.errors import ConfigError
 from socflower.field_rules import OneOf
-from socflower.scenario.schema.unread import require_reader
+from socflower.scenario.schema.key_rules import require_reader
 from socflower.toml_file import Table
 
 OUTER_STRATEGIES: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from socflower.errors import ConfigError
 from socflower.field_rules import OneOf
-from socflower.scenario.schema.unread import require_both_or_none, require_distinct, shown
+from socflower.scenario.schema.key_rules import require_both_or_none, require_distinct, shown
 from socflower.toml_file import Table
 from socflower.wire.codecs.error_feedback import FORMS, Form
 from socflower.wire.codecs.quantisation import BITS

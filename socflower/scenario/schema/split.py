@@ -7,7 +7,7 @@ from pydantic import Field
 from socflower.edgecloud.plan.decision import WindowSchedule
 from socflower.errors import ConfigError
 from socflower.field_rules import OneOf, Pairs
-from socflower.scenario.schema.unread import (
+from socflower.scenario.schema.key_rules import (
     is_set,
     require_both_or_none,
     require_reader,

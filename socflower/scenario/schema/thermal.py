@@ -6,7 +6,7 @@ from pydantic import Field
 
 from socflower.errors import ConfigError
 from socflower.field_rules import OneOf, Pairs
-from socflower.scenario.schema.unread import is_set, require_distinct, require_reader, shown
+from socflower.scenario.schema.key_rules import is_set, require_distinct, require_reader, shown
 from socflower.thermal.fans.fan_curve import rack_fans
 from socflower.thermal.fans.policies import PassiveCooling
 from socflower.thermal.model.background_load import BackgroundLoad, Tide, idle_windows

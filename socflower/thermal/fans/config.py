@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,15 +28,15 @@ _Output = Annotated[int, Field(ge=1)]
 
 
 @checked
-class FanTable(FanSettings):
+class FanTable(FanSettings, ABC):
     """`[fan]`: what all outputs have in common."""
 
+    @abstractmethod
     def outputs(self, last: DeviceIdentity | None = None) -> list[FanOutput]:
         """Return the fans without writing to them. Raises `ConfigError` for fans that do not exist.
 
         `last` is the chip that the daemon drove before with the same configuration, if it is known.
         """
-        raise NotImplementedError
 
 
 @checked
@@ -173,7 +174,7 @@ class SimulatedTable(FanTable):
 
 
 @checked
-class SourceTable:
+class SourceTable(ABC):
     """`[[source]]`: what all kinds have in common."""
 
     # By default its place in the list, from 0.
@@ -182,9 +183,9 @@ class SourceTable:
     board: _Number | None = None
     max_age_s: Positive = 30.0
 
+    @abstractmethod
     def source(self) -> HeatSource:
         """Return the source of readings."""
-        raise NotImplementedError
 
 
 @checked
