@@ -10,9 +10,13 @@ from typing import Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "strategies.socflow": ("SoCFlow", "RoundReport"),
+    "strategies.socflow": ("SoCFlow",),
+    "strategies.method": ("RoundReport",),
     "strategies.baselines": ("OrderedFedAvg", "RingAllReduce", "SingleDevice"),
-    "strategies.split_replay": ("CloudSessions", "SplitReplay", "SplitRoundReport"),
+    "strategies.methods.local": ("LocalSchedule",),
+    "strategies.methods.split": ("CloudSessions",),
+    "strategies.methods.split_report": ("SplitRoundReport",),
+    "strategies.split_replay": ("SplitReplay",),
     "strategies.group_grid": ("GroupGrid",),
     "strategies.hybrid_pipeline": ("HybridPipeline",),
     "pipeline.planner.selection": ("PlannerSettings",),

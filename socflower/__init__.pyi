@@ -43,10 +43,14 @@ from socflower.sim.trace import Trace as Trace
 from socflower.strategies.baselines import OrderedFedAvg as OrderedFedAvg, RingAllReduce as RingAllReduce, SingleDevice as SingleDevice
 from socflower.strategies.group_grid import GroupGrid as GroupGrid
 from socflower.strategies.hybrid_pipeline import HybridPipeline as HybridPipeline
+from socflower.strategies.method import RoundReport as RoundReport
+from socflower.strategies.methods.local import LocalSchedule as LocalSchedule
+from socflower.strategies.methods.split import CloudSessions as CloudSessions
+from socflower.strategies.methods.split_report import SplitRoundReport as SplitRoundReport
 from socflower.strategies.planned_rounds import Resumable as Resumable
 from socflower.strategies.settings import Costs as Costs, ExchangeSettings as ExchangeSettings, Grouping as Grouping, TrainingSchedule as TrainingSchedule
-from socflower.strategies.socflow import SoCFlow as SoCFlow, RoundReport as RoundReport
-from socflower.strategies.split_replay import CloudSessions as CloudSessions, SplitReplay as SplitReplay, SplitRoundReport as SplitRoundReport
+from socflower.strategies.socflow import SoCFlow as SoCFlow
+from socflower.strategies.split_replay import SplitReplay as SplitReplay
 from socflower.strategies.warm_up import profile_group_count as profile_group_count
 from socflower.thermal.fans.control_loop import FanControl as FanControl, FanSettings as FanSettings, StopSignals as StopSignals
 from socflower.thermal.fans.hwmon_pwm import HwmonPwm as HwmonPwm, find_hwmon as find_hwmon

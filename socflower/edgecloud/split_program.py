@@ -246,14 +246,14 @@ class SplitProgram(ABC):
 
         Give the strategy `frozen_sha256` as well, with which edges and cloud compare their own frozen parameters.
         """
-        return trainable_state(self._frozen_model())
+        return trainable_state(self.frozen_model())
 
     @cached_property
     def frozen_sha256(self) -> str:
         """The digest of the frozen parameters; empty if all are trained."""
-        return frozen_digest(self._frozen_model())
+        return frozen_digest(self.frozen_model())
 
-    def _frozen_model(self) -> nn.Module:
+    def frozen_model(self) -> nn.Module:
         """Return the whole model at the beginning, with untrained parameters frozen."""
         return self.model()
 
@@ -344,7 +344,7 @@ class LayeredProgram(SplitProgram):
                 f"{error}; or divide it in two submodules for a HalvesProgram"
             ) from error
 
-    def _frozen_model(self) -> nn.Module:
+    def frozen_model(self) -> nn.Module:
         return self.split.model
 
     def cut_names(self, party: int = 0) -> tuple[str, ...]:
@@ -396,11 +396,11 @@ class _NamedParts(SplitProgram):
     def front_names(self, party: int, cut: int | None) -> Collection[str]:
         """Return the names of the tensors in a party's bottom model."""
         prefix = f"{self._bottom_of(party)}."
-        return [name for name in self._frozen_model().state_dict() if name.startswith(prefix)]
+        return [name for name in self.frozen_model().state_dict() if name.startswith(prefix)]
 
     def _digest(self, what: str) -> str:
         """Return a digest of `what`, and of all names and shapes."""
-        state = self._frozen_model().state_dict().items()
+        state = self.frozen_model().state_dict().items()
         layout = ";".join(f"{name}:{tensor.dtype}{tuple(tensor.shape)}" for name, tensor in state)
         return hashlib.sha256(f"{what}|{self.top}|{layout}".encode()).hexdigest()
 
@@ -559,7 +559,7 @@ class HalvesProgram(_NamedParts):
         """The whole model; halves are made from copies, since making it may take long."""
         return self.model()
 
-    def _frozen_model(self) -> nn.Module:
+    def frozen_model(self) -> nn.Module:
         return self._original
 
     @property

@@ -90,10 +90,7 @@ class RoundLog:
             self._open = number
             self._rounds.setdefault(number, {"round": number})
         if number and self.plan is None and self._groups is not None:
-            self.plan = {
-                **self._groups.plan.to_document(),
-                **self._groups.method.exchanges.to_document(),
-            }
+            self.plan = self._groups.method.document()
 
     def close(self) -> None:
         """End the open round, if any."""

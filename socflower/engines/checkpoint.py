@@ -10,16 +10,17 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from socflower.errors import ConfigError
 from socflower.wire.arrays import MalformedBytes, pack_arrays, unpack_arrays
 from socflower.wire.saved_state import DamagedFile, StateKind, StateStore, remove_partial
 
-_ROUND = StateKind(name="checkpoint", schema=4, remedy="start again with --fresh")
+_ROUND = StateKind(name="checkpoint", schema=5, remedy="start again with --fresh")
 _SPANS = StateKind(name="trace of a round", schema=2, remedy="start again with --fresh")
-# Further fields with arrays. Their names in a file begin with "/outer/", as the name of no tensor does.
-_BESIDE = ("outer", "servers", "feedback")
+# The key of an array's number in a state, and how the names of these arrays begin in a file.
+_ARRAY = "/array"
 # The newest, and the previous one in case the newest is damaged.
 _NUM_KEPT = 2
 
@@ -42,20 +43,8 @@ class Checkpoint:
     clock: Mapping[str, Any]
     arrays: Mapping[str, NDArray[Any]]
     warm_up: Mapping[str, Any] | None = None
-    # Groups dropped in the round; they may lack momentum.
-    without_state: list[int] = field(default_factory=list)
-    # SoCs without planned work.
-    away: list[int] = field(default_factory=list)
-    # SoCs that the round was planned without.
-    planned_without: list[int] = field(default_factory=list)
-    # The state of re-balancing.
-    balance: Mapping[str, Any] = field(default_factory=dict)
-    # The moments of an outer strategy.
-    outer: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    # The models of servers, if they differ.
-    servers: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    # The state of the compression of leaders' models.
-    feedback: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    # What the strategy resumes from: plain values, and arrays in mappings. Only the strategy reads it.
+    strategy: Mapping[str, Any] = field(default_factory=dict)
     resumed_from: list[int] = field(default_factory=list)
     # SoCs by the device that trained them last.
     trained_on: Mapping[str, list[int]] = field(default_factory=dict)
@@ -108,8 +97,9 @@ class CheckpointFolder:
             self._spans.write(checkpoint.server_round, trace_part)
         state = {entry.name: getattr(checkpoint, entry.name) for entry in fields(checkpoint)}
         arrays = dict(state.pop("arrays"))
-        for key in _BESIDE:
-            arrays |= {f"/{key}/{name}": array for name, array in state.pop(key).items()}
+        own: list[NDArray[Any]] = []
+        state["strategy"] = _without_arrays(checkpoint.strategy, own)
+        arrays |= {f"{_ARRAY}/{number}": array for number, array in enumerate(own)}
         self._rounds.write(checkpoint.server_round, state, pack_arrays(arrays))
 
     def rounds(self) -> list[int]:
@@ -125,13 +115,10 @@ class CheckpointFolder:
         state, payload = self._rounds.read(server_round)
         try:
             arrays = unpack_arrays(payload)
-            beside: dict[str, Any] = {}
-            for key in _BESIDE:
-                prefix = f"/{key}/"
-                names = [name for name in arrays if name.startswith(prefix)]
-                beside[key] = {name.removeprefix(prefix): arrays.pop(name) for name in names}
-            checkpoint = Checkpoint(**state, **beside, arrays=arrays)
-        except MalformedBytes as error:
+            own = [arrays.pop(name) for name in list(arrays) if name.startswith(f"{_ARRAY}/")]
+            state["strategy"] = _with_arrays(state["strategy"], own)
+            checkpoint = Checkpoint(**state, arrays=arrays)
+        except (MalformedBytes, IndexError) as error:
             # The file is forged: its digest is not a signature.
             raise DamagedFile(
                 f"{self._rounds.path(server_round)} is damaged ({error})", _ROUND.remedy
@@ -169,6 +156,25 @@ class CheckpointFolder:
         """Remove checkpoints newer than a round, since the run resumes there and writes them again."""
         self._rounds.remove(after=server_round)
         self._spans.remove(after=server_round)
+
+
+def _without_arrays(state: Any, arrays: list[NDArray[Any]]) -> Any:
+    """Return a state with the number of each array in its place; the arrays are added to `arrays`."""
+    if isinstance(state, Mapping):
+        return {key: _without_arrays(value, arrays) for key, value in state.items()}
+    if isinstance(state, np.ndarray):
+        arrays.append(state)
+        return {_ARRAY: len(arrays) - 1}
+    return state
+
+
+def _with_arrays(state: Any, arrays: list[NDArray[Any]]) -> Any:
+    """Return a state with its arrays again."""
+    if not isinstance(state, Mapping):
+        return state
+    if _ARRAY in state:
+        return arrays[state[_ARRAY]]
+    return {key: _with_arrays(value, arrays) for key, value in state.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

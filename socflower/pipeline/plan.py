@@ -217,9 +217,7 @@ class PipelinePlan:
                 if needed > device.memory_bytes * (1.0 + 1e-12):
                     raise _exceeds(stage, device, share, needed)
 
-    def to_document(
-        self, problem: PipelineProblem, prediction: "Prediction | None" = None
-    ) -> dict[str, Any]:
+    def to_document(self, problem: PipelineProblem) -> dict[str, Any]:
         """Return the plan as plain values for JSON, with each device's memory against its budget."""
         return {
             "kind": "pipeline",
@@ -232,7 +230,6 @@ class PipelinePlan:
             "samples_on": self.samples_on,
             "stages": [_stage_document(stage, problem) for stage in self.stages],
             "communication_bytes": self.communication_bytes(problem),
-            "predicted": None if prediction is None else prediction.to_document(),
         }
 
 
@@ -371,22 +368,6 @@ class TwoDPlan:
         """Raise what `PipelinePlan.check` does for any of the groups."""
         for group in self.groups:
             group.check(problem)
-
-    def to_document(
-        self, problem: PipelineProblem, prediction: "Prediction | None" = None
-    ) -> dict[str, Any]:
-        """Return the plan as plain values for JSON."""
-        return {
-            "kind": "2d",
-            "architecture": self.architecture,
-            "planner": self.planner,
-            "model": problem.model.name,
-            "sync": self.sync.value,
-            "server": self.server if self.sync == Sync.SERVER else None,
-            "groups": [group.to_document(problem) for group in self.groups],
-            "communication_bytes": self.communication_bytes(problem),
-            "predicted": None if prediction is None else prediction.to_document(),
-        }
 
 
 Plan: TypeAlias = PipelinePlan | TwoDPlan

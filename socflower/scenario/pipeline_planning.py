@@ -68,7 +68,7 @@ def plan_of_pipeline(
         "work": f"{scenario.model.name}, {counted(own.model.num_layers, 'layer')}, "
         f"{counted(scenario.train.epochs, 'epoch')} of {counted(steps, 'update')} of "
         f"{counted(scenario.train.batch_size, 'sample')}",
-        **planned_document(planned),
+        **planned.to_document(),
         "predicted": {
             **prediction.to_document(),
             "epoch_s": steps * prediction.step_s,
@@ -91,22 +91,6 @@ def _peer_document(peer: Compared, own_step_s: float) -> dict[str, Any]:
         "step_s": predicted.step_s if predicted else None,
         "energy_j": predicted.energy_j if predicted else None,
         "over_ours": predicted.step_s / own_step_s if predicted and peer.fits else None,
-    }
-
-
-def planned_document(planned: Planned) -> dict[str, Any]:
-    """Return a plan as plain values, as results have it too."""
-    own = planned.problem
-    return {
-        "architecture": planned.plan.architecture,
-        "exact": planned.exact,
-        "pipelines": [
-            {key: value for key, value in pipeline.to_document(own).items() if key != "predicted"}
-            for pipeline in planned.plan.pipelines
-        ],
-        "num_devices": len(planned.plan.socs),
-        "communication_bytes": planned.plan.communication_bytes(own),
-        "predicted": planned.prediction.to_document(),
     }
 
 

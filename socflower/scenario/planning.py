@@ -30,7 +30,6 @@ from socflower.hierarchy.leader_topology import KINDS
 from socflower.precision.cpu_share import RULES_BY_THROUGHPUT
 from socflower.precision.processor_costs import MixedPricing
 from socflower.quantities import counted, human_joules, human_ratio, human_seconds, percent
-from socflower.scenario.app.split_result import cut_text
 from socflower.scenario.arithmetic import mixing_note, model_profile, num_training_samples, pricing
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
 from socflower.scenario.schema.config import DataConfig, ModelConfig, PrecisionConfig, Scenario
@@ -518,7 +517,7 @@ def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
             "cut_name": None if chosen.cut is None else costs.cuts[chosen.cut].name,
             "bits": chosen.bits,
             "window": chosen.window,
-            "text": cut_text(chosen, costs),
+            "text": costs.describe(chosen),
         },
         "cuts": [row(index) for index in range(len(costs.cuts))],
         "edge_only_s": costs.edge_only_s,

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, Message
 
 from socflower.hierarchy import Group
 from socflower.hierarchy.averaging import non_finite_tensors
@@ -13,9 +13,9 @@ from socflower.peers.leaders.model_changes import ChangeCompression, Floats
 from socflower.peers.leaders.model_exchange import GroupsModel, exchange_in_process, feedback_after
 from socflower.strategies.mixed_replies import group_id_of
 from socflower.strategies.records import array_views, to_array_record, untrained_of
-from socflower.strategies.replies import outcome_of
+from socflower.strategies.replies import num_examples_of, outcome_of
 from socflower.strategies.round import GroupFeedback, Round
-from socflower.wire.message_keys import ARRAYS, METRICS, NUM_EXAMPLES
+from socflower.wire.message_keys import ARRAYS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ def _sent(reply: Message) -> GroupMean:
     outcome, arrays = outcome_of(reply), cast(ArrayRecord, reply.content[ARRAYS])
     if outcome is not None and outcome.met:
         return GroupMean(arrays=arrays, samples=outcome.met_samples, groups=outcome.met)
-    return GroupMean(arrays=arrays, samples=_samples(reply), groups=(group_id_of(reply),))
+    return GroupMean(arrays=arrays, samples=num_examples_of(reply), groups=(group_id_of(reply),))
 
 
 def _meet(this: Round, replies: Mapping[Group, Message]) -> GroupMean:
@@ -59,7 +59,7 @@ def _meet(this: Round, replies: Mapping[Group, Message]) -> GroupMean:
     models = [
         GroupsModel(
             arrays=array_views(cast(ArrayRecord, reply.content[ARRAYS])),
-            samples=_samples(reply),
+            samples=num_examples_of(reply),
             groups=(group.group_id,),
             began_with=began_with,
         )
@@ -115,7 +115,3 @@ def _disjoint(means: Iterable[GroupMean]) -> list[GroupMean]:
         if not any({*mean.groups} & {*other.groups} for other in chosen):
             chosen.append(mean)
     return sorted(chosen, key=lambda mean: min(mean.groups))
-
-
-def _samples(reply: Message) -> float:
-    return float(cast(float, cast(MetricRecord, reply.content[METRICS])[NUM_EXAMPLES]))

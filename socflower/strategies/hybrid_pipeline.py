@@ -125,7 +125,7 @@ class HybridPipeline(GroupRoundStrategy):
             rings=rings,
             tolerate_client_errors=tolerate_client_errors,
         )
-        super().__init__(method, None, schedule.seed)
+        super().__init__(method)
         # What fits nowhere is an error before anything starts.
         self._work.planned_for(plan_of_all.participants)
 

@@ -57,6 +57,7 @@ from socflower.strategies.records import (
     to_array_record,
     untrained_of,
 )
+from socflower.strategies.replies import num_examples_of
 from socflower.wire.message_keys import (
     ARRAYS,
     CONFIG,
@@ -84,6 +85,16 @@ _OF_MEANS = (
     FedAdam,
     FedYogi,
 )  # no subclass of them: it may do more
+
+
+def takes_mean(strategy: Strategy) -> bool:
+    """Return whether an outer strategy needs no more of the models than their mean."""
+    return type(strategy) in _OF_MEANS
+
+
+def proximal_mu_of(strategy: Strategy | None) -> float:
+    """Return the weight of FedProx's term in the loss of groups; 0 for other strategies."""
+    return float(strategy.proximal_mu) if isinstance(strategy, FedProx) else 0.0
 
 
 class OuterStep:
@@ -116,11 +127,6 @@ class OuterStep:
                 f"SoCFlow: outer = {self.name}(…) cannot be copied to be tried before round 1 "
                 f"({_one_line(error)}); make what it holds outside of it"
             ) from None
-
-    @property
-    def takes_mean(self) -> bool:
-        """Whether the strategy needs no more of the groups' models than their mean."""
-        return type(self.strategy) in _OF_MEANS
 
     # ------------------------------------------------------------------------------------------ what is refused
     def _refuse_kind(self) -> None:
@@ -199,14 +205,13 @@ class OuterStep:
         arrays: ArrayRecord,
         config: ConfigRecord,
         num_groups: int,
-        *,
         in_rings: bool,
     ) -> None:
         """Try the strategy on replies that change nothing, before clients train; `ConfigError` if that cannot be.
 
         A copy is tried, once, so that its own state stays as it is.
         """
-        if in_rings and self.proximal_mu:
+        if in_rings and proximal_mu_of(self.strategy):
             raise ConfigError(
                 "SoCFlow: outer = FedProx(…): members of a ring do not add the proximal term; use it "
                 "where a group trains in one process, or without groups"
@@ -244,11 +249,6 @@ class OuterStep:
             )
 
     # ------------------------------------------------------------------------------------------------- training
-    @property
-    def proximal_mu(self) -> float:
-        """The weight of FedProx's term in the loss of groups; 0 for other strategies."""
-        return float(self.strategy.proximal_mu) if isinstance(self.strategy, FedProx) else 0.0
-
     def apply(
         self,
         server_round: int,
@@ -261,7 +261,7 @@ class OuterStep:
         `replies` are one of each group, in group order, with the tensors that were sent; `metrics` are those of a mean
         by samples. Weights are returned in the types that were sent.
         """
-        samples = [float(cast(float, _metrics(reply)[NUM_EXAMPLES])) for reply in replies]
+        samples = [num_examples_of(reply) for reply in replies]
         models = [cast(ArrayRecord, reply.content[ARRAYS]) for reply in replies]
         first, untrained = models[0], untrained_of(replies)
         parts = [_parts(model, untrained) for model in models]

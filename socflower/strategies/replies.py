@@ -226,6 +226,11 @@ def fault_of(
     return None
 
 
+def num_examples_of(reply: Message) -> float:
+    """Return the samples that a usable reply was trained on."""
+    return float(cast(float, cast(MetricRecord, reply.content[METRICS])[NUM_EXAMPLES]))
+
+
 def read_outcome(reply: Message) -> RingOutcome | None:
     """Return the ring outcome in a reply, or None if it has none; `ConfigError` if it cannot be read."""
     record = reply.content.config_records.get(OUTCOME) if reply.has_content() else None

@@ -10,20 +10,26 @@ from dataclasses import replace
 from logging import INFO, WARNING
 from typing import Any, Generic, cast
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 from numpy.typing import NDArray
 
 from socflower.errors import ConfigError
 from socflower.plain_numbers import plain_numbers
 from socflower.quantities import counted
-from socflower.strategies.method import Method, RoundT, SettledT
-from socflower.strategies.outer_step import OuterStep
+from socflower.strategies.method import Method, NodesForEvaluation, RoundT, SettledT
+from socflower.strategies.outer_step import ChosenNodes, OuterStep, reproducible_draws
 from socflower.strategies.planned_rounds import PlannedRounds
-from socflower.strategies.replies import OUTER_STEP, ReplyEvent
-from socflower.wire.message_keys import GROUP_ID, METRICS, NUM_EXAMPLES
+from socflower.strategies.replies import (
+    NOT_EVALUATED,
+    OUTER_STEP,
+    ReplyEvent,
+    failure_event,
+    num_examples_of,
+)
+from socflower.wire.message_keys import CONFIG, EVALUATED, GROUP_ID, METRICS, NUM_EXAMPLES
 
 
 class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
@@ -33,8 +39,11 @@ class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
     ----------
     method : Method
         What a round is.
-    outer : OuterStep, optional
-        Makes the next model of the models that replies bring; by default the method's own rule does.
+    outer : Strategy, optional
+        A strategy of Flower's that makes the next model of the models that replies bring; by default the method's own
+        rule does. Its settings of federated evaluation hold for nodes.
+    num_models : int
+        How many models a round brings, of which `outer` makes one.
 
     Attributes
     ----------
@@ -44,10 +53,20 @@ class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
         What came of each round.
     """
 
-    def __init__(self, method: Method[RoundT, SettledT], outer: OuterStep | None = None) -> None:
-        self.method, self.outer = method, outer
+    def __init__(
+        self,
+        method: Method[RoundT, SettledT],
+        outer: Strategy | None = None,
+        num_models: int = 1,
+    ) -> None:
+        self.method = method
+        self.outer = None if outer is None else OuterStep(outer, num_models, len(method.socs))
+        self.fraction_evaluate = (
+            0.0 if outer is None else float(getattr(outer, "fraction_evaluate", 1.0))
+        )
         self.round: RoundT | None = None
         self.reports: list[Any] = []
+        self._evaluating: NodesForEvaluation | None = None
 
     @property
     def num_rounds(self) -> int:
@@ -88,19 +107,13 @@ class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
         if not self._begins(server_round):
             return []
         is_first = self.round is None
-        self._before_opening()
+        if not self._is_started:
+            self.method.require_each_model("the strategy around it")
         self.round, messages = self.method.open(server_round, arrays, config, grid)
         if is_first and self.outer is not None:
-            self._try_outer(self.outer, self.round, arrays, config)
+            clients = self.method.clients_of_outer(self.round)
+            self.outer.refuse_unfit(server_round, arrays, config, *clients)
         return messages
-
-    def _before_opening(self) -> None:
-        """Prepare the method for a round."""
-
-    def _try_outer(
-        self, outer: OuterStep, this: RoundT, arrays: ArrayRecord, config: ConfigRecord
-    ) -> None:
-        """Raise `ConfigError` if the outer strategy cannot take this round's models."""
 
     def aggregate_train(
         self,
@@ -119,7 +132,7 @@ class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
         arrays: ArrayRecord | None = self.method.merge(this, settled)
         metrics, events = mean_of_metrics(settled.usable), [*settled.events]
         if self.outer is not None:
-            given = self._for_outer(settled, cast(ArrayRecord, arrays))
+            given = self.method.models_for_outer(this, settled, cast(ArrayRecord, arrays))
             arrays, metrics, more = _next_model(self.outer, server_round, this.sent, given, metrics)
             events += more
         for event in events:
@@ -128,9 +141,69 @@ class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
         self.reports.append(self.method.report(this, settled, usage, tuple(events)))
         return arrays, metrics
 
-    def _for_outer(self, settled: SettledT, merged: ArrayRecord) -> Sequence[Message]:
-        """Return the replies that the outer strategy is given."""
-        return settled.usable
+    # ------------------------------------------------------------------------------ evaluation by nodes
+    def configure_evaluate(
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        grid: Grid,
+    ) -> list[Message]:
+        """Address nodes of the round as the outer strategy samples them, reproducibly; none without one."""
+        super().configure_evaluate(server_round, arrays, config, grid)
+        if not self._nodes_evaluate(server_round):
+            return []
+        assert self.outer is not None
+        self._evaluating = chosen = self.method.nodes_for_evaluation(grid)
+        strategy, nodes = self.outer.strategy, list(chosen.soc_of_node)
+        needed = max(
+            int(getattr(strategy, key, 1)) for key in ("min_evaluate_nodes", "min_available_nodes")
+        )
+        # Flower would wait for more.
+        if len(nodes) < needed:
+            self._add_events(
+                [
+                    f"round {server_round} is not evaluated by nodes: {self.outer.name} asks for {needed}, "
+                    f"and {len(nodes)} are available"
+                ]
+            )
+            return []
+        with reproducible_draws(f"{self.method.seed} {server_round}"):
+            messages = strategy.configure_evaluate(
+                server_round, arrays, ConfigRecord(dict(config)), ChosenNodes(grid, nodes)
+            )
+        ordered = sorted(messages, key=lambda message: nodes.index(message.metadata.dst_node_id))
+        return [_own_evaluation(message, chosen) for message in ordered]
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Aggregate as the outer strategy does, in the order of the SoCs; failures are events of the round."""
+        if not self._nodes_evaluate(server_round):
+            return None
+        assert self.outer is not None and self._evaluating is not None
+        soc_of = self._evaluating.soc_of_node
+        ordered = sorted(replies, key=lambda reply: soc_of.get(reply.metadata.src_node_id, -1))
+        self._add_events(
+            [
+                failure_event(reply, 0, f"evaluation, node {reply.metadata.src_node_id}").text
+                for reply in ordered
+                if reply.has_error()
+            ]
+        )
+        return self.outer.strategy.aggregate_evaluate(server_round, ordered)
+
+    def _nodes_evaluate(self, server_round: int) -> bool:
+        is_asked = self.outer is not None and bool(self.fraction_evaluate)
+        return is_asked and self.round is not None and not self.is_done(server_round)
+
+    def _add_events(self, texts: Sequence[str]) -> None:
+        """Add events of the evaluation to the report of the round."""
+        for text in texts:
+            log(WARNING, "evaluation: %s", text)
+        events = [ReplyEvent(kind=NOT_EVALUATED, group_id=0, text=text) for text in texts]
+        report = self.reports[-1]
+        self.reports[-1] = replace(report, events=(*report.events, *events))
 
     # ------------------------------------------------------------------------------------------ resuming
     @property
@@ -183,7 +256,7 @@ def _next_model(
 def mean_of_metrics(replies: Sequence[Message]) -> MetricRecord:
     """Return the mean over samples of every scalar metric that all replies have, and the sum of their samples."""
     metrics = [cast(MetricRecord, reply.content[METRICS]) for reply in replies]
-    samples = [float(cast(float, metric[NUM_EXAMPLES])) for metric in metrics]
+    samples = [num_examples_of(reply) for reply in replies]
     common = set.intersection(*(set(metric) for metric in metrics)) - {NUM_EXAMPLES, GROUP_ID}
     means: dict[str, int | float] = {}
     for key in sorted(common):
@@ -197,6 +270,17 @@ def mean_of_metrics(replies: Sequence[Message]) -> MetricRecord:
     return MetricRecord({**means, NUM_EXAMPLES: int(sum(samples))})
 
 
-def with_more_events(report: Any, events: Sequence[ReplyEvent]) -> Any:
-    """Return a report with events that came after it was made."""
-    return replace(report, events=(*report.events, *events))
+def _own_evaluation(message: Message, chosen: NodesForEvaluation) -> Message:
+    """Return the message with the node's part of the data, if that is another than its own."""
+    if chosen.participant_of is None:
+        return message
+    metadata = message.metadata
+    participant = chosen.participant_of[chosen.soc_of_node[metadata.dst_node_id]]
+    config = message.content.config_records.get(CONFIG, ConfigRecord())
+    own = ConfigRecord({**config, EVALUATED: [participant, len(chosen.participant_of)]})
+    return Message(
+        RecordDict({**message.content, CONFIG: own}),
+        metadata.dst_node_id,
+        metadata.message_type,
+        group_id=metadata.group_id,
+    )

@@ -1,12 +1,8 @@
 """SoCFlow: synchronous SGD inside groups, delayed synchronisation between them (SoCFlow+ section 3.1)."""
 
-from collections.abc import Iterable, Sequence
-from logging import WARNING
+from collections.abc import Sequence
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
-from flwr.supercore import log
 
 from socflower.cluster import Cluster, ModelProfile, Pricing, VirtualClock, sustained_rates
 from socflower.errors import ConfigError, require_type
@@ -23,27 +19,24 @@ from socflower.hierarchy import (
 from socflower.peers.ring.settings import RingSettings
 from socflower.plain_numbers import plain_numbers
 from socflower.strategies.group_replies import SettledRound
+from socflower.strategies.method import RoundReport
 from socflower.strategies.methods.group_work import DataParallelWork
-from socflower.strategies.methods.groups import Averaging, GroupsMethod, RoundReport
-from socflower.strategies.outer_step import ChosenNodes, OuterStep, reproducible_draws
+from socflower.strategies.methods.groups import Averaging, GroupsMethod
+from socflower.strategies.outer_step import proximal_mu_of, takes_mean
 from socflower.strategies.records import aggregate_records
-from socflower.strategies.replies import NOT_EVALUATED, ReplyEvent, failure_event, with_model
 from socflower.strategies.round import Round
 from socflower.strategies.round_planner import RoundPlanner
-from socflower.strategies.round_strategy import RoundStrategy, with_more_events
+from socflower.strategies.round_strategy import RoundStrategy
 from socflower.strategies.settings import (
     Costs,
     ExchangeSettings,
     Grouping,
     TrainingSchedule,
 )
-from socflower.wire.message_keys import CONFIG, EVALUATED
-
-__all__ = ["GroupRoundStrategy", "RoundReport", "SoCFlow"]
 
 
 class GroupRoundStrategy(RoundStrategy[Round, SettledRound]):
-    """A strategy whose method trains in groups: star for strategies around it, evaluation by nodes.
+    """A strategy whose method trains in groups.
 
     `method` has the plan's details: `exchanges`, `transport`, `leader_transport`, `intervals`.
     """
@@ -51,120 +44,10 @@ class GroupRoundStrategy(RoundStrategy[Round, SettledRound]):
     method: GroupsMethod
     reports: list[RoundReport]
 
-    def __init__(self, method: GroupsMethod, outer: OuterStep | None, seed: int) -> None:
-        super().__init__(method, outer)
-        self._seed = seed
-        self.fraction_evaluate = (
-            0.0 if outer is None else float(getattr(outer.strategy, "fraction_evaluate", 1.0))
-        )
-
     @property
     def plan(self) -> GroupPlan:
         """The plan of the latest round."""
         return self.method.plan
-
-    def _before_opening(self) -> None:
-        if not self._is_started:
-            self.method.require_each_model("the strategy around it")
-
-    def _try_outer(
-        self, outer: OuterStep, this: Round, arrays: ArrayRecord, config: ConfigRecord
-    ) -> None:
-        outer.refuse_unfit(
-            this.server_round, arrays, config, len(this.plan.groups), in_rings=this.in_rings
-        )
-
-    def _for_outer(self, settled: SettledRound, merged: ArrayRecord) -> Sequence[Message]:
-        assert self.round is not None
-        if not self.round.leaders_meet:
-            return settled.usable
-        # A strategy that takes the mean of models takes the same of as many means.
-        return [with_model(reply, merged) for reply in settled.usable]
-
-    # ------------------------------------------------------------------------------ evaluation by nodes
-    def configure_evaluate(
-        self,
-        server_round: int,
-        arrays: ArrayRecord,
-        config: ConfigRecord,
-        grid: Grid,
-    ) -> list[Message]:
-        """Address nodes of the plan as the outer strategy samples them, reproducibly; none without one."""
-        super().configure_evaluate(server_round, arrays, config, grid)
-        if not self._nodes_evaluate(server_round):
-            return []
-        assert self.outer is not None
-        strategy, chosen = self.outer.strategy, self.method.nodes_for_evaluation(grid)
-        nodes = list(chosen.soc_of_node)
-        needed = max(
-            int(getattr(strategy, key, 1)) for key in ("min_evaluate_nodes", "min_available_nodes")
-        )
-        # Flower would wait for more.
-        if len(nodes) < needed:
-            self._add_events(
-                [
-                    f"round {server_round} is not evaluated by nodes: {self.outer.name} asks for {needed}, "
-                    f"and {len(nodes)} are available"
-                ]
-            )
-            return []
-        with reproducible_draws(f"{self._seed} {server_round}"):
-            messages = strategy.configure_evaluate(
-                server_round, arrays, ConfigRecord(dict(config)), ChosenNodes(grid, nodes)
-            )
-        participant_of = chosen.participant_of
-        return [
-            _own_evaluation(
-                message,
-                participant_of[chosen.soc_of_node[message.metadata.dst_node_id]],
-                len(participant_of),
-            )
-            for message in sorted(
-                messages, key=lambda message: nodes.index(message.metadata.dst_node_id)
-            )
-        ]
-
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """Aggregate as the outer strategy does, in the order of the SoCs; failures are events of the round."""
-        if not self._nodes_evaluate(server_round):
-            return None
-        assert self.outer is not None and self.round is not None
-        soc_of = {node: soc for soc, node in self.round.node_of.items()}
-        ordered = sorted(replies, key=lambda reply: soc_of.get(reply.metadata.src_node_id, -1))
-        self._add_events(
-            [
-                failure_event(reply, 0, f"evaluation, node {reply.metadata.src_node_id}").text
-                for reply in ordered
-                if reply.has_error()
-            ]
-        )
-        return self.outer.strategy.aggregate_evaluate(server_round, ordered)
-
-    def _nodes_evaluate(self, server_round: int) -> bool:
-        is_asked = self.outer is not None and bool(self.fraction_evaluate)
-        return is_asked and self.round is not None and not self.is_done(server_round)
-
-    def _add_events(self, texts: Sequence[str]) -> None:
-        """Add events of the evaluation to the report of the round."""
-        for text in texts:
-            log(WARNING, "evaluation: %s", text)
-        events = [ReplyEvent(kind=NOT_EVALUATED, group_id=0, text=text) for text in texts]
-        self.reports[-1] = with_more_events(self.reports[-1], events)
-
-
-def _own_evaluation(message: Message, participant: int, num_participants: int) -> Message:
-    """Return the message with the node's partition of the data, which is its SoC's as a member of a group."""
-    config = message.content.config_records.get(CONFIG, ConfigRecord())
-    own = ConfigRecord({**config, EVALUATED: [participant, num_participants]})
-    metadata = message.metadata
-    return Message(
-        RecordDict({**message.content, CONFIG: own}),
-        metadata.dst_node_id,
-        metadata.message_type,
-        group_id=metadata.group_id,
-    )
 
 
 @plain_numbers
@@ -243,10 +126,8 @@ class SoCFlow(GroupRoundStrategy):
             counts = groups if isinstance(groups, Grouping) else Grouping(num_groups=groups)
             groups = plan_groups(cluster, counts.num_groups, counts.num_socs, rates)
         steps_per_epoch, intervals = intervals_of(schedule, len(groups.groups))
-        step = None
         if outer is not None:
-            step = OuterStep(outer, len(groups.groups), len(groups.participants))
-            _refuse_beside_outer(name, step, average, schedule)
+            _refuse_beside_outer(name, outer, average, schedule)
         self._work = DataParallelWork(
             cluster=cluster,
             schedule=schedule,
@@ -268,11 +149,11 @@ class SoCFlow(GroupRoundStrategy):
             exchange=exchange,
             rings=rings,
             average=average or aggregate_records,
-            needs_each_model=_needs_each_model(step, average),
-            proximal_mu=0.0 if step is None else step.proximal_mu,
+            needs_each_model=_needs_each_model(outer, average),
+            proximal_mu=proximal_mu_of(outer),
             tolerate_client_errors=tolerate_client_errors,
         )
-        super().__init__(method, step, schedule.seed)
+        super().__init__(method, outer, len(groups.groups))
 
     @property
     def pricing(self) -> Pricing:
@@ -320,23 +201,23 @@ def _require_types(name: str, **settings: object) -> None:
 
 
 def _refuse_beside_outer(
-    name: str, outer: OuterStep, average: Averaging | None, schedule: TrainingSchedule
+    name: str, outer: Strategy, average: Averaging | None, schedule: TrainingSchedule
 ) -> None:
     """Raise `ConfigError` for settings that an outer strategy would replace."""
     if average is not None:
         raise ConfigError(
-            f"{name}: average is a rule of its own, which outer = {outer.name}(…) would replace; give "
+            f"{name}: average is a rule of its own, which outer = {type(outer).__name__}(…) would replace; give "
             "one of the two"
         )
     if schedule.server_interval > 1:
         raise ConfigError(
-            f"{name}: server_interval = {schedule.server_interval}, and outer = {outer.name}(…) makes "
+            f"{name}: server_interval = {schedule.server_interval}, and outer = {type(outer).__name__}(…) makes "
             "one model of all groups' at every synchronisation; leave one of the two out"
         )
 
 
-def _needs_each_model(outer: OuterStep | None, average: Averaging | None) -> str:
+def _needs_each_model(outer: Strategy | None, average: Averaging | None) -> str:
     """Return what needs each group's model at the hub; empty if their mean is enough."""
-    if outer is not None and not outer.takes_mean:
-        return f"outer = {outer.name}(…)"
+    if outer is not None and not takes_mean(outer):
+        return f"outer = {type(outer).__name__}(…)"
     return "average, a rule of its own," if average is not None else ""

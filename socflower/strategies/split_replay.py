@@ -12,12 +12,10 @@ from socflower.strategies.methods.split import (
     SettledSplit,
     SplitMethod,
     SplitRound,
-    SplitRoundReport,
 )
+from socflower.strategies.methods.split_report import SplitRoundReport
 from socflower.strategies.round_strategy import RoundStrategy
 from socflower.wire.split_message_keys import OWN
-
-__all__ = ["CloudSessions", "SplitReplay", "SplitRoundReport"]
 
 
 @plain_numbers

@@ -30,6 +30,7 @@ from socflower.engines.local.grid import LocalGrid
 from socflower.engines.local.run_app import run_app
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.strategies.baselines import OrderedFedAvg
+from socflower.strategies.methods.local import LocalSchedule
 from socflower.strategies.settings import TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.split_replay import SplitReplay
@@ -227,6 +228,15 @@ def test_a_run_of_fedprox_with_a_trainer_without_its_term_ends_with_the_refusal(
     )
 
 
+def local(**settings: Any) -> OrderedFedAvg:
+    return OrderedFedAvg(
+        schedule=LocalSchedule(num_rounds=1),
+        num_socs=2,
+        tolerate_client_errors=True,
+        **settings,
+    )
+
+
 SCHEDULE = TrainingSchedule(num_samples=len(DATA), batch_size=16, num_epochs=1, interval_epochs=1)
 
 
@@ -246,7 +256,7 @@ def test_socflow_ends_with_the_refusal_of_its_clients() -> None:
     "strategy",
     [
         lambda: SoCFlow(cluster=parse_cluster({"boards": [2]}), schedule=SCHEDULE),
-        lambda: OrderedFedAvg(fraction_evaluate=0.0),
+        lambda: local(),
         lambda: SplitReplay(
             cluster=parse_cluster({"boards": [1]}),
             parties=parties_of(layered(), 1, cut=0),
@@ -279,12 +289,12 @@ def test_they_are_refused_around_socflow_too() -> None:
 
 
 def test_a_strategy_that_evaluates_sends_its_settings_and_its_clients_refuse_them() -> None:
-    fedavg = OrderedFedAvg(fraction_evaluate=1.0)
+    fedavg = local(outer=FedAvg(fraction_evaluate=1.0))
     cause = first_cause(
         fedavg, make_app(evaluate_data_fn=part), evaluate_config=ConfigRecord({"batch-size": 4})
     )
     assert cause.startswith("evaluate config: 'batch-size' is not used")
-    result = train(OrderedFedAvg(fraction_evaluate=1.0), make_app(evaluate_data_fn=part))
+    result = train(local(outer=FedAvg(fraction_evaluate=1.0)), make_app(evaluate_data_fn=part))
     assert "accuracy" in result.evaluate_metrics_clientapp[1]
 
 

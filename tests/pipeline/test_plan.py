@@ -92,7 +92,6 @@ def test_the_document_is_plain_and_complete() -> None:
         "budget_bytes": 1e9,
     }
     assert found["communication_bytes"] == 2 * 16 * 5
-    assert found["predicted"] is None
 
 
 # ---------------------------------------------------------------------------------------------------- mistakes

@@ -14,8 +14,8 @@ from socflower.cluster.cluster_file import ServerTable
 from socflower.engines.checkpoint import Checkpoint, CheckpointFolder
 from socflower.errors import TrainingFailed
 from socflower.scenario import prepared_run
-from socflower.scenario.app import group_training
 from socflower.scenario.app import main as app
+from socflower.scenario.app import presets
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.config import EventConfig, PrecisionConfig, Scenario
 from socflower.scenario.schema.outer import OuterConfig
@@ -276,7 +276,7 @@ def test_groups_auto_is_tried_out_once(
     undisturbed = reference(scenario)
     stop_after(scenario, out, 0)  # at once after the warm-up
     monkeypatch.setattr(
-        group_training, "profile_group_count", lambda *_, **__: pytest.fail("tried out again")
+        presets, "profile_group_count", lambda *_, **__: pytest.fail("tried out again")
     )
     stop_after(scenario, out, 1)
     resume(scenario, out)

@@ -19,6 +19,7 @@ from socflower.engines.local.grid import LocalGrid
 from socflower.errors import TrainingFailed
 from socflower.strategies.baselines import OrderedFedAvg
 from socflower.strategies.group_grid import GroupGrid
+from socflower.strategies.methods.local import LocalSchedule
 from socflower.strategies.node_registry import QUERY_TYPE
 from socflower.strategies.planned_rounds import Resumable
 from socflower.strategies.settings import TrainingSchedule
@@ -85,7 +86,7 @@ def socflow(**settings: Any) -> SoCFlow:
 
 
 def fedavg() -> OrderedFedAvg:
-    return OrderedFedAvg(fraction_evaluate=0.0, min_train_nodes=4, min_available_nodes=4)
+    return OrderedFedAvg(schedule=LocalSchedule(num_rounds=4), num_socs=4)
 
 
 class ScriptedGrid(FakeGrid):
@@ -279,17 +280,6 @@ def test_a_strategy_around_that_cannot_take_an_empty_round_is_resumed_too() -> N
     result = outer.start(GroupGrid(ScriptedGrid()), model(), num_rounds=2)
     assert list(result.train_metrics_clientapp) == [2] and values(result.arrays) == pytest.approx(
         [2.0] * 3
-    )
-
-
-def test_a_round_in_which_nobody_was_asked_is_refused() -> None:
-    refused(
-        lambda: OrderedFedAvg(
-            fraction_evaluate=0.0, min_train_nodes=0, min_available_nodes=0
-        ).start(ScriptedGrid(nodes=()), model(), num_rounds=1),
-        "round 1",
-        "no node",
-        error=TrainingFailed,
     )
 
 

@@ -1,27 +1,69 @@
-"""Flower's FedAvg in the order of the nodes: the same sum however Flower draws and however replies arrive."""
+"""FedAvg in the order of the SoCs: the same sum however nodes are listed and however replies arrive."""
 
 import itertools
-import random
+from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAvg, FedProx
 
+from socflower.errors import InfeasiblePlan, TrainingFailed
 from socflower.strategies.baselines import OrderedFedAvg
+from socflower.strategies.methods.local import LocalSchedule
+from tests.one_line import refused
 from tests.strategies.fake_messages import FakeGrid, answer, answer_error, model, values
 
 
-def fedavg() -> OrderedFedAvg:
-    return OrderedFedAvg(fraction_evaluate=0.0, min_train_nodes=4, min_available_nodes=4)
+def fedavg(**settings: Any) -> OrderedFedAvg:
+    schedule = LocalSchedule(num_rounds=3, local_epochs=2, batch_size=8, seed=5)
+    return OrderedFedAvg(schedule=schedule, num_socs=4, **settings)
 
 
-def messages(strategy: OrderedFedAvg) -> list[Message]:
-    return strategy.configure_train(1, model(), ConfigRecord({}), FakeGrid())
+def messages(
+    strategy: OrderedFedAvg, server_round: int = 1, nodes: tuple[int, ...] = (40, 10, 30, 20)
+) -> list[Message]:
+    return strategy.configure_train(server_round, model(), ConfigRecord({}), FakeGrid(nodes))
 
 
-def test_nodes_are_addressed_in_ascending_order_however_they_are_drawn() -> None:
-    for seed in range(5):
-        random.seed(seed)
-        assert [message.metadata.dst_node_id for message in messages(fedavg())] == [10, 20, 30, 40]
+def test_nodes_are_addressed_in_ascending_order_however_they_are_listed() -> None:
+    for nodes in itertools.permutations((10, 20, 30, 40)):
+        asked = [message.metadata.dst_node_id for message in messages(fedavg(), nodes=nodes)]
+        assert asked == [10, 20, 30, 40]
+
+
+def test_each_message_has_the_schedule() -> None:
+    strategy = fedavg()
+    config, *others = [dict(message.content["config"]) for message in messages(strategy)]
+    assert config == {
+        "batch-size": 8,
+        "local-epochs": 2,
+        "num-rounds": 3,
+        "seed": 5,
+        "server-round": 1,
+    }
+    assert all(other == config for other in others)
+    assert (
+        messages(fedavg(outer=FedProx(proximal_mu=0.25)))[0].content["config"]["proximal-mu"]
+        == 0.25
+    )
+
+
+def test_a_key_of_the_schedule_in_the_train_config_is_refused() -> None:
+    config = ConfigRecord({"local-epochs": 9})
+    refused(lambda: fedavg().configure_train(1, model(), config, FakeGrid()), "local-epochs")
+
+
+def test_fewer_nodes_than_socs_are_refused_and_later_losses_are_reported() -> None:
+    refused(lambda: messages(fedavg(), nodes=(1, 2)), "4 SoCs", "2 nodes", error=InfeasiblePlan)
+    strategy = fedavg()
+    strategy.aggregate_train(1, [answer(message, 1.0) for message in messages(strategy)])
+    asked = messages(strategy, 2, nodes=(10, 40))
+    assert [message.metadata.dst_node_id for message in asked] == [10, 40]
+    arrays, _ = strategy.aggregate_train(2, [answer(message, 1.0) for message in asked])
+    assert values(arrays) == [1.0] * 3
+    lost = [(event.kind, event.group_id) for event in strategy.reports[-1].events]
+    assert lost == [("no-reply", 1), ("no-reply", 2)]
+    refused(lambda: messages(strategy, 3, nodes=()), "round 3", "no node", error=TrainingFailed)
 
 
 def test_the_sum_does_not_depend_on_the_order_of_replies() -> None:
@@ -45,41 +87,69 @@ def test_the_sum_does_not_depend_on_the_order_of_replies() -> None:
         assert arrays is not None
         sums.add(arrays["w"].data)
     assert len(sums) == 1
+    weights = np.arange(3, 7) / 18
+    expected = np.einsum("k,kn->n", weights, numbers.astype(np.float64))
+    np.testing.assert_allclose(arrays["w"].numpy(), expected, rtol=1e-6, atol=1e-7)
 
 
-def test_what_flower_leaves_out_is_told_for_the_newest_round_only() -> None:
+def test_counters_of_batch_norm_stay_integers() -> None:
     strategy = fedavg()
-    first, second, third, fourth = messages(strategy)
+    replies = []
+    for count, message in enumerate(messages(strategy)):
+        arrays = ArrayRecord(
+            {"count": Array(np.array(count)), "w": Array(np.array([count], np.float32))}
+        )
+        metrics = MetricRecord({"num-examples": 1})
+        content = RecordDict({"arrays": arrays, "metrics": metrics})
+        replies.append(Message(content, reply_to=message))
+    made, _ = strategy.aggregate_train(1, replies)
+    assert made is not None
+    assert made["count"].numpy().dtype == np.int64 and made["count"].numpy() == 3
+    assert made["w"].numpy() == 1.5
+
+
+def test_a_client_that_raises_ends_the_run_unless_that_is_tolerated() -> None:
+    strategy = fedavg()
+    first, second, *_ = messages(strategy)
+    replies = [answer(first, 1.0), answer_error(second, 2, "two\nlines")]
+    refused(lambda: strategy.aggregate_train(1, replies), "SoC 1", "two", error=TrainingFailed)
+
+
+def test_what_is_left_out_is_reported_for_its_round_only() -> None:
+    strategy = fedavg(tolerate_client_errors=True)
+    first, second, third, _ = messages(strategy)
     arrays, _ = strategy.aggregate_train(
         1,
         [answer(first, 1.0), answer_error(second, 2, "two\nlines"), answer_error(third, 8, "gone")],
     )
     assert values(arrays) == [1.0] * 3
-    assert [(event.kind, event.group_id) for event in strategy.events] == [
+    assert [(event.kind, event.group_id) for event in strategy.reports[-1].events] == [
         ("client-raised", 1),
         ("no-reply", 2),
         ("no-reply", 3),
     ]
-    assert strategy.events[0].text == "SoC 1 (node 20): the client raised two lines"
-    strategy.aggregate_train(
-        2, [answer(message, 1.0) for message in (first, second, third, fourth)]
-    )
-    assert strategy.events == ()
+    assert strategy.reports[-1].events[0].text == "SoC 1 (node 20): the client raised two lines"
+    assert strategy.reports[-1].epoch == 2.0
+    strategy.aggregate_train(2, [answer(message, 1.0) for message in messages(strategy, 2)])
+    assert strategy.reports[-1].events == ()
 
 
-def test_evaluation_that_fails_at_a_client_is_told_and_the_others_are_averaged() -> None:
-    strategy = fedavg()
-    first, second, *_ = messages(strategy)
+def test_evaluation_that_fails_at_a_client_is_reported_and_the_others_are_averaged() -> None:
+    strategy = fedavg(outer=FedAvg(fraction_evaluate=1.0))
+    strategy.aggregate_train(1, [answer(message, 1.0) for message in messages(strategy)])
+    asked = strategy.configure_evaluate(1, model(), ConfigRecord(), FakeGrid())
+    assert [message.metadata.dst_node_id for message in asked] == [10, 20, 30, 40]
     metrics = strategy.aggregate_evaluate(
         1,
         [
             Message(
                 RecordDict({"metrics": MetricRecord({"num-examples": 2, "accuracy": 0.5})}),
-                reply_to=first,
+                reply_to=asked[0],
             ),
-            answer_error(second, 2, "no test data"),
+            answer_error(asked[1], 2, "no test data"),
         ],
     )
     assert metrics is not None and dict(metrics) == {"accuracy": 0.5}
-    assert [(event.kind, event.group_id) for event in strategy.events] == [("client-raised", 1)]
-    assert strategy.events[0].text == "evaluation, node 20: the client raised no test data"
+    (event,) = strategy.reports[-1].events
+    assert event.kind == "not-evaluated"
+    assert event.text == "evaluation, node 20: the client raised no test data"

@@ -15,6 +15,7 @@ from socflower import (
     FP32Trainer,
     GroupGrid,
     LayeredProgram,
+    LocalSchedule,
     OrderedFedAvg,
     SoCFlow,
     SplitReplay,
@@ -69,7 +70,7 @@ def groups(count: int, **options: Any) -> SoCFlow:
         lambda: groups(2),
         lambda: groups(2, outer=FedAvg(fraction_evaluate=0.0)),
         lambda: FedAvg(fraction_evaluate=0.0, min_available_nodes=4),
-        lambda: OrderedFedAvg(fraction_evaluate=0.0),
+        lambda: OrderedFedAvg(schedule=LocalSchedule(num_rounds=2), num_socs=4),
     ],
     ids=["one group", "two groups", "outer", "FedAvg", "OrderedFedAvg"],
 )

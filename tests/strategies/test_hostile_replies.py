@@ -12,6 +12,7 @@ from socflower.errors import TrainingFailed
 from socflower.strategies.baselines import OrderedFedAvg
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.group_replies import GroupProgress
+from socflower.strategies.methods.local import LocalSchedule
 from socflower.wire.message_keys import (
     COMPLETED,
     NOTES,
@@ -201,13 +202,15 @@ def test_a_model_with_other_tensors_than_the_one_sent_is_dropped(
 
 @pytest.mark.parametrize(("arrays", "fault"), OTHER_LAYOUTS)
 def test_fedavg_in_order_drops_it_too(arrays: dict[str, Any], fault: str) -> None:
-    strategy = OrderedFedAvg(fraction_evaluate=0.0, min_train_nodes=4, min_available_nodes=4)
+    strategy = OrderedFedAvg(
+        schedule=LocalSchedule(num_rounds=4), num_socs=4, tolerate_client_errors=True
+    )
     first, *others = strategy.configure_train(1, model(), ConfigRecord({}), FakeGrid())
     average, _ = strategy.aggregate_train(
         1, [with_layout(first, arrays), *(answer(each, 1.0) for each in others)]
     )
     assert values(average) == [1.0] * 3
-    (event,) = strategy.events
+    (event,) = strategy.reports[-1].events
     assert (event.kind, event.group_id) == ("malformed", 0)
     assert re.fullmatch(rf"SoC 0 \(node 10\): {fault}, dropped", event.text)
 

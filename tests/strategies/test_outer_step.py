@@ -30,6 +30,7 @@ from socflower.cluster import parse_cluster
 from socflower.engines.local.flower_internals import begin_run
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.strategies.baselines import OrderedFedAvg
+from socflower.strategies.methods.local import LocalSchedule
 from socflower.strategies.settings import ExchangeSettings, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import GROUP, UNTRAINED
@@ -561,7 +562,7 @@ class Locked(FedAvg):
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: "fedadam", "outer = 'fedadam' must be a strategy of Flower's, such as"),
     (
-        lambda: OrderedFedAvg(),
+        lambda: OrderedFedAvg(schedule=LocalSchedule(num_rounds=1), num_socs=1),
         r"outer = OrderedFedAvg\(…\) makes groups or rounds of its own; give a strategy of",
     ),
     (lambda: socflow(None), r"outer = SoCFlow\(…\) makes groups or rounds of its own"),

@@ -10,6 +10,7 @@ from flwr.serverapp.strategy import Strategy
 from socflower.cluster import parse_cluster
 from socflower.errors import TrainingFailed
 from socflower.strategies.baselines import OrderedFedAvg, RingAllReduce
+from socflower.strategies.methods.local import LocalSchedule
 from socflower.strategies.settings import TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import RESUMED
@@ -50,7 +51,9 @@ def socflow(**settings: Any) -> SoCFlow:
 
 
 def fedavg() -> OrderedFedAvg:
-    return OrderedFedAvg(fraction_evaluate=0.0, min_train_nodes=4, min_available_nodes=4)
+    return OrderedFedAvg(
+        schedule=LocalSchedule(num_rounds=4), num_socs=4, tolerate_client_errors=True
+    )
 
 
 def ring() -> RingAllReduce:

@@ -144,6 +144,16 @@ class SplitCosts:
             decode_s_per_element=slowed(self.decode_s_per_element),
         )
 
+    def describe(self, split_plan: SplitPlan) -> str:
+        """Return a plan's cut and feature width as text."""
+        if split_plan.cut is None:
+            return "edge alone"
+        return f"after {self.cuts[split_plan.cut].name}, {split_plan.bits} bits"
+
+    def position(self, split_plan: SplitPlan) -> int:
+        """Return the number of a plan's cut; an edge that trains alone is behind the last one."""
+        return len(self.cuts) if split_plan.cut is None else split_plan.cut
+
     def feature_bytes(self, cut: int, bits: int) -> float:
         """Return the bytes that one batch sends with its features, labels and header included."""
         payload_bytes = math.ceil(self.cuts[cut].feature_elements * bits / 8)

@@ -7,7 +7,7 @@ with other numbers K of micro-batches in flight.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -81,12 +81,15 @@ class Planned:
     # The next best plans that were simulated.
     alternatives: "tuple[Planned, ...]" = ()
 
-    def to_document(self) -> dict[str, object]:
-        """Return plain values for JSON."""
+    def to_document(self) -> dict[str, Any]:
+        """Return the plan and its prediction as plain values."""
         return {
-            **self.plan.to_document(self.problem, self.prediction),
+            "architecture": self.plan.architecture,
             "exact": self.exact,
-            "num_candidates": self.num_candidates,
+            "pipelines": [pipeline.to_document(self.problem) for pipeline in self.plan.pipelines],
+            "num_devices": len(self.plan.socs),
+            "communication_bytes": self.plan.communication_bytes(self.problem),
+            "predicted": self.prediction.to_document(),
         }
 
 

@@ -23,8 +23,8 @@ from socflower.clients.heat_mod import node_heat_mod
 from socflower.engines.app_files import NUM_NODES_KEY, RUN_FOLDER_KEY
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import SocflowerError
-from socflower.scenario.app.group_training import train
-from socflower.scenario.app.split_training import split_client_app, train_split
+from socflower.scenario.app.split_client import split_client_app
+from socflower.scenario.app.training import train
 from socflower.scenario.arithmetic import trainer, training_data
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.schema.config import Scenario
@@ -56,7 +56,7 @@ def scenario_server_app(folder_of: FolderOf, prepared: PreparedRun | None = None
         def outcome() -> dict[str, Any]:
             await_nodes(grid, int(context.run_config.get(NUM_NODES_KEY, 0)))
             run = prepared or PreparedRun(from_document(folder.read_scenario()))
-            return (train_split if run.scenario.is_split else train)(run, GroupGrid(grid), folder)
+            return train(run, GroupGrid(grid), folder)
 
         report_outcome(folder, outcome)
 

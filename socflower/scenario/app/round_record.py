@@ -81,8 +81,8 @@ class RoundRecord:
     ) -> EvaluateFn:
         """Return the evaluate function of `Strategy.start`; it also records the round and writes a checkpoint of it.
 
-        `round_end` returns a round's `epoch`, `events` and further entries; `own_state` the fields of `Checkpoint` from
-        which the strategy resumes; `extra_figures` figures that are known in round 0 as well.
+        `round_end` returns a round's `epoch`, `events` and further entries; `own_state` that from which the strategy
+        resumes; `extra_figures` figures that are known in round 0 as well.
         """
 
         def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -167,7 +167,7 @@ class RoundRecord:
                 trained_on=self._devices.document(),
                 training=self._training,
                 trace_parts=self._trace_parts,
-                **own_state,
+                strategy=own_state,
             ),
             self._trace.state(self._num_spans_kept),
         )

@@ -20,7 +20,7 @@ from socflower.engines.names import MAX_WORKERS, require_count
 from socflower.errors import ConfigError
 from socflower.model_graph.torch_device import resolve_device
 from socflower.quantities import human_bytes
-from socflower.scenario.app.split_training import split_settings
+from socflower.scenario.app.split_client import split_settings
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import apply_override, from_document, load_scenario
 from socflower.scenario.split_setting import SplitSetting

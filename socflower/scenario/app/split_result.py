@@ -5,132 +5,57 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile
-from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.party import Party
-from socflower.strategies.split_replay import SplitRoundReport
+from socflower.strategies.methods.split_report import as_texts, mean_staleness
 
 # The most points of a link's rates that a result has.
 _MAX_SAMPLES = 2000
 
 
-class SplitHistory:
-    """Collects the rounds of a split training; times are virtual seconds from the start of the run."""
+def split_document(
+    start: Sequence[Party],
+    link: BandwidthProfile,
+    mode: str,
+    rounds: Sequence[Mapping[str, Any]],
+    now_s: float,
+) -> dict[str, Any]:
+    """Return the result's `split`, from the entries of all rounds.
 
-    def __init__(
-        self,
-        links: Sequence[BandwidthProfile],
-        parties: Sequence[Party],
-        state: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._links = links
-        self._names = [cut.name for cut in parties[0].costs.cuts]
-        kept = state or {}
-        self._start: str = kept.get("start") or cut_text(parties[0].split_plan, parties[0].costs)
-        self._moves: list[dict[str, Any]] = list(kept.get("moves", ()))
-        self._cuts: list[list[float]] = list(
-            kept.get("cuts") or [[0.0, self._index(parties[0].split_plan)]]
-        )
-        before: Sequence[Mapping[str, int]] = kept.get("staleness") or ({},) * len(
-            parties
-        )  # by edge
-        self._staleness = [
-            Counter({int(key): count for key, count in one.items()}) for one in before
-        ]
-        self._busy = Counter(kept.get("busy", {}))
-        self._num_parties = len(parties)
-        self._costs = [party.costs for party in parties]
-
-    def state(self) -> dict[str, Any]:
-        """Return the state for a resumed run, as JSON values."""
-        return {
-            "start": self._start,
-            "moves": self._moves,
-            "cuts": self._cuts,
-            "staleness": [
-                {str(key): value for key, value in one.items()} for one in self._staleness
-            ],
-            "busy": dict(self._busy),
-        }
-
-    def add(self, report: SplitRoundReport, began_s: float) -> None:
-        """Add a round that began at `began_s`."""
-        timeline = report.timeline
-        for edge, fresh in staleness_by_edge(report).items():
-            self._staleness[edge].update(fresh)
-        for edge, (party, costs) in enumerate(zip(timeline.parties, self._costs, strict=True)):
-            for move in party.moves:
-                at_s = began_s + move.decided_s + move.drain_s + move.migration_s
-                self._moves.append(
-                    {
-                        "at_s": at_s,
-                        "edge": edge,
-                        "batch": move.batch,
-                        "from": cut_text(move.old, costs),
-                        "to": cut_text(move.new, costs),
-                        "drain_s": move.drain_s,
-                        "migration_s": move.migration_s,
-                    }
-                )
-                if edge == 0:
-                    self._cuts.append([at_s, self._index(move.new)])
-            self._busy.update(
-                {"edge": party.compute_s, "up": party.sending_s, "down": party.receiving_s}
-            )
-        self._busy.update({"cloud": timeline.cloud_busy_s})
-
-    def document(self, parties: Sequence[Party], mode: str, now_s: float) -> dict[str, Any]:
-        """Return the result's `split`."""
-        staleness = sum(self._staleness, Counter[int]())
-        by_edge = [_mean(one) for one in self._staleness]
-        whole_s = now_s * self._num_parties
-        return {
-            "mode": mode,
-            "num_edges": self._num_parties,
-            "cut_names": self._names,
-            "start": self._start,
-            "end": cut_text(parties[0].split_plan, parties[0].costs),
-            "num_moves": len(self._moves),
-            "moves": self._moves,
-            "cuts_over_time": [*self._cuts, [now_s, self._cuts[-1][1]]],
-            "link_over_time": _rates(self._links[0], now_s),
-            "staleness": {str(key): staleness[key] for key in sorted(staleness)},
-            "mean_staleness": _mean(staleness),
-            "max_staleness": max(staleness, default=0),
-            "mean_staleness_by_edge": by_edge,
-            "staleness_spread": max(by_edge) - min(by_edge),
-            # For the cloud, as if each half had its own processor.
-            "busy": {key: value / whole_s if whole_s else 0.0 for key, value in self._busy.items()},
-        }
-
-    def _index(self, split_plan: SplitPlan) -> float:
-        return float(len(self._names) if split_plan.cut is None else split_plan.cut)
-
-
-def staleness_by_edge(report: SplitRoundReport) -> dict[int, Counter[int]]:
-    """Return each edge's number of gradients by staleness: measured on real links, otherwise in virtual time."""
-    if report.measured:
-        return {
-            edge: Counter({stale: count for stale, count in enumerate(each.staleness) if count})
-            for edge, each in zip(report.answered, report.measured, strict=True)
-        }
-    return {edge: Counter(party.staleness) for edge, party in enumerate(report.timeline.parties)}
-
-
-def staleness_of(report: SplitRoundReport) -> Counter[int]:
-    """Return the number of gradients by staleness over all edges."""
-    return sum(staleness_by_edge(report).values(), Counter[int]())
-
-
-def cut_text(split_plan: SplitPlan, costs: SplitCosts) -> str:
-    """Return a cut and its feature width as text."""
-    if split_plan.cut is None:
-        return "edge alone"
-    return f"after {costs.cuts[split_plan.cut].name}, {split_plan.bits} bits"
-
-
-def _mean(staleness: Counter[int]) -> float:
-    total = staleness.total()
-    return sum(key * value for key, value in staleness.items()) / total if total else 0.0
+    `start` are the edges at the beginning, and `link` is that of the first one.
+    """
+    trained = [entry for entry in rounds if "moves" in entry]
+    moves = [move for entry in trained for move in entry["moves"]]
+    by_edge = [Counter[int]() for _ in start]
+    busy = Counter[str]()
+    for entry in trained:
+        busy.update(entry["busy_s"])
+        for edge, stale in zip(by_edge, entry["staleness"], strict=True):
+            edge.update({int(key): count for key, count in stale.items()})
+    staleness = sum(by_edge, Counter[int]())
+    means = [mean_staleness(one) for one in by_edge]
+    first = start[0]
+    cuts: list[list[float]] = [[0.0, first.costs.position(first.split_plan)]]
+    cuts += [[move["at_s"], move["to_index"]] for move in moves if move["edge"] == 0]
+    begin = first.costs.describe(first.split_plan)
+    whole_s = now_s * len(start)
+    return {
+        "mode": mode,
+        "num_edges": len(start),
+        "cut_names": [cut.name for cut in first.costs.cuts],
+        "start": begin,
+        "end": trained[-1]["cuts"][0] if trained else begin,
+        "num_moves": len(moves),
+        "moves": moves,
+        "cuts_over_time": [*cuts, [now_s, cuts[-1][1]]],
+        "link_over_time": _rates(link, now_s),
+        "staleness": as_texts(staleness),
+        "mean_staleness": mean_staleness(staleness),
+        "max_staleness": max(staleness, default=0),
+        "mean_staleness_by_edge": means,
+        "staleness_spread": max(means) - min(means),
+        # For the cloud, as if each half had its own processor.
+        "busy": {key: value / whole_s if whole_s else 0.0 for key, value in busy.items()},
+    }
 
 
 def _rates(link: BandwidthProfile, until_s: float) -> list[list[float]]:

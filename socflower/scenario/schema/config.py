@@ -359,8 +359,7 @@ class StrategyConfig(Table):
         False,
         description=(
             "leave out a group whose client raises, instead of ending the run, or of a ring of "
-            "real machines the member; "
-            "`fedavg` always does"
+            "real machines the member"
         ),
     )
     rebalance: Annotated[str, OneOf(REBALANCE)] = Field(
@@ -398,7 +397,7 @@ class StrategyConfig(Table):
         counted = outer is not None and outer.counts_groups
         for broken, key, why in (
             (
-                outer and not several_groups(self.name),
+                outer and not takes_outer(self.name),
                 "outer",
                 f"name = {self.name!r} has one group; leave it out",
             ),
@@ -422,7 +421,7 @@ class StrategyConfig(Table):
         """Return the table under another strategy; with one group, without the keys that only several groups read."""
         left_out = (
             {}
-            if several_groups(name)
+            if several_groups(name) or name == self.name
             else {key: StrategyConfig.model_fields[key].default for key in ("outer", *_OF_LEADERS)}
         )
         return self.replaced(**{"name": name, **left_out, **changes})
@@ -432,6 +431,11 @@ def several_groups(strategy: str) -> bool:
     """Return whether a strategy has several groups. These exchange models, and may have an outer strategy."""
     kind = STRATEGIES[strategy]
     return isinstance(kind, GroupStrategy) and kind.num_groups is None
+
+
+def takes_outer(strategy: str) -> bool:
+    """Return whether a Flower strategy may make the next model of the models that a strategy's replies bring."""
+    return several_groups(strategy) or strategy == "fedavg"
 
 
 class OwnTraining(Table):

@@ -9,7 +9,7 @@ from socflower.scenario.schema.split import SPLIT_STRATEGIES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
-    """A strategy without groups: Flower's FedAvg, and training with a cloud."""
+    """A strategy without groups: FedAvg, and training with a cloud."""
 
     # For the description of the key; the page of strategies with a cloud describes those.
     about: str = ""
@@ -49,7 +49,7 @@ class GroupStrategy(Strategy):
 STRATEGIES: dict[str, Strategy] = {
     "socflow": GroupStrategy(),
     "ring": GroupStrategy(about="all SoCs in one ring", num_groups=1, interval_epochs=1.0),
-    "fedavg": Strategy(about="Flower's, all SoCs in every round, broken replies are left out"),
+    "fedavg": Strategy(about="all SoCs in every round, each on its own data"),
     "sgd": GroupStrategy(about="SoC 0 alone", num_groups=1, num_socs=1, interval_epochs=1.0),
     PIPELINE_STRATEGY: Strategy(
         about="[a pipeline](#pipeline) of unequal devices", is_pipeline=True

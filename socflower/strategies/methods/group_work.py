@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
-from typing import Protocol
+from typing import Any, Protocol
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
@@ -73,6 +73,9 @@ class GroupWork(Protocol):
 
     def describe(self, plan: GroupPlan) -> list[str]:
         """Return the plan in lines, for the log."""
+
+    def document(self, plan: GroupPlan, exchanges: Exchanges) -> dict[str, Any]:
+        """Return the plan as plain values, for a result."""
 
 
 class DataParallelWork:
@@ -225,6 +228,10 @@ class DataParallelWork:
             f"contention {plan.contention}",
             f"Communication groups: {len(plan.communication_groups)}",
         ]
+
+    def document(self, plan: GroupPlan, exchanges: Exchanges) -> dict[str, Any]:
+        """Return groups, their exchanges and those of their leaders."""
+        return {**plan.to_document(), **exchanges.to_document()}
 
 
 def require_cluster_of(grid: Grid, cluster: Cluster) -> None:

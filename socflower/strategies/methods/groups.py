@@ -1,7 +1,6 @@
 """Training in groups: synchronous inside them, with delayed synchronisation between them (SoCFlow+ section 3.1)."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from logging import WARNING
 from typing import Any
 
@@ -15,7 +14,6 @@ from socflower.errors import ConfigError
 from socflower.hierarchy import Exchanges, Group, GroupPlan, SyncInterval
 from socflower.hierarchy.leader_topology import AUTO, KINDS, NONE, STAR
 from socflower.peers.ring.settings import RingSettings
-from socflower.plain_numbers import plain_numbers
 from socflower.quantities import counted
 from socflower.strategies.group_models import GroupMean
 from socflower.strategies.group_replies import SettledRound, settle
@@ -25,12 +23,12 @@ from socflower.strategies.leader_feedback import (
     lost_feedback,
     to_arrays,
 )
-from socflower.strategies.method import NodesForEvaluation
+from socflower.strategies.method import Method, NodesForEvaluation, OuterClients, RoundReport
 from socflower.strategies.methods.group_work import GroupWork
 from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric
 from socflower.strategies.outer_step import refuse_integers_clipped
 from socflower.strategies.records import aggregate_records, array_views, to_array_record
-from socflower.strategies.replies import ReplyEvent, heat_events, outcome_of
+from socflower.strategies.replies import ReplyEvent, heat_events, outcome_of, with_model
 from socflower.strategies.round import (
     IN_PROCESS,
     GroupFeedback,
@@ -61,27 +59,7 @@ Averaging = Callable[[Sequence[ArrayRecord], Sequence[float]], ArrayRecord]
 """(models of groups, their samples) -> the next model; the models have the tensors that were sent, without NaN."""
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoundReport:
-    """The report of one round (one interval between synchronisations); the latest is `strategy.reports[-1]`."""
-
-    server_round: int
-    # Epochs completed at its end.
-    epoch: float
-    # Of this round alone; zero without a clock and a profile.
-    usage: Usage
-    events: tuple[ReplyEvent, ...]
-    # Mixed precision: mean confidence over groups (F9), and the share of samples trained on CPUs (F11).
-    alpha: float | None = None
-    cpu_share: float | None = None
-    # Whether groups that share an uplink exchanged in turn (F6).
-    uplink_turns: bool = False
-    # Groups whose leader has no state of this round's end to resume from.
-    without_state: tuple[int, ...] = ()
-
-
-class GroupsMethod:
+class GroupsMethod(Method[Round, SettledRound]):
     """Rounds of groups: each trains an interval, then their models are averaged (F8).
 
     Only leaders get a message, and in simulation a leader's client runs its whole group. On real machines
@@ -120,7 +98,7 @@ class GroupsMethod:
         tolerate_client_errors: bool = False,
     ) -> None:
         self.schedule, self.intervals, self.steps_per_epoch = schedule, intervals, steps_per_epoch
-        self.num_rounds = len(intervals)
+        self.seed = schedule.seed
         self.planner, self.work = planner, work
         self.latest: Round | None = None
         self._cluster, self._exchange, self._rings = cluster, exchange, rings
@@ -141,6 +119,16 @@ class GroupsMethod:
         self._without_state: tuple[int, ...] = ()
 
     # ------------------------------------------------------------------------------------------ the plan
+    @property
+    def num_rounds(self) -> int:
+        """One for each interval."""
+        return len(self.intervals)
+
+    @property
+    def socs(self) -> Sequence[int]:
+        """The SoCs of the latest round's groups."""
+        return self.plan.participants
+
     @property
     def plan(self) -> GroupPlan:
         """The plan of the latest round."""
@@ -167,6 +155,11 @@ class GroupsMethod:
         if not self.latest.leaders_meet:
             return ""
         return leader_transport(self.latest.transport) if self.latest.in_rings else IN_PROCESS
+
+    def transports(self) -> dict[str, str]:
+        """Return those inside groups and, if they do not pass the hub, between leaders."""
+        between = {"between leaders": way} if (way := self.leader_transport) else {}
+        return {"inside groups": self.transport, **between}
 
     def require_each_model(self, needing: str) -> None:
         """Let leaders send their models to the hub, which `needing` needs; `ConfigError` if another way was asked."""
@@ -198,6 +191,10 @@ class GroupsMethod:
                 f"{asked}, and leader_compression = {self._exchange.leader_compression!r} compresses "
                 "changes since a model that all groups have had; leave one of the two out"
             )
+
+    def document(self) -> dict[str, Any]:
+        """Return the plan of the work, and how groups and leaders exchange."""
+        return self.work.document(self.plan, self.exchanges)
 
     def describe(self) -> list[str]:
         """Return what the work says of the plan, and the synchronisations, in lines."""
@@ -438,6 +435,19 @@ class GroupsMethod:
             uplink_turns=this.exchanges.turns.enabled,
             without_state=self._without_state,
         )
+
+    def models_for_outer(
+        self, this: Round, settled: SettledRound, merged: ArrayRecord
+    ) -> Sequence[Message]:
+        """Return the groups' models; of leaders that have met, as often the mean."""
+        if not this.leaders_meet:
+            return settled.usable
+        # A strategy that takes the mean of models takes the same of as many means.
+        return [with_model(reply, merged) for reply in settled.usable]
+
+    def clients_of_outer(self, this: Round) -> OuterClients:
+        """Return the number of groups, and whether they are rings."""
+        return OuterClients(num_models=len(this.plan.groups), in_rings=this.in_rings)
 
     # ------------------------------------------------------------------------------- evaluation by nodes
     def nodes_for_evaluation(self, grid: Grid) -> NodesForEvaluation:

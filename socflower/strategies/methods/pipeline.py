@@ -158,6 +158,10 @@ class PipelineWork:
         step = human_seconds(planned.prediction.step_s)
         return [*lines, f"An update of {planned.plan.num_samples} samples: {step}, {sent} sent"]
 
+    def document(self, plan: GroupPlan, exchanges: Exchanges) -> dict[str, Any]:
+        """Return the stages and what an update costs."""
+        return self.planned_for(plan.participants).to_document()
+
     # --------------------------------------------------------------------------------------- of the group
     def use_grid(self, grid: Grid, plan: GroupPlan, arrays: ArrayRecord) -> None:
         """Take the grid's clock; `ConfigError` for one without processes, or for another cluster."""

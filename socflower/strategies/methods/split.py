@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
@@ -17,18 +17,17 @@ from socflower.edgecloud.plan.party import CloudMode, Party
 from socflower.edgecloud.plan.split_pipeline import Timeline, moved, round_ends, simulate_split
 from socflower.edgecloud.plan.timeline_actions import encode_actions
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.plain_numbers import plain_numbers
 from socflower.sim import EventClock
+from socflower.strategies.method import Method
+from socflower.strategies.methods.split_report import SplitRoundReport
 from socflower.strategies.mixed_replies import client_events
 from socflower.strategies.node_registry import NodeRegistry
 from socflower.strategies.records import aggregate_records, array_views, to_array_record
-from socflower.strategies.replies import ReplyEvent, fault_of, no_reply_event
+from socflower.strategies.replies import ReplyEvent, fault_of, no_reply_event, num_examples_of
 from socflower.wire.message_keys import (
     ARRAYS,
     CONFIG,
     FROZEN_SHA256,
-    METRICS,
-    NUM_EXAMPLES,
     PRICED,
     SERVER_ROUND,
 )
@@ -63,21 +62,6 @@ class CloudSessions(Protocol):
     def close(self) -> None:
         """End all sessions: the training is over."""
         ...
-
-
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SplitRoundReport:
-    """The report of one round; the latest is `strategy.reports[-1]`."""
-
-    server_round: int
-    epoch: float  # epochs completed at its end
-    usage: Usage  # of the edges in this round alone; a prediction on real machines
-    events: tuple[ReplyEvent, ...]
-    timeline: Timeline  # the simulated schedule that virtual time follows
-    # On real links, in the order of the parties that answered, and these parties.
-    measured: tuple[SplitReport, ...] = ()
-    answered: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +100,7 @@ class SettledSplit:
         return [*self.replies.values()]
 
 
-class SplitMethod:
+class SplitMethod(Method[SplitRound, SettledSplit]):
     """Rounds of split training; see `socflower.strategies.split_replay.SplitReplay` for the parameters."""
 
     def __init__(
@@ -146,7 +130,7 @@ class SplitMethod:
         for edge, party in enumerate(parties):
             require_edge_memory(cluster.device_of(edge), party.costs, party.split_plan, edge)
         self.parties = tuple(parties)
-        self._cluster, self._mode, self._reverse, self._seed = cluster, mode, reverse, seed
+        self._cluster, self._mode, self._reverse, self.seed = cluster, mode, reverse, seed
         self._edge_names, self._fingerprint = edge_names, fingerprint
         self._batches_per_epoch = batches_per_epoch
         self._total_batches = batches_per_epoch * num_epochs
@@ -161,6 +145,15 @@ class SplitMethod:
     def num_rounds(self) -> int:
         """How many spans the training has."""
         return len(self._round_ends)
+
+    @property
+    def socs(self) -> Sequence[int]:
+        """The edges."""
+        return range(len(self.parties))
+
+    def transports(self) -> dict[str, str]:
+        """Return that of features and gradients."""
+        return {"edge and cloud": self.transport}
 
     @property
     def transport(self) -> str:
@@ -276,7 +269,7 @@ class SplitMethod:
             num_batches=num_batches,
             total_batches=self._total_batches,
             batches_per_epoch=self._batches_per_epoch,
-            seed=self._seed,
+            seed=self.seed,
             cuts=tuple(EDGE_ALONE if each.cut is None else each.cut for each in now),
             bits=tuple(each.bits for each in now),
             windows=tuple(each.window for each in now),
@@ -386,7 +379,7 @@ class SplitMethod:
 
         Models of several edges are averaged by samples (F8).
         """
-        samples = [_samples(reply) for reply in settled.usable]
+        samples = [num_examples_of(reply) for reply in settled.usable]
         replies: list[Arrays] = [
             array_views(cast(ArrayRecord, reply.content[ARRAYS])) for reply in settled.usable
         ]
@@ -436,7 +429,14 @@ class SplitMethod:
             timeline=this.timeline,
             measured=tuple(settled.measured.values()),
             answered=tuple(settled.measured),
+            parties=self.parties,
+            ended_s=0.0 if self._clock is None else self._clock.now_s,
         )
+
+    def close(self) -> None:
+        """End the sessions of the cloud, which may also serve other runs."""
+        if self._cloud is not None:
+            self._cloud.close()
 
     # ------------------------------------------------------------------------------------------- resuming
     def save(self) -> dict[str, Any]:
@@ -465,10 +465,6 @@ class SplitMethod:
 
 def _event(kind: str, party: int, text: str) -> ReplyEvent:
     return ReplyEvent(kind=kind, group_id=party, text=f"edge {party}: {text}")
-
-
-def _samples(reply: Message) -> float:
-    return float(cast(float, cast(MetricRecord, reply.content[METRICS])[NUM_EXAMPLES]))
 
 
 def _mean(replies: Sequence[Arrays], samples: Sequence[float]) -> Arrays:

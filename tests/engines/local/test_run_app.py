@@ -20,7 +20,6 @@ from socflower.engines.local.run_app import load_flower_app, quiet_flower, run_a
 from socflower.engines.local.workers import AppReference
 from socflower.errors import TrainingFailed
 from socflower.sim import EventClock
-from socflower.strategies.baselines import OrderedFedAvg
 from socflower.strategies.settings import TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from tests.engines.local import apps_for_tests
@@ -260,7 +259,6 @@ def test_a_strategy_of_the_message_api_among_server_components_is_told_where_it_
             DifferentialPrivacyServerSideFixedClipping(FedAvg(min_available_nodes=20), 1.0, 1.0, 8),
             "nodes = 20",
         ),
-        (OrderedFedAvg(min_available_nodes=9), "min_available_nodes"),
     ],
 )
 def test_a_strategy_that_would_wait_for_nodes_without_end_is_refused(

@@ -25,8 +25,8 @@ from socflower.edgecloud.stream.credentials import new_token
 from socflower.engines.deployment.flower_processes import free_ports
 from socflower.engines.run_folder import CloudAddress, RunFolder
 from socflower.errors import SocflowerError
+from socflower.scenario.app.presets import cloud_of
 from socflower.scenario.app.split_cloud import read_or_create_token, status_table
-from socflower.scenario.app.split_training import _cloud
 from socflower.user_code import forgotten_modules
 from socflower.wire.certificates import write_certificates
 from socflower.wire.secure_channel import Tls
@@ -253,7 +253,7 @@ def server_app_client(folder: Path, program: SplitProgram) -> CloudClient:
     address, run = CloudAddress.from_environment(), RunFolder(folder)
     assert address is not None
     run.write_cloud(address)
-    client = _cloud(run, cast(Any, SimpleNamespace(workload=SimpleNamespace(program=program))))
+    client = cloud_of(run, cast(Any, SimpleNamespace(workload=SimpleNamespace(program=program))))
     assert client is not None
     client._patience_s = 0.0
     return client

@@ -47,7 +47,7 @@ def test_what_cannot_be_is_refused_in_one_line(outer: object, named: str) -> Non
     refused(lambda: scenario({"outer": outer}), named)
 
 
-@pytest.mark.parametrize("name", ["ring", "fedavg", "split-replay"])
+@pytest.mark.parametrize("name", ["ring", "split-replay"])
 def test_an_outer_strategy_is_for_several_groups(name: str) -> None:
     refused(lambda: scenario({"name": name, "outer": {"name": "fedavg"}}), "outer", repr(name))
 
@@ -83,3 +83,5 @@ def test_strategies_to_compare_with_have_no_outer_step() -> None:
     assert [
         given.under(name).strategy.outer is None for name in ("socflow", "ring", "fedavg", "sgd")
     ] == [False, True, True, True]
+    own = scenario({"name": "fedavg", "outer": {"name": "fedadam"}})
+    assert own.under("fedavg").strategy.outer is not None

@@ -1,0 +1,306 @@
+"""Makes the strategy of a scenario: the preset of its name, with the scenario's settings."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
+from flwr.serverapp import strategy as flower_strategies
+from flwr.serverapp.strategy import Strategy as OuterStrategy
+from torch import nn
+
+from socflower.clients.split.cloud_sessions import CloudClient
+from socflower.edgecloud.cloud.operator_calls import CloudOperator
+from socflower.edgecloud.stream.credentials import read_token
+from socflower.engines.local.virtual_time_grid import VirtualTimeGrid
+from socflower.engines.run_folder import RunFolder
+from socflower.errors import InfeasiblePlan, TrainingFailed
+from socflower.hierarchy import default_candidates
+from socflower.hierarchy.collectives import BUCKETS
+from socflower.pipeline.planner.selection import PlannerSettings
+from socflower.pipeline.runtime.payloads import ActivationCoding
+from socflower.scenario.app.round_record import RoundRecord
+from socflower.scenario.app.split_result import split_document
+from socflower.scenario.arithmetic import model_profile, num_training_samples, pricing
+from socflower.scenario.pipeline_planning import micro_batch_sizes, pipeline_problem
+from socflower.scenario.planning import rebalancing
+from socflower.scenario.prepared_run import PreparedRun
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.outer import OUTER_STRATEGIES, OuterConfig
+from socflower.scenario.schema.pipeline import PipelineConfig
+from socflower.scenario.schema.strategies import group_strategy
+from socflower.scenario.split_setting import SplitSetting
+from socflower.scenario.workload import ModelMetrics, scenario_data
+from socflower.sim import EventClock
+from socflower.strategies.baselines import OrderedFedAvg
+from socflower.strategies.hybrid_pipeline import HybridPipeline
+from socflower.strategies.methods.local import LocalSchedule
+from socflower.strategies.round_strategy import RoundStrategy
+from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
+from socflower.strategies.socflow import SoCFlow
+from socflower.strategies.split_replay import SplitReplay
+from socflower.strategies.warm_up import profile_group_count
+from socflower.wire.message_keys import TRAIN_LOSS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunParts:
+    """What a run has before its strategy is made."""
+
+    run: PreparedRun
+    folder: RunFolder
+    grid: Grid
+    clock: EventClock
+    record: RoundRecord
+    # What nodes train from: initial weights, or those of a checkpoint.
+    arrays: ArrayRecord
+    # The entries of the train config about frozen parameters.
+    frozen: Mapping[str, str]
+    model: nn.Module
+    score: Callable[[ArrayRecord], ModelMetrics]
+
+    @property
+    def scenario(self) -> Scenario:
+        """The scenario of the run."""
+        return self.run.scenario
+
+    @property
+    def has_heat(self) -> bool:
+        """Whether devices get hot, or are used by others."""
+        return self.clock.changes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """A strategy, the grid that it is started on, and what the result has only because of it."""
+
+    strategy: RoundStrategy[Any, Any]
+    grid: Grid
+    # The virtual seconds without heat, users and events; None: as they are planned for its kind.
+    undisturbed_s: float | None = None
+    # (rounds, virtual seconds) -> more entries of the result.
+    summary: Callable[[Sequence[Mapping[str, Any]], float], dict[str, Any]] = lambda rounds, now_s: {}
+
+
+def preset_of(parts: RunParts) -> Preset:
+    """Return the strategy that the scenario names, ready to start."""
+    scenario = parts.scenario
+    if scenario.is_split:
+        return _split(parts)
+    if scenario.is_pipeline:
+        return _pipeline(parts)
+    if scenario.has_groups:
+        return Preset(
+            strategy=_groups(parts, _num_groups(parts), scenario.train.epochs), grid=parts.grid
+        )
+    return _local(parts)
+
+
+# ------------------------------------------------------------------------------------------------- groups
+def _groups(parts: RunParts, num_groups: int, num_epochs: int) -> SoCFlow:
+    scenario, settings = parts.scenario, parts.scenario.strategy
+    kind = group_strategy(settings.name)
+    module, _, name = kind.target.partition(":")
+    strategy: type[SoCFlow] = getattr(import_module(module), name)
+    return strategy(
+        cluster=parts.run.cluster,
+        groups=Grouping(num_groups=num_groups, num_socs=kind.num_socs or settings.socs),
+        schedule=TrainingSchedule(
+            num_samples=_num_samples(scenario),
+            batch_size=scenario.train.batch_size,
+            num_epochs=num_epochs,
+            interval_epochs=kind.sync_interval_epochs(settings.sync_interval_epochs),
+            server_interval=kind.server_interval(settings.server_interval),
+            reshuffle=settings.reshuffle,
+            seed=scenario.seed,
+        ),
+        costs=Costs(
+            model_profile=model_profile(scenario, parts.model),
+            pricing=pricing(scenario),
+            clock=parts.clock,
+        ),
+        exchange=ExchangeSettings(
+            uplink_turns=settings.uplink_turns,
+            overlap_buckets=settings.overlap_buckets,
+            leaders=scenario.leaders,
+            leader_compression=settings.leader_compression,
+            fusion=settings.fusion,
+        ),
+        rings=scenario.ring,
+        rebalancing=rebalancing(scenario),
+        outer=None if settings.outer is None else _outer(settings.outer),
+        tolerate_client_errors=settings.tolerate_client_errors,
+    )
+
+
+def _num_samples(scenario: Scenario) -> int:
+    return num_training_samples(scenario, len(scenario_data(scenario).train))
+
+
+def _num_groups(parts: RunParts) -> int:
+    """Return the number of groups; "auto" tries candidates for an epoch each (F2)."""
+    settings, record, clock = parts.scenario.strategy, parts.record, parts.clock
+    fixed = group_strategy(settings.name).num_groups
+    if fixed is not None:
+        return fixed
+    if isinstance(settings.groups, int):
+        return settings.groups
+    # A resumed run has its warm-up in the checkpoint.
+    if record.warm_up is not None:
+        return int(record.warm_up["num_groups"])
+    choice = profile_group_count(
+        parts.grid,
+        parts.arrays,
+        lambda arrays: _first_epoch_score(parts.score(arrays)),
+        lambda num_groups: _groups(parts, num_groups, num_epochs=1),
+        default_candidates(settings.socs or parts.run.cluster.num_socs),
+        timeout_s=parts.scenario.train.reply_timeout_s,
+        train_config=parts.frozen,
+    )
+    record.warm_up = {
+        "num_groups": choice.num_groups,
+        "stopped_at": choice.stopped_at,
+        "virtual_s": clock.now_s,
+        "energy_j": clock.usage.total_energy_j,
+        "first_epoch_accuracy": {str(key): value for key, value in choice.accuracies.items()},
+    }
+    return int(choice.num_groups)
+
+
+def _first_epoch_score(score: ModelMetrics) -> float:
+    """Return the accuracy by which the number of groups is chosen; without one, exp(-loss)."""
+    if score.accuracy is None and score.likelihood == 0.0:
+        raise TrainingFailed(
+            f'[strategy] groups = "auto": a loss of {score.loss:g} after the first epoch is too large '
+            "to compare by; give a number of groups"
+        )
+    return score.likelihood if score.accuracy is None else score.accuracy
+
+
+def _outer(settings: OuterConfig) -> OuterStrategy:
+    """Return the outer strategy; nodes do not evaluate, as a scenario is evaluated on the server."""
+    more = {"train_loss_key": TRAIN_LOSS} if settings.name == "qfedavg" else {}
+    outer: OuterStrategy = getattr(flower_strategies, OUTER_STRATEGIES[settings.name][0])(
+        **settings.arguments, **more, fraction_evaluate=0.0
+    )
+    return outer
+
+
+# ------------------------------------------------------------------------------------------------- pipelines
+def _pipeline(parts: RunParts) -> Preset:
+    """Return one model over all SoCs, in stages."""
+    scenario = parts.scenario
+    settings, table = scenario.strategy, scenario.pipeline or PipelineConfig()
+    if settings.rebalance == "shares" and parts.has_heat:
+        why = "in virtual time a pipeline keeps its shares within a round; use 'groups'"
+        raise scenario.mistake("strategy", "rebalance", why)
+    problem, _ = pipeline_problem(scenario)
+    interval = settings.sync_interval_epochs
+    strategy = HybridPipeline(
+        problem=problem,
+        planner=PlannerSettings(micro_batch_sizes=tuple(micro_batch_sizes(scenario))),
+        schedule=TrainingSchedule(
+            num_samples=_num_samples(scenario),
+            batch_size=scenario.train.batch_size,
+            num_epochs=scenario.train.epochs,
+            seed=scenario.seed,
+            interval_epochs=1.0 if isinstance(interval, str) else min(1.0, interval),
+        ),
+        coding=ActivationCoding(
+            bits=table.activation_bits,
+            gradient_bits=table.gradient_bits,
+            feedback=table.activation_feedback,
+        ),
+        rings=scenario.ring,
+        backup_steps=table.backup_steps,
+        rebalancing=rebalancing(scenario),
+        clock=parts.clock,
+        tolerate_client_errors=settings.tolerate_client_errors,
+    )
+    return Preset(
+        strategy=strategy,
+        grid=parts.grid,
+        undisturbed_s=strategy.undisturbed_s() if parts.has_heat else None,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- FedAvg
+def _local(parts: RunParts) -> Preset:
+    """Return FedAvg over all nodes; the grid prices its messages."""
+    scenario = parts.scenario
+    train, settings = scenario.train, scenario.strategy
+    num_socs, wanted = (
+        len(list(parts.grid.get_node_ids())),
+        settings.socs or parts.run.cluster.num_socs,
+    )
+    if num_socs != wanted:
+        raise InfeasiblePlan(
+            f"[strategy] fedavg trains on {wanted} SoCs and Flower has {num_socs} nodes; set socs = "
+            f"{num_socs}"
+        )
+    grid = VirtualTimeGrid(
+        parts.grid,
+        parts.clock,
+        parts.run.cluster,
+        model_profile=model_profile(scenario, parts.model),
+        batch_size=train.batch_size,
+        pricing=pricing(scenario),
+        fused=settings.fusion == BUCKETS,
+    )
+    strategy = OrderedFedAvg(
+        schedule=LocalSchedule(
+            num_rounds=train.epochs // train.local_epochs,
+            local_epochs=train.local_epochs,
+            batch_size=train.batch_size,
+            seed=scenario.seed + 1,
+        ),
+        num_socs=num_socs,
+        outer=None if settings.outer is None else _outer(settings.outer),
+        tolerate_client_errors=settings.tolerate_client_errors,
+    )
+    return Preset(strategy=strategy, grid=grid)
+
+
+# ------------------------------------------------------------------------------------------------- split training
+def _split(parts: RunParts) -> Preset:
+    """Return training between edges and a cloud."""
+    scenario, setting = parts.scenario, parts.run.split_setting
+    program = setting.workload.program
+    strategy = SplitReplay(
+        cluster=setting.cluster,
+        parties=setting.parties(),
+        edge_names=program.edge_names,
+        mode=setting.mode,
+        batches_per_epoch=setting.workload.batches_per_epoch,
+        num_epochs=scenario.train.epochs,
+        clock=parts.clock,
+        cloud=cloud_of(parts.folder, setting),
+        reverse=program.is_reverse,
+        round_epochs=scenario.split.round_epochs,
+        seed=scenario.seed,
+        uplink=setting.uplink,
+        cloud_processors=scenario.split.cloud_processors,
+        fingerprint=program.fingerprint(),
+        tolerate_client_errors=scenario.strategy.tolerate_client_errors,
+    )
+    start = strategy.parties
+    return Preset(
+        strategy=strategy,
+        grid=parts.grid,
+        summary=lambda rounds, now_s: {
+            "split": split_document(start, setting.links[0], setting.mode, rounds, now_s)
+        },
+    )
+
+
+def cloud_of(folder: RunFolder, setting: SplitSetting) -> CloudClient | None:
+    """Return the cloud that the run's folder names, if it names one."""
+    address = folder.read_cloud()
+    if address is None:
+        return None
+    token = read_token(Path(address.token_file))
+    operator = CloudOperator(address=address.address, token=token, tls=address.tls)
+    return CloudClient(operator, setting.workload.program)
