@@ -345,6 +345,7 @@ class LayeredProgram(SplitProgram):
             ) from error
 
     def frozen_model(self) -> nn.Module:
+        """Return the whole model, which is given with what is frozen."""
         return self.split.model
 
     def cut_names(self, party: int = 0) -> tuple[str, ...]:
@@ -560,6 +561,7 @@ class HalvesProgram(_NamedParts):
         return self.model()
 
     def frozen_model(self) -> nn.Module:
+        """Return the whole model, which is given with what is frozen."""
         return self._original
 
     @property
