@@ -188,6 +188,7 @@ def _run_scenario(
 ) -> list[dict[str, Any]]:
     """Run a scenario, print its result and return its claims."""
     from socflower.scenario import runner
+    from socflower.scenario.jobs import kept_line, remotely_kept_line
     from socflower.scenario.prepared_run import prepare
     from socflower.scenario.schema.file import load_scenario
 
@@ -213,11 +214,10 @@ def _run_scenario(
                 **settings,
             )
     except KeyboardInterrupt:
-        if is_remote:
-            kept = runner.remotely_kept_line(deployment)
-        else:
-            kept = runner.kept_line(runner.checkpoint_folder(target), fresh=fresh)
-        _exit_interrupted(kept)
+        checkpoints = runner.checkpoint_folder(target)
+        _exit_interrupted(
+            remotely_kept_line(deployment) if is_remote else kept_line(checkpoints, fresh=fresh)
+        )
     if as_json:
         print_json(result)
     else:
@@ -259,7 +259,7 @@ def _run_app_folder(
 ) -> list[dict[str, Any]]:
     """Run an app folder, print its result and return its claims."""
     from socflower.scenario import app_folder
-    from socflower.scenario.runner import kept_line
+    from socflower.scenario.jobs import kept_line
 
     target = out or Path("out") / folder.resolve().name
     if target.resolve() == folder.resolve():

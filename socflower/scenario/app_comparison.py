@@ -10,8 +10,9 @@ from typing import Any
 from socflower.engines.run_log import NO_LOGGING, RoundLogging
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.report.quality import FIGURES, TARGETS, costs_to_target, quality_of
+from socflower.report.report import write_report
 from socflower.report.summary import headline_of
-from socflower.scenario.app_folder import AppRun, OnNotice, run_app_folder, write_app_report
+from socflower.scenario.app_folder import AppRun, OnNotice, run_app_folder
 from socflower.scenario.comparison import failed_run
 from socflower.scenario.expectations import check_app_claims, parse_claims
 from socflower.scenario.tuning import key_and_values
@@ -159,5 +160,6 @@ def _write(runs: Sequence[AppRun], results: list[dict[str, Any]], out: Path) -> 
         "expectations": claims,
     }
     write_atomically(out / "comparison.json", json.dumps(document, indent=1))
-    write_app_report(out / "report.html", results, " and ".join(run.title for run in runs))
+    shown = [run.shown(result) for run, result in zip(runs, results, strict=True)]
+    write_report(out / "report.html", shown, title=" and ".join(run.title for run in runs))
     return document

@@ -6,43 +6,32 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any, TypeAlias
 
 from socflower.cluster import Cluster
 from socflower.cluster.cluster_file import load_cluster
 from socflower.cluster.task_graph import Activity
-from socflower.engines.app_metrics import OnRound, RoundLog
-from socflower.engines.deployment.options import DeployedApp, DeploymentOptions
-from socflower.engines.deployment.run import run_in_deployment
-from socflower.engines.local.exchange_record import ExchangeRecord
-from socflower.engines.local.message_log import MessageLog
-from socflower.engines.local.run_app import FlowerApp, load_flower_app, require_server_app, run_app
-from socflower.engines.local.workers import resolve_client_app
-from socflower.engines.names import num_cores
-from socflower.engines.run_folder import RunFolder
-from socflower.engines.run_log import NO_LOGGING, RoundLogging
-from socflower.engines.simulation import run_in_flower_simulation
-from socflower.errors import ConfigError
-from socflower.report.report import write_report
-from socflower.scenario.app.own_app import app_outcome, own_app_files, training_profile
-from socflower.scenario.app.round_record import versions
-from socflower.scenario.expectations import check_app_claims, parse_claims, refuse_unknown_metrics
-from socflower.scenario.priced_processors import cluster_gpu_notes
-from socflower.scenario.runner import (
+from socflower.engines.any_engine import (
     DEFAULT_DEPLOYMENT,
-    WARNING_OF_SIMULATION,
-    failure,
-    following,
-    kept_for_resume,
-    with_prediction,
+    EngineApp,
+    EngineSettings,
     with_predictions,
 )
-from socflower.sim import EventClock, Trace
+from socflower.engines.deployment.options import DeployedApp, DeploymentOptions
+from socflower.engines.local.exchange_record import ExchangeRecord
+from socflower.engines.local.run_app import FlowerApp, load_flower_app, require_server_app
+from socflower.engines.local.workers import AppReference, resolve_client_app
+from socflower.engines.run_folder import RunFolder
+from socflower.engines.run_log import NO_LOGGING, RoundLogging
+from socflower.errors import ConfigError
+from socflower.scenario.app.own_app import own_app_files, training_profile
+from socflower.scenario.app.own_app import server_app as own_server_app
+from socflower.scenario.app.round_record import versions
+from socflower.scenario.expectations import check_app_claims, parse_claims, refuse_unknown_metrics
+from socflower.scenario.jobs import Kept, run_job_to_folder
+from socflower.scenario.priced_processors import cluster_gpu_notes
 from socflower.toml_file import parse_value
 from socflower.user_code import forgotten_modules, own_sources
-from socflower.wire.folders import exclusive_folder, new_folder, temporary_folder
-from socflower.wire.saved_state import write_atomically
 
 RunConfigValue: TypeAlias = bool | int | float | str
 OnNotice: TypeAlias = Callable[[str], None]
@@ -52,7 +41,6 @@ _PRICED_BY = {
     "int8": "SoCFlow(…, costs=Costs(model_profile=…, pricing=Int8Pricing())) has those of int8",
     "mixed": "SoCFlow(…, costs=Costs(model_profile=…, pricing=MixedPricing())) has those of both processors",
 }
-RESULT_FILES = ("result.json", "trace.json", "report.html", "comparison.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +106,73 @@ class AppRun:
     def _sources(self, app: FlowerApp) -> dict[str, Path]:
         return own_sources(self.folder.resolve(), [app.server_app.target, app.client_app.target])
 
+    # ------------------------------------------------------------------------------------ as a `Job`
+    @property
+    def question(self) -> str:
+        """Nothing: an app has no question."""
+        return ""
+
+    def engine_app(self) -> EngineApp:
+        """Return the app that stands for this one: it reads from the run's folder which one it is."""
+        app, cluster = load_flower_app(self.folder), load_cluster(self.cluster_file)
+        num_nodes = self.num_nodes or cluster.num_socs
+        files = own_app_files()
+        return EngineApp(
+            server_app=own_server_app,
+            client_app=AppReference(target="socflower.scenario.app.own_app:client_app"),
+            num_nodes=num_nodes,
+            num_parallel=num_nodes,
+            deployed=DeployedApp(
+                document={
+                    "app": str(self.folder.resolve()),
+                    "cluster_file": str(self.cluster_file.resolve()),
+                    "run_config": run_config(app, self.overrides),
+                    "training_flops": self.training_flops,
+                },
+                local_files=files,
+                bundle_files=files,
+                node_configs=_node_configs(cluster, num_nodes),
+            ),
+        )
+
+    def keep(self, out: Path, settings: EngineSettings) -> Kept | None:
+        """Return the record of the app's exchanges of messages on engine local; Flower's engines keep nothing."""
+        if settings.engine != "local":
+            return None
+        return run_record(out, self.inputs(), settings.on_notice)
+
+    def prepare(self, folder: RunFolder, kept: Kept | None, settings: EngineSettings) -> None:
+        """Do nothing: the record is replayed by the grid."""
+
+    def result(self, outcome: dict[str, Any], engine: str) -> dict[str, Any]:
+        """Return the result document: claims, and where its figures come from."""
+        cluster = load_cluster(self.cluster_file)
+        result = {
+            "schema": 1,
+            "app": str(self.folder),
+            "label": self.title,
+            "engine": engine,
+            "run_config": run_config(load_flower_app(self.folder), self.overrides),
+            "cluster_file": str(self.cluster_file),
+            "num_nodes": self.num_nodes or cluster.num_socs,
+            **outcome,
+        }
+        result["expectations"], missed = check_app_claims(parse_claims(self.claims), result)
+        if engine == "deployment":
+            result = with_predictions(result)
+        result["notes"] += [
+            *cluster_gpu_notes(cluster, engine, result["trained_on"]),
+            *_pricing_notes(result, self.training_flops),
+            *missed,
+        ]
+        return result
+
+    def shown(self, result: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the result with its settings where the report looks for those of a scenario."""
+        keys = ("app", "strategy", "cluster_file", "num_nodes", "run_config")
+        settings = {key: result[key] for key in keys}
+        return {**result, "strategy": result["label"], "scenario": settings}
+
 
 def run_app_folder(
     run: AppRun,
@@ -127,22 +182,21 @@ def run_app_folder(
     on_notice: OnNotice = lambda line: None,
     logging: RoundLogging = NO_LOGGING,
 ) -> dict[str, Any]:
-    """Run the app and write `result.json`, `trace.json` and `report.html`; return the result.
+    """Run the app into a folder; see `run_job_to_folder`.
 
-    Results of other runs in `out` are removed; `logging` writes the rounds there while the app runs. On engine `local`
-    the run keeps its exchanges of messages in `out/exchanges` until it succeeds, and resumes from them unless `fresh`
-    is set; `on_notice` gets a line about that. Raises `TrainingFailed`, and changes nothing else, if no client
-    succeeded, or none of those that trained last; `ConfigError` for the exchanges of another run.
+    On engine `local` the run keeps its exchanges of messages in `out/exchanges` until it succeeds, and resumes from
+    them unless `fresh` is set; `on_notice` gets a line about that. Raises `TrainingFailed`, and changes nothing
+    else, if no client succeeded, or none of those that trained last.
     """
-    with exclusive_folder(out, f"--out {out}"):
-        run.check()
-        if run.engine != "local":
-            return _run_to_folder(run, out, None, on_notice, logging)
-        record = run_record(out, run.inputs(), on_notice)
-        with kept_for_resume(record, out, fresh):
-            result = _run_to_folder(run, out, record, on_notice, logging)
-            record.remove()
-    return result
+    settings = EngineSettings(
+        engine=run.engine,
+        num_workers=run.num_workers,
+        deployment=run.deployment,
+        on_notice=on_notice,
+    )
+    # Another app may have modules of the same names.
+    with forgotten_modules(run.folder):
+        return run_job_to_folder(run, out, settings, fresh=fresh, logging=logging)
 
 
 def run_record(
@@ -154,155 +208,8 @@ def run_record(
     return ExchangeRecord(out / "exchanges", inputs or {}, on_notice=on_notice)
 
 
-def _run_to_folder(
-    run: AppRun,
-    out: Path,
-    record: ExchangeRecord | None,
-    on_notice: OnNotice,
-    logging: RoundLogging,
-) -> dict[str, Any]:
-    with new_folder(out) as new, logging.into(out) as log_round:
-        result = _run(run, new, on_notice, log_round, record)
-        write_atomically(new / "result.json", json.dumps(result, indent=1))
-        write_app_report(new / "report.html", [result], run.title)
-        # Files of another kind of run would otherwise stay beside the new result.
-        for name in RESULT_FILES:
-            (out / name).unlink(missing_ok=True)
-    return result
-
-
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def write_app_report(path: Path, results: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Write the report of one or several apps."""
-    write_report(
-        path,
-        [
-            {
-                **result,
-                "strategy": result["label"],
-                "scenario": {
-                    key: result[key]
-                    for key in ("app", "strategy", "cluster_file", "num_nodes", "run_config")
-                },
-            }
-            for result in results
-        ],
-        title=title,
-    )
-
-
-def _run(
-    run: AppRun,
-    new: Path,
-    on_notice: OnNotice,
-    on_round: OnRound,
-    record: ExchangeRecord | None = None,
-) -> dict[str, Any]:
-    app, cluster = load_flower_app(run.folder), load_cluster(run.cluster_file)
-    config, started_s = run_config(app, run.overrides), perf_counter()
-    if run.engine == "local":
-        # Another app may have modules of the same names.
-        with forgotten_modules(run.folder):
-            outcome = _run_locally(run, app, cluster, config, new, on_round, record)
-    else:
-        outcome = _run_in_flower(run, cluster, config, new, on_notice, on_round)
-    result = {
-        "schema": 1,
-        "app": str(run.folder),
-        "label": run.title,
-        "engine": run.engine,
-        "run_config": config,
-        "cluster_file": str(run.cluster_file),
-        "num_nodes": run.num_nodes or cluster.num_socs,
-        "wall_s": perf_counter() - started_s,
-        **outcome,
-    }
-    result["expectations"], missed = check_app_claims(parse_claims(run.claims), result)
-    if run.engine == "deployment":
-        result = with_predictions(result)
-    result["notes"] += [
-        *cluster_gpu_notes(cluster, run.engine, result["trained_on"]),
-        *_pricing_notes(result, run.training_flops),
-        *missed,
-    ]
-    return result
-
-
-def _run_locally(
-    run: AppRun,
-    app: FlowerApp,
-    cluster: Cluster,
-    config: dict[str, RunConfigValue],
-    new: Path,
-    on_round: OnRound,
-    record: ExchangeRecord | None,
-) -> dict[str, Any]:
-    trace, messages = Trace(), MessageLog()
-    clock = EventClock(cluster, trace=trace)
-    rounds = RoundLog(clock, on_round)
-    run_app(
-        app.server_app,
-        app.client_app,
-        cluster=cluster,
-        num_nodes=run.num_nodes,
-        run_config=config,
-        num_workers=run.num_workers,
-        model_profile=training_profile(run.training_flops),
-        clock=clock,
-        messages=messages,
-        rounds=rounds,
-        record=record,
-    )
-    trace.write(new / "trace.json")
-    return {
-        **app_outcome(clock, messages, rounds),
-        "resumed_from": [] if record is None else record.resumed_from,
-    }
-
-
-def _run_in_flower(
-    run: AppRun,
-    cluster: Cluster,
-    config: dict[str, RunConfigValue],
-    new: Path,
-    on_notice: OnNotice,
-    on_round: OnRound,
-) -> dict[str, Any]:
-    """Run the app in Flower's processes, which read from a temporary folder what they run."""
-    num_nodes = run.num_nodes or cluster.num_socs
-    document = {
-        "app": str(run.folder.resolve()),
-        "cluster_file": str(run.cluster_file.resolve()),
-        "run_config": config,
-        "training_flops": run.training_flops,
-    }
-    with temporary_folder() as temporary:
-        folder = RunFolder(temporary)
-        folder.write_scenario(document)
-        if run.engine == "simulation":
-            on_notice(WARNING_OF_SIMULATION)
-            with following(folder, on_round):
-                run_in_flower_simulation(
-                    folder, own_app_files(), num_nodes, min(num_cores(), num_nodes)
-                )
-        else:
-            deployed = DeployedApp(
-                document=document,
-                local_files=own_app_files(),
-                bundle_files=own_app_files(),
-                node_configs=_node_configs(cluster, num_nodes),
-            )
-            with following(folder, lambda entry: on_round(with_prediction(entry))):
-                run_in_deployment(deployed, folder, run.deployment, on_notice)
-        outcome = folder.read_outcome()
-        assert outcome is not None
-        if "error" in outcome:
-            raise failure(outcome)
-        folder.trace.replace(new / "trace.json")
-    return outcome
 
 
 def _node_configs(cluster: Cluster, num_nodes: int) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from socflower.cluster.cluster_file import ServerTable
-from socflower.scenario import runner
+from socflower.scenario import jobs
 from socflower.scenario.runner import run_scenario, run_to_folder
 from socflower.scenario.schema.config import EventConfig, Scenario, StrategyConfig, TrainConfig
 from tests.few_digits import few_digits
@@ -70,5 +70,5 @@ def _run(name: str, changes: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
 def without_drawing(scenario: Scenario, out: Path, **settings: Any) -> dict[str, Any]:
     """Run into a folder; the report is an empty page, since drawing it takes longer than such a training."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "write_report", lambda path, *_, **__: path.touch())
+        patch.setattr(jobs, "write_report", lambda path, *_, **__: path.touch())
         return run_to_folder(scenario, out, **{"num_workers": 0, **settings})

@@ -11,7 +11,7 @@ import pytest
 
 from socflower.engines.run_log import RoundLogging, scalars
 from socflower.errors import TrainingFailed
-from socflower.scenario import app_folder
+from socflower.scenario import jobs
 from socflower.scenario.app_comparison import app_variants, compare_apps
 from socflower.scenario.app_folder import AppRun, run_app_folder
 from socflower.scenario.expectations import check_app_claims, parse_claims
@@ -100,7 +100,7 @@ def rack(tmp_path: Path) -> Path:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty reports, since drawing takes longer than such runs."""
-    monkeypatch.setattr(app_folder, "write_report", lambda path, *_, **__: path.touch())
+    monkeypatch.setattr(jobs, "write_report", lambda path, *_, **__: path.touch())
 
 
 def write_app(folder: Path, *, called: str = "level") -> Path:

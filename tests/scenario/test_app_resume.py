@@ -18,7 +18,7 @@ from flwr.app import Error, Message
 from socflower.engines.local.exchange_record import ExchangeRecord
 from socflower.engines.local.workers import InProcessWorkers
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.scenario import app_folder
+from socflower.scenario import app_folder, jobs
 from socflower.scenario.app_folder import AppRun, run_app_folder
 from socflower.wire.saved_state import StateStore
 from tests.command_line import Socflower, is_mistake
@@ -114,7 +114,7 @@ def run(tmp_path: Path) -> AppRun:
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty reports, since drawing takes longer than such runs."""
-    monkeypatch.setattr(app_folder, "write_report", lambda path, *_, **__: path.touch())
+    monkeypatch.setattr(jobs, "write_report", lambda path, *_, **__: path.touch())
 
 
 class Moments:

@@ -19,7 +19,7 @@ from socflower.cli.compare import print_comparison
 from socflower.cli.plan import print_plan
 from socflower.engines.checkpoint import difference, training_keys
 from socflower.errors import TrainingFailed
-from socflower.scenario import runner
+from socflower.scenario import jobs
 from socflower.scenario.app.deployed import app_in_bundle, bundled_document
 from socflower.scenario.comparison import compare
 from socflower.scenario.planning import plan_scenario
@@ -444,7 +444,7 @@ def test_a_model_without_accuracy_is_run_compared_and_searched_by_its_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        runner, "write_report", lambda path, *_, **__: path.write_text("page")
+        jobs, "write_report", lambda path, *_, **__: path.write_text("page")
     )  # that of each run
     path = write(tmp_path, own, model="Writer", data="texts", more="[expect]\nmax_loss = 3.2\n")
     scenario = load_scenario(path, ("train.learning_rate=0.5",))

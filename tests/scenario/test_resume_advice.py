@@ -13,8 +13,8 @@ import pytest
 from socflower.engines.checkpoint import CheckpointFolder
 from socflower.engines.deployment.options import DeploymentOptions
 from socflower.errors import SocflowerError, TrainingFailed
-from socflower.scenario import runner
-from socflower.scenario.runner import kept_line
+from socflower.scenario import jobs
+from socflower.scenario.jobs import kept_line
 from socflower.scenario.schema.config import EventConfig
 from tests.command_line import Socflower
 from tests.one_line import one_line, refused
@@ -196,10 +196,10 @@ def test_a_run_far_away_resumes_from_the_checkpoints_there(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def run_scenario(*arguments: Any, **named_arguments: Any) -> None:
+    def run_job(*arguments: Any, **named_arguments: Any) -> None:
         raise error
 
-    monkeypatch.setattr(runner, "run_scenario", run_scenario)
+    monkeypatch.setattr(jobs, "run_job", run_job)
     (tmp_path / "case.toml").write_text(TWO_ROUNDS)
     options = f"--checkpoint-folder {folder}" if folder else ""
     options += " --fresh" if fresh else ""
@@ -216,4 +216,4 @@ def test_a_run_far_away_resumes_from_the_checkpoints_there(
 def test_without_checkpoints_nothing_is_advised(tmp_path: Path) -> None:
     for fresh in (False, True):
         assert kept_line(CheckpointFolder(tmp_path), fresh=fresh) == ""
-    assert runner.remotely_kept_line(DeploymentOptions(superlink="127.0.0.1:8")) == ""
+    assert jobs.remotely_kept_line(DeploymentOptions(superlink="127.0.0.1:8")) == ""

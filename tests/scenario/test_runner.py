@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from socflower.errors import ConfigError, InfeasiblePlan, SocflowerError
-from socflower.scenario import runner
+from socflower.scenario import jobs
 from socflower.scenario.prepared_run import prepare
 from socflower.scenario.runner import run_scenario, run_to_folder
 from socflower.scenario.schema.config import EventConfig, ModelConfig, Scenario
@@ -234,8 +234,8 @@ def fail_report(monkeypatch: pytest.MonkeyPatch) -> Scenario:
     def refuse(*_: object, **__: object) -> None:
         raise ConfigError("no report today")
 
-    monkeypatch.setattr(runner, "run_scenario", lambda scenario, *_, trace_to, **__: {"a": 1})
-    monkeypatch.setattr(runner, "write_report", refuse)
+    monkeypatch.setattr(jobs, "run_job", lambda job, *_, trace_to, **__: {"a": 1})
+    monkeypatch.setattr(jobs, "write_report", refuse)
     return small()
 
 
@@ -274,7 +274,7 @@ def test_an_out_that_cannot_be_a_folder_is_refused_before_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(runner, "run_scenario", lambda *_, **__: pytest.fail("trained for nothing"))
+    monkeypatch.setattr(jobs, "run_job", lambda *_, **__: pytest.fail("trained for nothing"))
     refused(lambda: run_to_folder(small(), tmp_path / out), "--out")
     assert (tmp_path / "file").read_text() == "in the way"
 

@@ -213,7 +213,9 @@ class LocalGrid(EngineGrid):
             for message_id, reply in zip(asked, replies, strict=True)
             if reply is not None
         }
-        for reply in answered.values():
+        for message_id, reply in answered.items():
+            # A reply on record answers the message of an earlier process.
+            reply.metadata.__dict__["_reply_to_message_id"] = message_id
             reply.metadata.__dict__["_message_id"] = str(uuid4())
         return answered
 

@@ -177,12 +177,20 @@ def run_on_local_grid(
     num_nodes: int,
     run_config: UserConfig,
     num_workers: int,
+    record: ExchangeRecord | None = None,
 ) -> None:
-    """Run an app whose strategy charges virtual time itself, with Flower's log lines below errors suppressed."""
+    """Run an app that keeps its virtual time itself, with Flower's log lines below errors suppressed.
+
+    With `record`, an interrupted run resumes from it.
+    """
     with (
         flower_quiet(),
-        LocalGrid(client_app, num_nodes, run_config=run_config, num_workers=num_workers) as grid,
+        LocalGrid(
+            client_app, num_nodes, run_config=run_config, num_workers=num_workers, record=record
+        ) as grid,
     ):
+        if record is not None:
+            record.begin()
         server_app(
             GroupGrid(grid),
             Context(

@@ -169,9 +169,10 @@ def _read(folder: RunFolder) -> Scenario:
     return from_document(folder.read_scenario())
 
 
-def _folder_of_run_config(context: Context) -> RunFolder:
+def folder_of_run_config(context: Context) -> RunFolder:
+    """Return the folder that the run config names."""
     return RunFolder(Path(str(context.run_config[RUN_FOLDER_KEY])))
 
 
-server_app: ServerApp = scenario_server_app(_folder_of_run_config)
-client_app: ClientApp = scenario_client_app(_folder_of_run_config)
+server_app: ServerApp = scenario_server_app(folder_of_run_config)
+client_app: ClientApp = scenario_client_app(folder_of_run_config)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from flwr.app import Context, RecordDict, UserConfig
 
+from socflower.engines.any_engine import with_predictions
 from socflower.engines.deployment import flower_processes
 from socflower.engines.deployment.attempts import RunHistory
 from socflower.engines.deployment.flower_processes import (
@@ -37,7 +38,7 @@ from socflower.report.report import render_report
 from socflower.scenario.app.deployed import app_in_bundle, app_in_folder, node_configs, participants
 from socflower.scenario.app.remote_main import bundled_server_app
 from socflower.scenario.prepared_run import prepare
-from socflower.scenario.runner import run_to_folder, with_predictions
+from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.config import DataConfig, PrecisionConfig
 from socflower.scenario.schema.file import from_document
 from tests.command_line import Socflower

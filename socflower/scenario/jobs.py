@@ -1,0 +1,235 @@
+"""Runs a scenario or an app folder on an engine and writes its result files, either all of them or none."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from socflower.engines.any_engine import (
+    EngineApp,
+    EngineSettings,
+    run_on_engine,
+    with_prediction,
+)
+from socflower.engines.deployment.options import DeploymentOptions
+from socflower.engines.local.exchange_record import ExchangeRecord
+from socflower.engines.run_folder import RunFolder
+from socflower.engines.run_log import NO_LOGGING, RoundLogging
+from socflower.errors import ConfigError, TrainingFailed
+from socflower.report.report import write_report
+from socflower.wire.folders import UNFINISHED, exclusive_folder, new_folder, temporary_folder
+from socflower.wire.message_keys import LOST_STATE
+from socflower.wire.saved_state import atomic_file, write_atomically
+
+RESULT_FILES = ("result.json", "trace.json", "report.html", "comparison.json")
+
+
+class Job(Protocol):
+    """What is run: an app with its cluster, and what its result says."""
+
+    @property
+    def title(self) -> str:
+        """The name above the report."""
+
+    @property
+    def question(self) -> str:
+        """The question that the run answers, above the report; may be empty."""
+
+    def check(self) -> None:
+        """Raise a one-line error for what can be known before anything starts."""
+
+    def engine_app(self) -> EngineApp:
+        """Return the app for the engines."""
+
+    def keep(self, out: Path, settings: EngineSettings) -> "Kept | None":
+        """Return what keeps the state of a run into `out`; None if nothing does."""
+
+    def prepare(self, folder: RunFolder, kept: "Kept | None", settings: EngineSettings) -> None:
+        """Write into the run's folder from where it resumes."""
+
+    def result(self, outcome: dict[str, Any], engine: str) -> dict[str, Any]:
+        """Return the result document of an outcome, with its claims checked."""
+
+    def shown(self, result: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the result as the report reads it."""
+
+
+def run_job(
+    job: Job,
+    settings: EngineSettings,
+    *,
+    kept: "Kept | None" = None,
+    trace_to: Path | None = None,
+    model_to: Path | None = None,
+) -> dict[str, Any]:
+    """Run and return the result document; trace and model go to `trace_to` and `model_to`."""
+    app = job.engine_app()
+    with temporary_folder() as temporary:
+        folder = RunFolder(temporary)
+        job.prepare(folder, kept, settings)
+        record = kept if isinstance(kept, ExchangeRecord) else None
+        wants_model = model_to is not None
+        outcome = run_on_engine(app, folder, settings, record=record, wants_model=wants_model)
+        if trace_to is not None and folder.trace.exists():
+            shutil.copyfile(folder.trace, trace_to)
+        if model_to is not None:
+            shutil.copyfile(folder.model, model_to)
+    return job.result(outcome, settings.engine)
+
+
+def run_job_to_folder(
+    job: Job,
+    out: Path,
+    settings: EngineSettings,
+    *,
+    fresh: bool = False,
+    save_model: Path | None = None,
+    logging: RoundLogging = NO_LOGGING,
+) -> dict[str, Any]:
+    """Run and write `result.json`, `trace.json` and `report.html` into `out`, all three or none.
+
+    A job that keeps its state does so until it succeeds, and resumes from it unless `fresh` is set. `save_model` is a
+    file for the trained model. `logging` writes the rounds into `out` while the run goes. Raises `ConfigError` for the
+    state of another run.
+    """
+    with exclusive_folder(out, f"--out {out}"):
+        job.check()
+        kept = job.keep(out, settings)
+        with logging.into(out) as log_round, kept_for_resume(kept, out, settings, fresh=fresh):
+
+            def follow(entry: dict[str, Any]) -> None:
+                # A deployment's virtual time is a prediction, also in its log.
+                log_round(with_prediction(entry) if settings.engine == "deployment" else entry)
+                settings.on_round(entry)
+
+            result = _write_results(
+                job, out, replace(settings, on_round=follow), kept=kept, save_model=save_model
+            )
+            # Only a finished run no longer needs what it kept.
+            if kept is not None:
+                kept.remove()
+    return result
+
+
+def _write_results(
+    job: Job,
+    out: Path,
+    settings: EngineSettings,
+    *,
+    kept: "Kept | None",
+    save_model: Path | None,
+) -> dict[str, Any]:
+    with new_folder(out, within=None if kept is None else kept.path) as new:
+        result = run_job(
+            job,
+            settings,
+            kept=kept,
+            trace_to=new / "trace.json",
+            model_to=save_model and new / "model.npz",
+        )
+        # A model inside `out` takes part in its replacement, all files or none.
+        if save_model is not None and save_model.parent.resolve() == out.resolve():
+            (new / "model.npz").replace(new / save_model.name)
+            save_model = None
+        write_atomically(new / "result.json", json.dumps(result, indent=1))
+        report = new / "report.html"
+        write_report(report, [job.shown(result)], title=job.title, question=job.question)
+        # Files of another kind of run would otherwise stay beside the new result.
+        for name in RESULT_FILES:
+            if not (new / name).exists():
+                (out / name).unlink(missing_ok=True)
+    if save_model is not None:
+        _move_model(out / "model.npz", save_model)
+    return result
+
+
+def _move_model(model: Path, target: Path) -> None:
+    """Move a trained model, also to another file system; `ConfigError` if that fails, and the model stays."""
+    try:
+        with model.open("rb") as source, atomic_file(target) as copy:
+            shutil.copyfileobj(source, copy)
+    except OSError as error:
+        raise ConfigError(
+            f"--save-model {target}: cannot be written ({error.strerror}); the model is {model}"
+        ) from None
+    model.unlink()
+
+
+class Kept(Protocol):
+    """What a run keeps in a folder until it succeeds, so that it can be resumed."""
+
+    path: Path
+
+    def create(self) -> None:
+        """Create the folder, and remove files that a killed writer left incomplete."""
+
+    def newest_name(self) -> str:
+        """Return the point after which the run can resume, such as "round 3"; empty if there is none."""
+
+    def remove(self) -> None:
+        """Remove everything, and the folder."""
+
+
+@contextmanager
+def kept_for_resume(
+    kept: Kept | None, out: Path, settings: EngineSettings, *, fresh: bool
+) -> Iterator[None]:
+    """Create the folder in which a run into `out` keeps its state, empty if `fresh`; errors remove an empty one.
+
+    A training that fails says how to resume it.
+    """
+    if kept is None:
+        try:
+            yield
+        except TrainingFailed as error:
+            advice = remotely_kept_line(settings.deployment)
+            raise TrainingFailed(_with_advice(error, advice)) from None
+        return
+    try:
+        if fresh:
+            kept.remove()
+        kept.create()
+        # A killed run leaves half-written folders, which nothing else removes.
+        for half_written in kept.path.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(half_written)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from None
+    try:
+        yield
+    except BaseException as error:
+        if not kept.newest_name():
+            kept.remove()
+        elif isinstance(error, TrainingFailed):
+            raise TrainingFailed(_with_advice(error, kept_line(kept, fresh=fresh))) from None
+        raise
+
+
+def kept_line(kept: Kept, *, fresh: bool) -> str:
+    """Return the line about what is kept of a run that ended early; empty if nothing is.
+
+    With `fresh` the command was given --fresh, which would remove it.
+    """
+    name = kept.newest_name()
+    return (
+        name and f"{name} is kept in {kept.path}: {_resumes(fresh)} after it, --fresh starts over"
+    )
+
+
+def remotely_kept_line(deployment: DeploymentOptions) -> str:
+    """Return the line about checkpoints on the SuperLink's machine; empty if none are kept there."""
+    return deployment.checkpoint_folder and (
+        f"checkpoints are in {deployment.checkpoint_folder} on the SuperLink's machine: "
+        f"{_resumes(deployment.fresh)} after the newest, --fresh starts over"
+    )
+
+
+def _resumes(fresh: bool) -> str:
+    return f"the same command {'without --fresh ' if fresh else ''}resumes"
+
+
+def _with_advice(error: TrainingFailed, advice: str) -> str:
+    """Return the text of an error with advice on how to resume; one about a lost state has its own."""
+    return str(error) if not advice or LOST_STATE in str(error) else f"{error}; {advice}"
