@@ -80,8 +80,8 @@ def checked(cls: type[_Checked]) -> type[_Checked]:
 
     A number, text, choice (`OneOf`) or range (`Field(gt=0)`) in an annotation is checked when a value is built; a
     method `check` may then compare fields. Both raise `ConfigError` with the class's name, or, for values from a file,
-    with the place in the file. NumPy's numbers become Python's (`plain_numbers`). A field costs about a microsecond, so
-    values that are built by the thousand should not be checked.
+    with the place in the file. NumPy's numbers become Python's (`plain_numbers`), and lists and arrays become tuples. A
+    field costs about a microsecond, so values that are built by the thousand should not be checked.
     """
     prepare = cls.__dict__.get("__post_init__")
 
@@ -90,8 +90,12 @@ def checked(cls: type[_Checked]) -> type[_Checked]:
             prepare(self)
         kind: Any = type(self)
         for name, adapter in _adapters(kind).items():
+            value = getattr(self, name)
+            if isinstance(value, list):
+                value = _tuples(value)
+                object.__setattr__(self, name, value)
             try:
-                adapter.validate_python(getattr(self, name))
+                adapter.validate_python(value)
             except ValidationError as error:
                 (first, *_) = error.errors(include_url=False, include_input=False)
                 first["loc"] = (name, *first["loc"])
@@ -106,6 +110,11 @@ def checked(cls: type[_Checked]) -> type[_Checked]:
     target.__post_init__ = check_fields
     target.__pydantic_config__ = _OF_FILES
     return plain_numbers(dataclass(frozen=True, kw_only=True, slots=True)(cls))
+
+
+def _tuples(value: Any) -> Any:
+    """Return a list, and the lists in it, as tuples, which no caller can change later."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 class _Misfit(ConfigError, ValueError):
@@ -245,14 +254,17 @@ def _line(kind: type, document: Any, where: str, error: Any) -> str:
             return f"{_place(where, path[:-1])}: {name} is missing{form}"
         value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
         inner, shape = table_of(entry.annotation)
-        if inner is None and get_origin(entry.annotation) is dict:
-            # The key takes plain values by name.
+        if inner is None and get_origin(entry.annotation) in (dict, Mapping):
+            # The key takes plain values by name or number.
             if not isinstance(value, Mapping):
                 return f"{_place(where, path)} must be a table, got {_shown(value)}"
             path.append(loc[0])
+            names, values = get_args(entry.annotation)
+            if loc[-1] == "[key]":
+                return f"{_key(where, path)} must be {allowed(names)}"
             return (
-                f"{_key(where, path)} = {_shown(value[str(loc[0])])} must be "
-                f"{allowed(get_args(entry.annotation)[1])}{_finite(error)}"
+                f"{_key(where, path)} = {_shown(value[loc[0]])} must be "
+                f"{allowed(values)}{_finite(error)}"
             )
         if inner is None:
             break

@@ -1,5 +1,7 @@
 """Types that check themselves: every rule of an annotation holds in a program and in a file."""
 
+from collections.abc import Mapping
+from dataclasses import field
 from typing import Annotated, Protocol
 
 import numpy as np
@@ -25,6 +27,8 @@ class Fan:
     high_c: float = 80.0
     num_blades: Annotated[int, Field(ge=2)] | None = None
     points: tuple[tuple[float, float], ...] = ()
+    rpm_by_mode: dict[str, Annotated[float, Field(gt=0)]] = field(default_factory=dict)
+    rpm_by_level: Mapping[int, Annotated[float, Field(gt=0)]] = field(default_factory=dict)
 
     def check(self) -> None:
         if self.low_c >= self.high_c:
@@ -87,6 +91,22 @@ def test_fields_that_do_not_fit_each_other_are_refused_with_their_place() -> Non
     assert str(in_file.value).replace("90.0", "90") == f"rack.toml [fan] {line}"
 
 
+@pytest.mark.parametrize(
+    ("key", "values", "line"),
+    [
+        ("rpm_by_mode", {"quiet": -1.0}, "[rpm_by_mode] quiet = -1.0 must be a number above 0"),
+        ("rpm_by_mode", {3: 900.0}, "[rpm_by_mode] 3 must be a text"),
+        ("rpm_by_mode", {None: 900.0}, "[rpm_by_mode] None must be a text"),
+        ("rpm_by_level", {2: 0.0}, "[rpm_by_level] 2 = 0.0 must be a number above 0"),
+        ("rpm_by_level", {"high": 900.0}, "[rpm_by_level] high must be a whole number"),
+    ],
+)
+def test_values_by_name_are_refused_with_the_name(key: str, values: object, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Fan(**{key: values})  # type: ignore[arg-type]
+    assert str(caught.value) == f"Fan {line}"
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_numbers_are_finite(value: float) -> None:
     with pytest.raises(ConfigError, match=r"high_c = .* must be a number and finite"):
@@ -97,6 +117,13 @@ def test_numbers_of_numpy_become_pythons() -> None:
     fan = Fan(period_s=np.float32(0.5), points=((np.float64(1), np.int64(2)),))
     assert type(fan.period_s) is float
     assert [type(number) for number in fan.points[0]] == [float, int]
+
+
+@pytest.mark.parametrize(
+    "points", [[[0.0, 900.0], [80.0, 3000.0]], np.array([[0, 900], [80, 3e3]])]
+)
+def test_lists_and_arrays_become_tuples(points: object) -> None:
+    assert Fan(points=points).points == ((0.0, 900.0), (80.0, 3000.0))  # type: ignore[arg-type]
 
 
 def test_fields_of_types_without_a_rule_take_any_value() -> None:

@@ -51,11 +51,6 @@ class IntegerUpdate:
     starts: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], ...] = (0.0, 0.5, 0.75)
     rounding: Rounding = Rounding.PSEUDO_STOCHASTIC
 
-    def __post_init__(self) -> None:
-        # Lists and arrays are taken too.
-        object.__setattr__(self, "bits", tuple(self.bits))
-        object.__setattr__(self, "starts", tuple(self.starts))
-
     def check(self) -> None:
         """Raise `ConfigError` unless every number of bits has a start, rising from 0."""
         rises = list(self.starts) == sorted(self.starts)

@@ -116,8 +116,11 @@ class FP32Trainer:
 
     def check(self) -> None:
         """Raise `ConfigError` if a function cannot be called, and if settings contradict each other."""
-        for key, value in (("optimizer", self.optimizer), ("loss_weight", self.loss_weight)):
-            if value is not None and not callable(value):
+        functions: dict[str, object] = {"optimizer": self.optimizer}
+        if self.loss_weight is not None:
+            functions["loss_weight"] = self.loss_weight
+        for key, value in functions.items():
+            if not callable(value):
                 raise ConfigError(
                     f"{key} = {_type_or_value(value)}; give a function, not its result"
                 )

@@ -453,7 +453,8 @@ class FrameChannel(Generic[M]):
         self._forget_received(credit.received, measure=True)
         self._note_used(credit.used)
         for transfer in credit.transfers:
-            if transfer.seconds > 0 and transfer.num_bytes:
+            # Infinite seconds would make every later estimate of the bandwidth NaN.
+            if 0 < transfer.seconds < math.inf and transfer.num_bytes:
                 self._transfers.append(
                     SentMessage(
                         sent=False,

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from socflower.edgecloud.stream.split_pb2 import Frame
 from socflower.wire.arrays import MalformedBytes
 from socflower.wire.framing import check_size
-from socflower.wire.framing_pb2 import Part
+from socflower.wire.framing_pb2 import Credit, Part, Transfer
 from socflower.wire.resumable_channel import ChannelLimits, FrameChannel, StreamLost, cost_bytes
 from tests.one_line import refused
 from tests.wire.memory_line import MemoryLine
@@ -115,6 +116,18 @@ def test_transfers_are_measured_at_both_ends() -> None:
     (received,) = far.transfers()
     assert not received.sent and received.seconds == sent.seconds
     line.close()
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "seconds"), [(9, inf), (9, nan), (9, -1.0), (9, 0.0), (0, 1.0)]
+)
+def test_transfers_that_cannot_be_are_not_counted(num_bytes: int, seconds: float) -> None:
+    near = channel()
+    stream_id = near.attach(received=0, used=0, credit_bytes=1)
+    told = [Transfer(num_bytes=num_bytes, seconds=seconds), Transfer(num_bytes=8, seconds=2.0)]
+    near.on_frame(stream_id, Frame(credit=Credit(transfers=told)))
+    (counted,) = near.transfers()
+    assert (counted.num_bytes, counted.seconds) == (8, 2.0)
 
 
 def test_what_is_under_way_is_known() -> None:

@@ -51,6 +51,9 @@ class TorchBack(TorchHalf):
         Gradients are by the weights before the update. Raises `ConfigError`, with nothing changed, for features or
         labels that do not fit.
         """
+        # An edge may move all layers to itself and then send features.
+        if self._cut == self.split.num_cuts:
+            raise self._error(f"has no layers for the features of batch {batch}")
         trains = self.split.front_trains(self._cut)
         self._check_features(batch, features, labels)
         layout = self.split.cuts[self._cut].layout

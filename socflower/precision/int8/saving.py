@@ -21,7 +21,7 @@ from socflower.precision.algorithm import (
     TrainingAlgorithm,
 )
 from socflower.precision.int8.fixed_point import AnyArray, require_finite
-from socflower.precision.int8.network import Graph
+from socflower.precision.int8.network import BatchNorm, Graph
 from socflower.precision.int8.parameters import Parameters, Vector, Weight, array_shapes
 from socflower.wire.saved_state import atomic_file
 
@@ -76,7 +76,7 @@ def load(path: Path) -> tuple[Graph, TrainingAlgorithm, Parameters]:
         algorithm = _algorithm(header["algorithm"])
         keep_master = isinstance(algorithm.update, Fp32Update)
         _require_arrays(arrays, array_shapes(graph, keep_master=keep_master))
-        return graph, algorithm, _parameters(header, arrays)
+        return graph, algorithm, _parameters(graph, header, arrays)
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file") from None
     except ConfigError as error:
@@ -127,10 +127,12 @@ def _algorithm(document: dict[str, Any]) -> TrainingAlgorithm:
     )
 
 
-def _parameters(header: dict[str, Any], arrays: dict[str, Any]) -> Parameters:
-    parameters = Parameters(
-        num_batches_tracked=dict(header["num_batches_tracked"]), num_steps=int(header["num_steps"])
-    )
+def _parameters(graph: Graph, header: dict[str, Any], arrays: dict[str, Any]) -> Parameters:
+    parameters = Parameters(num_steps=int(header["num_steps"]))
+    for node in graph.nodes:
+        if isinstance(node, BatchNorm):
+            tracked = header["num_batches_tracked"][node.name]
+            parameters.num_batches_tracked[node.name] = int(tracked)
     for key, array in arrays.items():
         role, _, name = key.partition("/")
         velocity = arrays.get(f"velocity/{name}")

@@ -47,7 +47,8 @@ class FanSettings:
     spin_up_s: Positive = 15.0
 
     def check(self) -> None:
-        """Refuse speeds in the wrong order."""
+        """Refuse speeds in the wrong order, and a range of one speed."""
+        require_order(min_rpm=self.min_rpm, max_rpm=self.max_rpm)
         require_order(
             equal=True,
             min_rpm=self.min_rpm,

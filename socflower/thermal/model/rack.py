@@ -32,6 +32,15 @@ class ThermalNetwork:
     edges: tuple[tuple[int, int, float], ...]
     ambient_w_per_k: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        rates = self._decomposition[0]
+        # Beyond it temperatures would be rounding errors, or NaN.
+        if not rates[0] > 1e-12 * rates[-1]:
+            raise ConfigError(
+                "rack: some heat capacities or conductances are too far from the others to be computed; "
+                "give airflow and coupling nearer to 1"
+            )
+
     @cached_property
     def _matrix(self) -> Vector:
         matrix = np.diag(np.array(self.ambient_w_per_k, float))

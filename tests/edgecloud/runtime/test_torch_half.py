@@ -204,13 +204,15 @@ def test_loading_sets_own_weights_only() -> None:
 
 
 def test_calls_that_do_not_fit_are_refused_and_change_nothing() -> None:
-    front, _ = halves(chain_split(), 1, sgd)
+    front, back = halves(chain_split(), 1, sgd)
     front.forward(3)
     before = front.save()
     strange = np.zeros((2, 2), np.float32)
     refused(lambda: front.apply(3, strange), "batch 3", "(2, 2)")
     refused(lambda: front.export_layers(0), "[3]")
     assert front.save() == before
+    back.export_layers(back.split.num_cuts)
+    refused(lambda: back.step(4, [strange], np.zeros(2, np.int64)), "no layers", "batch 4")
 
 
 def test_a_kept_graph_is_not_used_after_an_update() -> None:

@@ -193,6 +193,13 @@ def test_a_file_that_says_something_else_is_refused(file_bytes, change, named, t
     refused(lambda: Int8Model.load(path), "model.npz: ", named)
 
 
+def test_a_file_without_the_number_of_batches_of_a_batchnorm_is_refused(tmp_path):
+    path = tmp_path / "model.npz"
+    trained("normalised", steps=1).save(path)
+    rewritten(path.read_bytes(), path, lambda h, a: h["num_batches_tracked"].popitem())
+    refused(lambda: Int8Model.load(path), "model.npz: not an int8 model")
+
+
 @pytest.mark.parametrize("where", ["nowhere/model.npz", "."])
 def test_a_place_that_cannot_be_written_is_a_config_error(where, tmp_path):
     path = tmp_path / where

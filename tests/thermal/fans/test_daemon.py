@@ -513,6 +513,7 @@ def test_an_invalid_fan_table_is_refused_before_a_fan_is_touched(rack):
         spin_up_s=(0,),
         min_duty_percent=(0, 100),
     )
+    refused(partial(make, min_rpm=9000, failsafe_rpm=9000), "min_rpm", "max_rpm")
     for key in ("max_rpm", "folder"):
         refused(partial(make, **{key: None}), key)
     refused(partial(make, curve_percent=[20, 100]), "curve_percent", "curve_rpm")

@@ -128,5 +128,8 @@ def test_invalid_racks_and_powers_are_refused():
         ("coupling", 3, -1.0),
     ):
         refused(partial(make, **{key: {index: part}}), key, index)
+    for far in (5e-324, 1e-14, 1e14, 1e300):
+        for key in ("airflow", "coupling"):
+            refused(partial(make(**{key: {0: far}}).network, 100.0), key)
     for watts in ([], [1.0], [1.0] * 11):
         refused(partial(make().node_power_w, watts), len(watts), 10)
