@@ -5,7 +5,6 @@ adaptive step on BatchNorm's variance could make it negative, and its counter is
 """
 
 import copy
-import inspect
 import logging
 import math
 import random
@@ -26,8 +25,6 @@ from flwr.app import (
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import (
     Bulyan,
-    DifferentialPrivacyServerSideAdaptiveClipping,
-    DifferentialPrivacyServerSideFixedClipping,
     FedAdagrad,
     FedAdam,
     FedAvg,
@@ -408,31 +405,18 @@ def _arrays_of(value: Any) -> Iterator[tuple[str, str, NDArray[Any]]]:
         yield from ((_LIST, str(index), array) for index, array in enumerate(value))
 
 
-_CLIPPING = (
-    DifferentialPrivacyServerSideAdaptiveClipping,
-    DifferentialPrivacyServerSideFixedClipping,
-)
-
-
-def refuse_integers_clipped(arrays: ArrayRecord, *, at_clients: bool) -> None:
-    """Raise `ConfigError` if the model has integers and its updates are clipped, by clients or by a wrapper that calls.
+def refuse_integers_clipped(arrays: ArrayRecord) -> None:
+    """Raise `ConfigError` if the model, whose updates are clipped, has integers.
 
     Flower's clipping scales all arrays of an update, fails on integers, and would count them in its norm.
     """
     integers = integers_of(arrays)
-    if integers and (at_clients or _is_clipped_by_caller()):
+    if integers:
         raise ConfigError(
-            f"SoCFlow: the model has {min(integers)!r}, an integer, and Flower's differential privacy "
-            "clips weights only; use GroupNorm in place of BatchNorm"
+            f"SoCFlow: the model has {min(integers)!r}, an integer, and the strategy around SoCFlow, or a "
+            "clipping_norm in train_config, clips weights only, as Flower's differential privacy does; use "
+            "GroupNorm in place of BatchNorm, or start SoCFlow itself"
         )
-
-
-def _is_clipped_by_caller() -> bool:
-    """Whether a wrapper of Flower's that clips on the server is calling; nothing else reveals it."""
-    frame = inspect.currentframe()
-    while frame is not None and not isinstance(frame.f_locals.get("self"), _CLIPPING):
-        frame = frame.f_back
-    return frame is not None
 
 
 class _Nodes:

@@ -88,13 +88,13 @@ class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
         if not self._begins(server_round):
             return []
         is_first = self.round is None
-        self._before_opening()
+        self._before_opening(arrays)
         self.round, messages = self.method.open(server_round, arrays, config, grid)
         if is_first and self.outer is not None:
             self._try_outer(self.outer, self.round, arrays, config)
         return messages
 
-    def _before_opening(self) -> None:
+    def _before_opening(self, arrays: ArrayRecord) -> None:
         """Prepare the method for a round."""
 
     def _try_outer(

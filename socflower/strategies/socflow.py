@@ -25,7 +25,12 @@ from socflower.plain_numbers import plain_numbers
 from socflower.strategies.group_replies import SettledRound
 from socflower.strategies.methods.group_work import DataParallelWork
 from socflower.strategies.methods.groups import Averaging, GroupsMethod, RoundReport
-from socflower.strategies.outer_step import ChosenNodes, OuterStep, reproducible_draws
+from socflower.strategies.outer_step import (
+    ChosenNodes,
+    OuterStep,
+    refuse_integers_clipped,
+    reproducible_draws,
+)
 from socflower.strategies.records import aggregate_records
 from socflower.strategies.replies import NOT_EVALUATED, ReplyEvent, failure_event, with_model
 from socflower.strategies.round import Round
@@ -63,9 +68,11 @@ class GroupRoundStrategy(RoundStrategy[Round, SettledRound]):
         """The plan of the latest round."""
         return self.method.plan
 
-    def _before_opening(self) -> None:
+    def _before_opening(self, arrays: ArrayRecord) -> None:
+        # Nothing tells what a strategy around this one does with the models; Flower's own clip them.
         if not self._is_started:
             self.method.require_each_model("the strategy around it")
+            refuse_integers_clipped(arrays)
 
     def _try_outer(
         self, outer: OuterStep, this: Round, arrays: ArrayRecord, config: ConfigRecord

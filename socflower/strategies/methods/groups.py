@@ -276,7 +276,8 @@ class GroupsMethod:
                 f"SoCFlow: rings has compression = {self._rings.compression!r}, and its "
                 "nodes form no rings: a node sums its group's whole gradients; leave it out"
             )
-        refuse_integers_clipped(arrays, at_clients=_CLIPPING_NORM in config)
+        if _CLIPPING_NORM in config:
+            refuse_integers_clipped(arrays)
         if this.in_rings and not this.settled_by_grid:
             log(
                 WARNING,
