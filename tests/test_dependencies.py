@@ -160,12 +160,23 @@ def foreign_private_names(path: Path) -> Iterator[str]:
                 yield name
 
 
+USED = {
+    path.relative_to(ROOT / "socflower").as_posix(): set(foreign_private_names(path))
+    for path in (ROOT / "socflower").rglob("*.py")
+    if not path.name.endswith("_pb2.py")
+}
+
+
 def test_every_private_part_of_another_package_is_named_in_one_place() -> None:
-    used = {
-        name
-        for path in (ROOT / "socflower").rglob("*.py")
-        if not path.name.endswith("_pb2.py")
-        for name in foreign_private_names(path)
-    }
+    used = set[str]().union(*USED.values())
     assert {"flwr.supercore.task_identity.TaskIdentity", "_buffers", "torch._dynamo"} <= used
     assert [name for name in sorted(used) if f"`{name}`" not in PRIVATE] == []
+
+
+def test_one_file_adapts_to_flower_and_one_warms_its_executor() -> None:
+    users = {
+        file
+        for file, names in USED.items()
+        if any(name.startswith("flwr.") or name == "_mods" for name in names)
+    }
+    assert users == {"flower_adapter.py", "engines/deployment/warm_executor.py"}

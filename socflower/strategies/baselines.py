@@ -8,11 +8,11 @@ from typing import Any, cast
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
-from flwr.supercore import log
 from numpy.typing import NDArray
 
 from socflower.cluster import Cluster
 from socflower.errors import TrainingFailed
+from socflower.flower_adapter import log
 from socflower.plain_numbers import plain_numbers
 from socflower.strategies.mixed_replies import client_events, mean_metric
 from socflower.strategies.planned_rounds import Resumable

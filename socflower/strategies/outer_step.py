@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 
 from socflower.errors import ConfigError, TrainingFailed, require_type
 from socflower.hierarchy import first_non_finite
-from socflower.quantities import counted
+from socflower.quantities import are_counted, counted
 from socflower.strategies.forwarding_grid import ForwardingGrid
 from socflower.strategies.planned_rounds import Resumable
 from socflower.strategies.records import (
@@ -150,12 +150,12 @@ class OuterStep:
         if least > max(num_groups, default):
             raise ConfigError(
                 f"SoCFlow: outer = {self.name}(min_train_nodes={least}), and there "
-                f"{_are(num_groups, 'group')} to train; leave it out"
+                f"{are_counted(num_groups, 'group')} to train; leave it out"
             )
         for key in ("min_evaluate_nodes", "min_available_nodes"):
             if (least := getattr(strategy, key, 0)) > max(num_nodes, default):
                 raise ConfigError(
-                    f"SoCFlow: outer = {self.name}({key}={least}), and there {_are(num_nodes, 'node')}; "
+                    f"SoCFlow: outer = {self.name}({key}={least}), and there {are_counted(num_nodes, 'node')}; "
                     f"give {num_nodes} at most"
                 )
         if fault := self.too_few(num_groups):
@@ -186,9 +186,7 @@ class OuterStep:
         if num_groups >= needed:
             return ""
         separator = " = " if "+" in why else " "
-        return (
-            f"{self.name}: {why}{separator}{needed} groups, and there {_are(num_groups, 'group')}"
-        )
+        return f"{self.name}: {why}{separator}{needed} groups, and there {are_counted(num_groups, 'group')}"
 
     def refuse_unfit(
         self,
@@ -522,7 +520,3 @@ def _reply(node: int, model: ArrayRecord, metrics: Mapping[str, int | float]) ->
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def _are(number: int, what: str) -> str:
-    return f"{'is' if number == 1 else 'are'} {counted(number, what)}"

@@ -13,10 +13,10 @@ from typing import Any, Generic, cast
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
-from flwr.supercore import log
 from numpy.typing import NDArray
 
 from socflower.errors import ConfigError
+from socflower.flower_adapter import log
 from socflower.plain_numbers import plain_numbers
 from socflower.quantities import counted
 from socflower.strategies.method import Method, RoundT, SettledT
@@ -85,6 +85,7 @@ class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
         grid: Grid,
     ) -> list[Message]:
         """Return the messages of the method's next round; none in a round that was done before a resume."""
+        self._announce(grid, arrays)
         if not self._begins(server_round):
             return []
         is_first = self.round is None

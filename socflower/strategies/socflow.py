@@ -6,10 +6,10 @@ from logging import WARNING
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
-from flwr.supercore import log
 
 from socflower.cluster import Cluster, ModelProfile, Pricing, VirtualClock, sustained_rates
 from socflower.errors import ConfigError, require_type
+from socflower.flower_adapter import log
 from socflower.hierarchy import (
     Exchanges,
     GroupPlan,

@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from socflower.cluster import parse_cluster
-from socflower.engines.local.flower_internals import begin_run
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.flower_adapter import begin_run
 from socflower.strategies.baselines import OrderedFedAvg
 from socflower.strategies.settings import ExchangeSettings, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow

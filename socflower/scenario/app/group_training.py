@@ -10,13 +10,13 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower_strategies
 from flwr.serverapp.strategy import Strategy as OuterStrategy
-from flwr.supercore import log
 
 from socflower.engines.checkpoint import Checkpoint
 from socflower.engines.local.virtual_time_grid import VirtualTimeGrid
 from socflower.engines.run_folder import RunFolder
 from socflower.engines.trained_devices import TrainedDevices
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
+from socflower.flower_adapter import log
 from socflower.hierarchy import default_candidates
 from socflower.hierarchy.collectives import BUCKETS
 from socflower.pipeline.planner.selection import PlannerSettings

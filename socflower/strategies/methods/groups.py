@@ -7,11 +7,11 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore import log
 from numpy.typing import NDArray
 
 from socflower.cluster import Cluster, Usage
 from socflower.errors import ConfigError
+from socflower.flower_adapter import log
 from socflower.hierarchy import Exchanges, Group, GroupPlan, SyncInterval
 from socflower.hierarchy.leader_topology import AUTO, KINDS, NONE, STAR
 from socflower.peers.ring.settings import RingSettings
