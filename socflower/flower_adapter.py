@@ -1,7 +1,7 @@
 """All that socflower uses of Flower beyond `flwr.app`, `flwr.serverapp` and `flwr.clientapp`, and all that it changes.
 
 None of it is promised, so the tests run with each minor version that `pyproject.toml` allows. The warm executor has its
-own such parts: it works with one version only.
+own such parts, and refuses other versions.
 
 Two records of a training, `Result` and `History`, are given to nobody but the app. So their constructors are replaced
 while a foreign app runs, and nothing of a strategy is. Which strategy starts, and for how many nodes it waits, is read
