@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.harness import Row, less_is_better, main
 from benchmarks.recovery_boards import app
-from socflower.engines.local.flower_internals import begin_run
+from socflower.flower_adapter import begin_run
 from socflower.peers.ring.settings import RingSettings
 from socflower.pipeline.plan import Plan
 from socflower.pipeline.planner.selection import plan_pipeline, predict

@@ -20,9 +20,10 @@ from socflower.edgecloud.runtime.mixed_front import MixedEdge as MixedEdge
 from socflower.edgecloud.samples import CodeSamples as CodeSamples, FeatureSamples as FeatureSamples, ImageTargets as ImageTargets
 from socflower.edgecloud.split_program import HalvesProgram as HalvesProgram, JoinedProgram as JoinedProgram, LayeredProgram as LayeredProgram, SplitProgram as SplitProgram, cut_shapes as cut_shapes
 from socflower.edgecloud.stream.credentials import read_token as read_token
-from socflower.engines.local.run_app import load_flower_app as load_flower_app, quiet_flower as quiet_flower, run_app as run_app
+from socflower.engines.local.run_app import load_flower_app as load_flower_app, run_app as run_app
 from socflower.engines.run_log import CsvLogger as CsvLogger, JsonLinesLogger as JsonLinesLogger, RunLogger as RunLogger, TensorBoardLogger as TensorBoardLogger, logged_evaluation as logged_evaluation
 from socflower.errors import ConfigError as ConfigError, DataUnavailable as DataUnavailable, InfeasiblePlan as InfeasiblePlan, SocflowerError as SocflowerError, TrainingFailed as TrainingFailed
+from socflower.flower_adapter import quiet_flower as quiet_flower
 from socflower.hierarchy.group_count import default_candidates as default_candidates
 from socflower.hierarchy.plan import GroupPlan as GroupPlan, plan_groups as plan_groups
 from socflower.hierarchy.rebalancing import Rebalancing as Rebalancing

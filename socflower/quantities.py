@@ -13,6 +13,11 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
+def are_counted(number: int, noun: str) -> str:
+    """Return what stands after "there": "is 1 group", "are 2 groups"."""
+    return f"{'is' if number == 1 else 'are'} {counted(number, noun)}"
+
+
 MISSING = "–"
 """Placeholder for a number that was not measured, is unknown or is NaN."""
 

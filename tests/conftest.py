@@ -46,10 +46,10 @@ settings.load_profile("reproducible")
 @pytest.fixture(autouse=True)
 def flower_logs_as_before() -> Iterator[None]:
     """Undo `quiet_flower` after a test: others read the log, in whatever order they run."""
-    logger = logging.getLogger("flwr")
-    level = logger.level
+    levels = {handler: handler.level for handler in logging.getLogger("flwr").handlers}
     yield
-    logger.setLevel(level)
+    for handler, level in levels.items():
+        handler.setLevel(level)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -12,9 +12,9 @@ from uuid import uuid4
 
 from flwr.app import Error, Message, UserConfig
 
-from socflower.engines.local.flower_internals import CLIENT_APP_CRASHED
 from socflower.engines.local.grid import EngineGrid, NodeConfigs
 from socflower.engines.local.workers import ClientAppSource, NodeProcess, WorkerDied
+from socflower.flower_adapter import CLIENT_APP_CRASHED
 
 _NODE_UNAVAILABLE = 5  # Flower's error code of a node that has left
 _PULL_INTERVAL_S = 0.02

@@ -38,25 +38,41 @@ PRIVATE = (
 _PUBLIC = {"_replace", "_asdict", "_fields", "_exit", "_make"}
 
 
+def versions_of(extra: str) -> dict[str, str]:
+    """Return the pinned version of each package of an extra."""
+    return {
+        pin.name: str(pin.specifier).removeprefix("==") for pin in map(Requirement, EXTRAS[extra])
+    }
+
+
+TESTED, ALSO_TESTED = versions_of("tested"), versions_of("also-tested")
+FLOWERS = (TESTED["flwr"], ALSO_TESTED["flwr"])
+
+
 def test_the_installed_metadata_is_that_of_the_project() -> None:
-    assert dependencies().keys() == {Requirement(text).name for text in EXTRAS["tested"]}, (
-        "run make setup"
-    )
+    assert dependencies().keys() == TESTED.keys(), "run make setup"
     assert dependencies()["flwr"].allowed == FLOWER.specifier, "run make setup"
+    assert dependencies()["flwr"].tested == FLOWERS, "run make setup"
 
 
 def test_what_was_tested_is_pinned_and_allowed() -> None:
-    for text in EXTRAS["tested"]:
-        pin = Requirement(text)
-        assert str(pin.specifier) == f"=={PINS[pin.name]}"
-        assert dependencies()[pin.name].allowed.contains(PINS[pin.name])
+    assert {name: PINS[name] for name in TESTED} == TESTED
+    for name, dependency in dependencies().items():
+        assert all(map(dependency.allowed.contains, dependency.tested)), name
 
 
-def test_flower_is_bounded_above_by_the_minor_version_that_was_tested() -> None:
-    major, minor, _ = map(int, PINS["flwr"].split("."))
-    assert FLOWER.specifier == SpecifierSet(f">={major}.{minor},<{major}.{minor + 1}")
+def test_flower_is_bounded_by_the_minor_versions_that_were_tested() -> None:
+    first, last = (version.split(".") for version in FLOWERS)
+    assert FLOWER.specifier == SpecifierSet(
+        f">={'.'.join(first[:2])},<{last[0]}.{int(last[1]) + 1}"
+    )
     (simulation,) = map(Requirement, EXTRAS["simulation"])
     assert (simulation.name, simulation.specifier) == ("flwr", FLOWER.specifier)
+
+
+def test_torch_is_bounded_below_by_the_oldest_minor_version_that_was_tested() -> None:
+    oldest = ALSO_TESTED["torch"].rpartition(".")[0]
+    assert SpecifierSet(f">={oldest},<3") == dependencies()["torch"].allowed
 
 
 def test_pages_and_examples_allow_what_the_project_allows() -> None:
@@ -78,15 +94,16 @@ def test_pages_and_examples_allow_what_the_project_allows() -> None:
         for path in PAGES
         for text in re.findall(r"\bflwr (\d+\.\d+\.\d+)", path.read_text("utf-8"))
     ]
-    assert versions and set(versions) == {PINS["flwr"]}
+    assert versions and set(versions) <= set(FLOWERS)
 
 
 @pytest.mark.parametrize(
     ("installed", "status", "words"),
     [
-        ("1.41.0", "ok", "1.41.0; allowed <1.42,>=1.41, tested 1.41.0"),
-        ("1.41.3", "ok", "not the tested version"),
-        ("1.42.0", "broken", "1.42.0; allowed <1.42,>=1.41, tested 1.41.0"),
+        ("1.41.0", "ok", "1.41.0; allowed <1.43,>=1.41, tested 1.41.0, 1.42.0"),
+        ("1.42.0", "ok", "1.42.0; allowed <1.43,>=1.41, tested 1.41.0, 1.42.0"),
+        ("1.41.3", "ok", "not a tested version"),
+        ("1.43.0", "broken", "1.43.0; allowed"),
         ("1.40.9", "broken", "1.40.9; allowed"),
     ],
 )
@@ -104,16 +121,16 @@ def test_the_doctor_compares_what_is_here_with_what_is_allowed_and_tested(
         monkeypatch.undo()
         dependencies.cache_clear()
     assert finding["status"] == status and words in finding["detail"], json.dumps(finding)
-    assert (status == "broken") == ("pip install 'flwr<1.42,>=1.41'" in finding["remedy"])
+    assert (status == "broken") == ("pip install 'flwr<1.43,>=1.41'" in finding["remedy"])
 
 
 def test_another_build_of_a_tested_version_is_that_version() -> None:
     torch = Dependency(
-        name="torch", installed="2.13.0+cpu", allowed=SpecifierSet(">=2.3,<3"), tested="2.13.0"
+        name="torch", installed="2.13.0+cpu", allowed=SpecifierSet(">=2.6,<3"), tested=("2.13.0",)
     )
     assert torch.is_tested and torch.is_allowed
     assert not Dependency(
-        name="torch", installed="3.0.0", allowed=torch.allowed, tested="2.13.0"
+        name="torch", installed="3.0.0", allowed=torch.allowed, tested=("2.13.0",)
     ).is_allowed
 
 
@@ -160,12 +177,23 @@ def foreign_private_names(path: Path) -> Iterator[str]:
                 yield name
 
 
+USED = {
+    path.relative_to(ROOT / "socflower").as_posix(): set(foreign_private_names(path))
+    for path in (ROOT / "socflower").rglob("*.py")
+    if not path.name.endswith("_pb2.py")
+}
+
+
 def test_every_private_part_of_another_package_is_named_in_one_place() -> None:
-    used = {
-        name
-        for path in (ROOT / "socflower").rglob("*.py")
-        if not path.name.endswith("_pb2.py")
-        for name in foreign_private_names(path)
-    }
+    used = set[str]().union(*USED.values())
     assert {"flwr.supercore.task_identity.TaskIdentity", "_buffers", "torch._dynamo"} <= used
     assert [name for name in sorted(used) if f"`{name}`" not in PRIVATE] == []
+
+
+def test_one_file_adapts_to_flower_and_one_warms_its_executor() -> None:
+    users = {
+        file
+        for file, names in USED.items()
+        if any(name.startswith("flwr.") or name == "_mods" for name in names)
+    }
+    assert users == {"flower_adapter.py", "engines/deployment/warm_executor.py"}

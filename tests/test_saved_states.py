@@ -22,8 +22,8 @@ from socflower.edgecloud.runtime.checkpoints import CheckpointStore, SavedHalf, 
 from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, Limits, SplitRefused
 from socflower.engines.checkpoint import Checkpoint, CheckpointFolder
-from socflower.engines.local.flower_internals import begin_run
 from socflower.errors import ConfigError, SocflowerError
+from socflower.flower_adapter import begin_run
 from socflower.wire import saved_state
 from socflower.wire.folders import FolderLock
 from socflower.wire.message_keys import CONFIG, RESUMED, GroupTask

@@ -64,13 +64,13 @@ def _versions() -> Iterator[dict[str, Any]]:
         if one.installed is None:
             continue
         allowed = str(one.allowed) or "without a bound of ours"
-        detail = f"{one.installed}; allowed {allowed}, tested {one.tested}"
+        detail = f"{one.installed}; allowed {allowed}, tested {', '.join(one.tested)}"
         if not one.is_allowed:
             yield _finding(one.name, "broken", detail, f"pip install '{one.name}{one.allowed}'")
         elif one.is_tested:
             yield _finding(one.name, "ok", detail)
         else:
-            yield _finding(one.name, "ok", f"{detail}: allowed, but not the tested version")
+            yield _finding(one.name, "ok", f"{detail}: allowed, but not a tested version")
 
 
 def _kernel() -> dict[str, Any]:

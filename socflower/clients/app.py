@@ -27,6 +27,7 @@ from socflower.clients.ring_client import (
 from socflower.clients.saved_training import StateFiles, TrainerState, state_files
 from socflower.clients.settings import MessageConfig, ReadSettings
 from socflower.errors import ConfigError
+from socflower.flower_adapter import has_mods
 from socflower.model_graph.random_state import build_exclusively, own_random_state
 from socflower.model_graph.torch_device import AUTO, device_label, device_of
 from socflower.pipeline.plan import from_json
@@ -165,7 +166,7 @@ def make_client_app(
     expects. A scheduler continues across rounds if the config has `num-rounds`.
     """
     settings = ReadSettings(maker="make_client_app", mods=mods, extra_keys=extra_keys)
-    if app is not None and app._mods:
+    if app is not None and has_mods(app):
         raise ConfigError(
             "make_client_app: mods of the given app do not see messages for groups; give them to "
             "make_client_app(..., mods=[...])"

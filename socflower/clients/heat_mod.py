@@ -20,11 +20,11 @@ from typing import Any, TypeAlias, cast
 import torch
 from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
-from flwr.supercore import log
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from socflower.clients.node_config import NodeConfig, switch
 from socflower.errors import ConfigError, require_range, require_type
+from socflower.flower_adapter import log
 from socflower.plain_numbers import plain_numbers
 from socflower.thermal.limits import (
     HeatGuard,

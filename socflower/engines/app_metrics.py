@@ -1,32 +1,30 @@
 """Metrics of any Flower app by round, with the virtual time at each round's end.
 
-They come from the `Result` of the app's strategy, or from the `History` of an app of Flower's API before messages.
-Metrics that neither has are the means of the replies, weighted by their number of examples. Unknown values are None in
-a result, with the reason.
+They come from the `Result` that the app's strategy fills, or from the `History` of an app of Flower's API before
+messages. Metrics that neither has are the means of the replies, weighted by their number of examples. Unknown values
+are None in a result, with the reason.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from inspect import BoundArguments
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import RLock, get_ident
 from time import perf_counter
 from typing import Any, TypeAlias
 
-from flwr.app import ArrayRecord, Message, MessageType, MetricRecord
+from flwr.app import ArrayRecord, Message, MessageType
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import Result
 
 from socflower.cluster import FP32, Usage
 from socflower.engines import legacy_api
 from socflower.engines.local.message_log import MessageLog, num_examples_of, round_of
-from socflower.engines.strategy_starts import around_starts
 from socflower.engines.trained_devices import TrainedDevices
+from socflower.flower_adapter import History, TrainingRecord
 from socflower.quantities import counted
 from socflower.sim import EventClock
 from socflower.strategies.forwarding_grid import ForwardingGrid
-from socflower.strategies.planned_rounds import PlannedRounds, innermost, refuse_too_many_rounds
+from socflower.strategies.planned_rounds import PlannedRounds
 from socflower.strategies.socflow import GroupRoundStrategy
 from socflower.wire.message_keys import INTERNAL, NUM_EXAMPLES
 
@@ -49,12 +47,10 @@ class RoundLog:
     """The rounds of one app: metrics, and clock, energy and bytes at the end of each."""
 
     def __init__(self, clock: EventClock, on_round: OnRound = lambda entry: None) -> None:
-        # The class that was started last.
+        # The class of the strategy that was started last.
         self.strategy: str | None = None
         # The strategy's groups in the first round.
         self.plan: dict[str, Any] | None = None
-        # The arrays of the last result.
-        self.arrays: ArrayRecord | None = None
         # The devices of the clients that trained.
         self.devices: TrainedDevices | None = None
         # The arithmetic that the strategy prices, as of `DeviceReport`.
@@ -68,25 +64,36 @@ class RoundLog:
         self._replies: dict[tuple[str, int], list[Metrics]] = {}
         self._open: int | None = None
         self._groups: GroupRoundStrategy | None = None
-        # The class of a value of `start` that is not a Result.
-        self._returned = ""
+        # In the order in which the app's trainings began.
+        self._records: list[TrainingRecord] = []
 
     @property
     def has_groups(self) -> bool:
         """Whether the strategy that was started last has groups."""
         return self._groups is not None
 
-    def begin(self, strategy: Strategy) -> None:
-        """Record the strategy that starts."""
-        inner = innermost(strategy)
-        self.strategy, self.arrays, self._returned = type(strategy).__name__, None, ""
-        self.priced_in = getattr(getattr(inner, "pricing", FP32), "arithmetic", FP32.arithmetic)
-        self._groups = inner if isinstance(inner, GroupRoundStrategy) else None
+    def begin(self, name: str) -> None:
+        """Record that a strategy of this class starts."""
+        self.strategy, self._groups, self.priced_in = name, None, FP32.arithmetic
+
+    def announce(self, strategy: PlannedRounds) -> None:
+        """Record what a strategy of socflower's says of itself; another one around it may have been started."""
+        self.strategy = self.strategy or type(strategy).__name__
+        self.priced_in = getattr(getattr(strategy, "pricing", FP32), "arithmetic", FP32.arithmetic)
+        self._groups = strategy if isinstance(strategy, GroupRoundStrategy) else None
+
+    def follow(self, record: TrainingRecord) -> None:
+        """Take metrics from a record that a training of the app fills; later records count more."""
+        self._records.append(record)
 
     def enter(self, number: int) -> None:
         """Begin or continue a round; the previous round ends now."""
         if number != self._open:
             self.close()
+            if number and 0 not in self._rounds and self._recorded(0):
+                # The app has evaluated its first model, before any message.
+                self.enter(0)
+                self.close()
             self._open = number
             self._rounds.setdefault(number, {"round": number})
         if number and self.plan is None and self._groups is not None:
@@ -96,6 +103,7 @@ class RoundLog:
         """End the open round, if any."""
         if self._open is None:
             return
+        self._read(self._open)
         usage = self._clock.usage
         entry = self._rounds[self._open]
         entry |= {
@@ -110,15 +118,29 @@ class RoundLog:
         self._on_round({**self._document(entry), "events": []})
         self._open = None
 
-    def add(self, source: str, number: int, metrics: Mapping[str, Any]) -> None:
+    def _add(self, source: str, number: int, metrics: Mapping[str, Any]) -> None:
         """Set the metrics of a round from one source."""
         self._rounds.setdefault(number, {"round": number})[source] = {
             name: value for name, value in metrics.items() if _is_shown(name, value)
         }
 
-    def update(self, source: str, number: int, metrics: Mapping[str, Any]) -> None:
-        """Set some metrics of a round from one source, and keep the others."""
-        self.add(source, number, {**self._rounds.get(number, {}).get(source, {}), **metrics})
+    def _recorded(self, number: int | None) -> list[tuple[TrainingRecord, str, int, Metrics]]:
+        """Return what records have of one round, or of all."""
+        return [
+            (record, source, found, metrics)
+            for record in self._records
+            for source, found, metrics in _entries_of(record)
+            if number in (None, found)
+        ]
+
+    def _read(self, number: int | None = None) -> None:
+        """Set the metrics of one round, or of all, to those of the records; metrics that they lack are kept."""
+        for record, source, found, metrics in self._recorded(number):
+            # A history has what the app aggregates, and nothing of what it does not.
+            known = (
+                self._rounds.get(found, {}).get(source, {}) if isinstance(record, History) else {}
+            )
+            self._add(source, found, {**known, **metrics})
 
     def add_replies(self, message_type: str, number: int, replies: Sequence[Message]) -> None:
         """Set a round's metrics to the replies' means; metrics that not all of them have are left out."""
@@ -133,27 +155,7 @@ class RoundLog:
         if source and answered:
             known = self._replies.setdefault((source, number), [])
             known += answered
-            self.add(source, number, _means(known))
-
-    def add_result(self, strategy: Strategy, result: object) -> None:
-        """Set all rounds' metrics to those of a strategy's result; metrics that it lacks are kept."""
-        if not isinstance(result, Result):
-            self._returned = f"{type(strategy).__name__}.start returned {type(result).__name__}, not Flower's Result"
-            return
-        self.arrays = result.arrays
-        for source, by_round in (
-            (TRAIN, result.train_metrics_clientapp),
-            (EVALUATE, result.evaluate_metrics_clientapp),
-            (SERVER, result.evaluate_metrics_serverapp),
-        ):
-            for number, metrics in by_round.items():
-                self.add(source, number, metrics)
-
-    def add_history(self, message_type: str, number: int, metrics: Mapping[str, Any]) -> None:
-        """Set metrics of a round that an app adds to its `History`; see `legacy_api.observed_history`."""
-        if number == 0:
-            self.enter(0)
-        self.update(_SOURCE_OF.get(message_type, SERVER), number, metrics)
+            self._add(source, number, _means(known))
 
     @property
     def next_number(self) -> int:
@@ -167,6 +169,7 @@ class RoundLog:
         since JSON has no such numbers; events without a round are in the last round.
         """
         self.close()
+        self._read()
         last_number = max(self._rounds, default=0)
         by_round: dict[int, list[Mapping[str, Any]]] = {}
         for event in events:
@@ -225,20 +228,24 @@ class RoundLog:
                     f"{', '.join(evaluated)}"
                 )
             else:
-                reasons[word] = (
-                    self._returned or "the app evaluates nothing, on the server or at clients"
-                )
+                reasons[word] = "the app evaluates nothing, on the server or at clients"
         return scores, reasons
+
+    @property
+    def arrays(self) -> ArrayRecord | None:
+        """The final arrays, of the last Result; None without, or if no round made a model."""
+        results = self._results
+        return results[-1].arrays or None if results else None
 
     @property
     def without_weights(self) -> str | None:
         """Why the final weights are unknown; None if they are known."""
         if self.arrays:
             return None
-        if self.strategy is None:
+        if not self._results:
             return f"{_NO_START} the final arrays"
         return (
-            self._returned or f"the Result of {self.strategy} has no arrays: no round made a model"
+            f"the Result of {self.strategy or 'its strategy'} has no arrays: no round made a model"
         )
 
     @property
@@ -246,7 +253,13 @@ class RoundLog:
         """Why the strategy is unknown; None if it is known."""
         if self.strategy is not None:
             return None
+        if self._results:
+            return "the app's strategy has a start of its own, which does not call Flower's"
         return "the app starts none by Strategy.start of Flower's message API"
+
+    @property
+    def _results(self) -> list[Result]:
+        return [record for record in self._records if isinstance(record, Result)]
 
     @property
     def notes(self) -> list[str]:
@@ -282,6 +295,29 @@ class RoundLog:
             "accuracy": _judged("accuracy", entry)[0],
             "loss": loss if loss is None or math.isfinite(loss) else None,
         }
+
+
+def _entries_of(record: TrainingRecord) -> Iterable[tuple[str, int, Metrics]]:
+    """Yield source, round and metrics of what a record of a training has so far."""
+    if isinstance(record, Result):
+        for source, by_round in (
+            (TRAIN, record.train_metrics_clientapp),
+            (EVALUATE, record.evaluate_metrics_clientapp),
+            (SERVER, record.evaluate_metrics_serverapp),
+        ):
+            for number, metrics in by_round.items():
+                yield source, number, dict(metrics)
+        return
+    for source, by_name in (
+        (TRAIN, record.metrics_distributed_fit),
+        (EVALUATE, {"loss": record.losses_distributed}),
+        (EVALUATE, record.metrics_distributed),
+        (SERVER, {"loss": record.losses_centralized}),
+        (SERVER, record.metrics_centralized),
+    ):
+        for name, values in by_name.items():
+            for number, value in values:
+                yield source, number, {name: value}
 
 
 def named(word: str, entry: Mapping[str, Any], sources: Sequence[str]) -> float | None:
@@ -374,6 +410,10 @@ class MeteredGrid(ForwardingGrid):
         # An app may exchange messages in several threads.
         self._lock = RLock()
 
+    def on_strategy(self, strategy: PlannedRounds, arrays: ArrayRecord) -> None:
+        """Record a strategy of socflower's, which calls this in each round."""
+        self._rounds.announce(strategy)
+
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
@@ -450,41 +490,3 @@ class MeteredGrid(ForwardingGrid):
 def _is_work(message: Message) -> bool:
     """Return whether a message asks for training or evaluation."""
     return message.metadata.message_type.partition(".")[0] in _SOURCE_OF
-
-
-@contextmanager
-def observed_strategies(rounds: RoundLog, messages: MessageLog) -> Iterator[None]:
-    """Log the results of the strategies that are started in the context, and what apps add to a `History`.
-
-    A round of training in which no client succeeded ends them: Flower's strategies would keep their weights and
-    continue. Strategies for groups raise errors themselves.
-    """
-
-    def around(strategy: Strategy, bound: BoundArguments, start: Callable[[], object]) -> object:
-        inner, given = innermost(strategy), bound.arguments
-        if isinstance(given.get("num_rounds"), int):
-            refuse_too_many_rounds(inner, given["num_rounds"])
-        rounds.begin(strategy)
-        evaluate_fn = given.get("evaluate_fn")
-
-        def evaluated(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-            assert evaluate_fn is not None
-            found: MetricRecord | None = evaluate_fn(server_round, arrays)
-            if server_round == 0:
-                rounds.enter(0)
-            if found is not None:
-                rounds.add(SERVER, server_round, found)
-            return found
-
-        if evaluate_fn is not None:
-            given["evaluate_fn"] = evaluated
-        messages.ends_failed_rounds = not isinstance(inner, PlannedRounds)
-        try:
-            result = start()
-        finally:
-            messages.ends_failed_rounds = False
-        rounds.add_result(strategy, result)
-        return result
-
-    with around_starts(around), legacy_api.observed_history(rounds.add_history):
-        yield

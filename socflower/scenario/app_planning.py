@@ -1,19 +1,17 @@
 """The plan of a Flower app folder: its ServerApp runs up to the start of its strategy, and nothing is trained."""
 
 from collections.abc import Iterable
-from inspect import BoundArguments
 from pathlib import Path
 from typing import Any, NoReturn
 
 from flwr.app import ArrayRecord, Context, Message, RecordDict
-from flwr.serverapp.strategy import Strategy
 
 from socflower.cluster import Cluster, ModelProfile
 from socflower.cluster.cluster_file import load_cluster
 from socflower.engines.local.grid import EngineGrid
-from socflower.engines.local.run_app import flower_quiet, load_flower_app, require_server_app
-from socflower.engines.strategy_starts import around_starts
+from socflower.engines.local.run_app import load_flower_app, require_server_app
 from socflower.errors import ConfigError
+from socflower.flower_adapter import STRATEGY_STARTS, flower_quiet, followed_log
 from socflower.hierarchy import IntervalCosts, sync_shapes
 from socflower.quantities import counted
 from socflower.scenario.app.own_app import training_profile
@@ -21,7 +19,7 @@ from socflower.scenario.app_folder import run_config
 from socflower.scenario.planning import model_document, predicted_costs
 from socflower.sim import EventClock
 from socflower.strategies.group_grid import GroupGrid
-from socflower.strategies.planned_rounds import innermost, refuse_too_many_rounds
+from socflower.strategies.planned_rounds import PlannedRounds
 from socflower.strategies.records import with_weights
 from socflower.strategies.socflow import SoCFlow
 from socflower.user_code import forgotten_modules
@@ -30,14 +28,27 @@ from socflower.user_code import forgotten_modules
 class _Started(BaseException):
     """A strategy was started; no `Exception`, since an app may catch those."""
 
-    def __init__(self, strategy: Strategy, arrays: ArrayRecord) -> None:
+    def __init__(self, strategy: PlannedRounds, arrays: ArrayRecord) -> None:
         self.strategy, self.arrays = strategy, arrays
 
 
 class _PlanningGrid(EngineGrid):
-    """Has nodes and sends nothing."""
+    """Has nodes and sends nothing; ends the app when a strategy of socflower's starts."""
+
+    # The class of a strategy that started and has said no more.
+    started = ""
+
+    def on_strategy(self, strategy: PlannedRounds, arrays: ArrayRecord) -> NoReturn:
+        """Raise `_Started`."""
+        raise _Started(strategy, arrays)
+
+    def on_start(self, name: str) -> None:
+        """Remember the class of a strategy that starts."""
+        self.started = name
 
     def _accept(self, message_id: str, message: Message) -> NoReturn:
+        if self.started:
+            raise _no_groups(self.started)
         raise ConfigError(
             f"plan: the app sends {message.metadata.message_type} messages before its strategy starts, as a "
             "warm-up does; set the number of groups with --set, or run the app"
@@ -73,12 +84,10 @@ def plan_app_folder(
     with forgotten_modules(folder), flower_quiet():
         grid = _PlanningGrid([{}] * cluster.num_socs, config)
         started = _start_of(require_server_app(app.server_app), grid, config)
-    strategy = innermost(started.strategy)
+    strategy = started.strategy
     name = type(strategy).__name__
     if not isinstance(strategy, SoCFlow):
-        raise ConfigError(
-            f"{folder}: its strategy is {name}, which has no groups to plan; run it with --training-flops"
-        )
+        raise _no_groups(name)
     last = max(strategy.plan.participants, default=0)
     if last >= cluster.num_socs:
         raise ConfigError(
@@ -123,29 +132,23 @@ def _pricing_notes(name: str, given: ModelProfile | None, work: IntervalCosts | 
     return [f"--training-flops was not needed: {name} has a model_profile of its own"]
 
 
-def _start_of(app: Any, grid: EngineGrid, config: Any) -> _Started:
+def _no_groups(name: str) -> ConfigError:
+    """Return the error of a strategy without a plan."""
+    return ConfigError(
+        f"plan: the app's strategy is {name}, which has no groups to plan; run it with --training-flops"
+    )
+
+
+def _start_of(app: Any, grid: _PlanningGrid, config: Any) -> _Started:
     """Run the ServerApp until it starts a strategy, and return that strategy and its first arrays."""
     context = Context(
         run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config=config
     )
     try:
-        with around_starts(_end_start):
+        with followed_log({STRATEGY_STARTS: grid.on_start}):
             app(GroupGrid(grid), context)
     except _Started as started:
         return started
     except SystemExit as end:
         raise ConfigError(f"plan: the ServerApp ended with sys.exit({end.code!r})") from end
     raise ConfigError("plan: the app started no strategy of Flower's message API; run it")
-
-
-def _end_start(strategy: Strategy, bound: BoundArguments, start: object) -> NoReturn:
-    """Raise `_Started` instead of starting a strategy; `ConfigError` without arrays, or with too many rounds."""
-    given = bound.arguments
-    if isinstance(given.get("num_rounds"), int):
-        refuse_too_many_rounds(innermost(strategy), given["num_rounds"])
-    arrays = given.get("initial_arrays")
-    if not isinstance(arrays, ArrayRecord):
-        raise ConfigError(
-            f"plan: {type(strategy).__name__}.start has no initial_arrays; run the app"
-        )
-    raise _Started(strategy, arrays)

@@ -8,9 +8,9 @@ from typing import TypeVar, cast
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore import log
 
 from socflower.errors import require_type
+from socflower.flower_adapter import log
 from socflower.strategies.forwarding_grid import ForwardingGrid
 from socflower.strategies.group_replies import (
     GroupProgress,

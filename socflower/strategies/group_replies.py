@@ -6,9 +6,9 @@ from logging import WARNING
 from typing import cast
 
 from flwr.app import ConfigRecord, Message
-from flwr.supercore import log
 
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.flower_adapter import log
 from socflower.strategies.group_models import GroupMean, means_of
 from socflower.strategies.mixed_replies import group_id_of
 from socflower.strategies.replies import (

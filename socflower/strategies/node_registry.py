@@ -7,10 +7,10 @@ from logging import WARNING
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore import log
 
 from socflower.cluster import Cluster
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
+from socflower.flower_adapter import log
 from socflower.wire.message_keys import (
     ASK,
     ASK_MODEL,

@@ -5,7 +5,6 @@ adaptive step on BatchNorm's variance could make it negative, and its counter is
 """
 
 import copy
-import inspect
 import logging
 import math
 import random
@@ -26,8 +25,6 @@ from flwr.app import (
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import (
     Bulyan,
-    DifferentialPrivacyServerSideAdaptiveClipping,
-    DifferentialPrivacyServerSideFixedClipping,
     FedAdagrad,
     FedAdam,
     FedAvg,
@@ -45,7 +42,7 @@ from numpy.typing import NDArray
 
 from socflower.errors import ConfigError, TrainingFailed, require_type
 from socflower.hierarchy import first_non_finite
-from socflower.quantities import counted
+from socflower.quantities import are_counted, counted
 from socflower.strategies.forwarding_grid import ForwardingGrid
 from socflower.strategies.planned_rounds import Resumable
 from socflower.strategies.records import (
@@ -159,12 +156,12 @@ class OuterStep:
         if least > max(num_groups, default):
             raise ConfigError(
                 f"SoCFlow: outer = {self.name}(min_train_nodes={least}), and there "
-                f"{_are(num_groups, 'group')} to train; leave it out"
+                f"{are_counted(num_groups, 'group')} to train; leave it out"
             )
         for key in ("min_evaluate_nodes", "min_available_nodes"):
             if (least := getattr(strategy, key, 0)) > max(num_nodes, default):
                 raise ConfigError(
-                    f"SoCFlow: outer = {self.name}({key}={least}), and there {_are(num_nodes, 'node')}; "
+                    f"SoCFlow: outer = {self.name}({key}={least}), and there {are_counted(num_nodes, 'node')}; "
                     f"give {num_nodes} at most"
                 )
         if fault := self.too_few(num_groups):
@@ -195,9 +192,7 @@ class OuterStep:
         if num_groups >= needed:
             return ""
         separator = " = " if "+" in why else " "
-        return (
-            f"{self.name}: {why}{separator}{needed} groups, and there {_are(num_groups, 'group')}"
-        )
+        return f"{self.name}: {why}{separator}{needed} groups, and there {are_counted(num_groups, 'group')}"
 
     def refuse_unfit(
         self,
@@ -408,31 +403,18 @@ def _arrays_of(value: Any) -> Iterator[tuple[str, str, NDArray[Any]]]:
         yield from ((_LIST, str(index), array) for index, array in enumerate(value))
 
 
-_CLIPPING = (
-    DifferentialPrivacyServerSideAdaptiveClipping,
-    DifferentialPrivacyServerSideFixedClipping,
-)
-
-
-def refuse_integers_clipped(arrays: ArrayRecord, *, at_clients: bool) -> None:
-    """Raise `ConfigError` if the model has integers and its updates are clipped, by clients or by a wrapper that calls.
+def refuse_integers_clipped(arrays: ArrayRecord) -> None:
+    """Raise `ConfigError` if the model, whose updates are clipped, has integers.
 
     Flower's clipping scales all arrays of an update, fails on integers, and would count them in its norm.
     """
     integers = integers_of(arrays)
-    if integers and (at_clients or _is_clipped_by_caller()):
+    if integers:
         raise ConfigError(
-            f"SoCFlow: the model has {min(integers)!r}, an integer, and Flower's differential privacy "
-            "clips weights only; use GroupNorm in place of BatchNorm"
+            f"SoCFlow: the model has {min(integers)!r}, an integer, and the strategy around SoCFlow, or a "
+            "clipping_norm in train_config, clips weights only, as Flower's differential privacy does; use "
+            "GroupNorm in place of BatchNorm, or start SoCFlow itself"
         )
-
-
-def _is_clipped_by_caller() -> bool:
-    """Whether a wrapper of Flower's that clips on the server is calling; nothing else reveals it."""
-    frame = inspect.currentframe()
-    while frame is not None and not isinstance(frame.f_locals.get("self"), _CLIPPING):
-        frame = frame.f_back
-    return frame is not None
 
 
 class _Nodes:
@@ -538,7 +520,3 @@ def _reply(node: int, model: ArrayRecord, metrics: Mapping[str, int | float]) ->
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def _are(number: int, what: str) -> str:
-    return f"{'is' if number == 1 else 'are'} {counted(number, what)}"

@@ -8,9 +8,9 @@ from typing import Any, NoReturn, TypeAlias, cast
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
-from flwr.supercore import log
 
 from socflower.errors import ConfigError, TrainingFailed, require_type
+from socflower.flower_adapter import log
 from socflower.plain_numbers import plain_numbers
 from socflower.wire.message_keys import SERVER_ROUND
 
@@ -192,8 +192,19 @@ class PlannedRounds(Resumable):
         **named_args: Any,
     ) -> Result:
         """Train as every strategy does; `ConfigError` for more rounds than are planned."""
-        refuse_too_many_rounds(self, num_rounds)
+        if num_rounds > self.num_rounds:
+            raise ConfigError(
+                f"{type(self).__name__}: start was called with num_rounds = {num_rounds}, and the plan "
+                f"has {self.num_rounds}; call start with num_rounds=strategy.num_rounds"
+            )
+        self._announce(grid, initial_arrays)
         return super().start(grid, initial_arrays, num_rounds, *args, **named_args)
+
+    def _announce(self, grid: Grid, arrays: ArrayRecord) -> None:
+        """Tell a grid of an engine which strategy trains, and from which arrays; messages do not say it."""
+        on_strategy = getattr(grid, "on_strategy", None)
+        if on_strategy is not None:
+            on_strategy(self, arrays)
 
     def _begins(self, server_round: int) -> bool:
         # A strategy around this one has its own start.
@@ -213,19 +224,3 @@ def no_component(strategy: Strategy) -> ConfigError:
         "one of Flower's message API; start it in the ServerApp's main function: @app.main() def "
         f"main(grid, context): {name}(...).start(GroupGrid(grid), ...)"
     )
-
-
-def innermost(strategy: Strategy) -> Strategy:
-    """Return the strategy that others are wrapped around, as those of differential privacy are."""
-    while isinstance(inner := getattr(strategy, "strategy", None), Strategy):
-        strategy = inner
-    return strategy
-
-
-def refuse_too_many_rounds(strategy: Strategy, num_rounds: int) -> None:
-    """Raise `ConfigError` if a strategy that knows its number of rounds is to train more."""
-    if isinstance(strategy, PlannedRounds) and num_rounds > strategy.num_rounds:
-        raise ConfigError(
-            f"{type(strategy).__name__}: start was called with num_rounds = {num_rounds}, and the plan "
-            f"has {strategy.num_rounds}; call start with num_rounds=strategy.num_rounds"
-        )

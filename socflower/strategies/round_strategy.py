@@ -13,14 +13,19 @@ from typing import Any, Generic, cast
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
-from flwr.supercore import log
 from numpy.typing import NDArray
 
 from socflower.errors import ConfigError
+from socflower.flower_adapter import log
 from socflower.plain_numbers import plain_numbers
 from socflower.quantities import counted
 from socflower.strategies.method import Method, NodesForEvaluation, RoundT, SettledT
-from socflower.strategies.outer_step import ChosenNodes, OuterStep, reproducible_draws
+from socflower.strategies.outer_step import (
+    ChosenNodes,
+    OuterStep,
+    refuse_integers_clipped,
+    reproducible_draws,
+)
 from socflower.strategies.planned_rounds import PlannedRounds
 from socflower.strategies.replies import (
     NOT_EVALUATED,
@@ -104,11 +109,14 @@ class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
         grid: Grid,
     ) -> list[Message]:
         """Return the messages of the method's next round; none in a round that was done before a resume."""
+        self._announce(grid, arrays)
         if not self._begins(server_round):
             return []
         is_first = self.round is None
         if not self._is_started:
+            # Nothing tells what a strategy around this one does with the models; Flower's own clip them.
             self.method.require_each_model("the strategy around it")
+            refuse_integers_clipped(arrays)
         self.round, messages = self.method.open(server_round, arrays, config, grid)
         if is_first and self.outer is not None:
             clients = self.method.clients_of_outer(self.round)

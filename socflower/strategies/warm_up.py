@@ -5,9 +5,9 @@ from logging import INFO
 
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
-from flwr.supercore import log
 
 from socflower.errors import InfeasiblePlan
+from socflower.flower_adapter import log
 from socflower.hierarchy import GroupCountChoice, choose_group_count
 from socflower.plain_numbers import plain_numbers
 from socflower.strategies.group_grid import GroupGrid

@@ -80,7 +80,7 @@ def test_its_flwr_is_the_one_that_socflower_needs(template: str) -> None:
     required = Requirement(re.findall(r'"(flwr[^"]*)"', text)[0])
     flwr = dependencies()["flwr"]
     assert required.specifier == flwr.allowed
-    assert f'flwr-version-target = "{flwr.tested}"' in text
+    assert f'flwr-version-target = "{flwr.tested[0]}"' in text
 
 
 def test_the_command_names_the_files_and_what_to_do(socflower: Socflower, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from socflower.engines.local.flower_internals import begin_run
+from socflower.flower_adapter import begin_run
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from torch import nn
 
 from socflower.clients.app import make_client_app
 from socflower.clients.saved_training import TRAINER_STATE
-from socflower.engines.local.flower_internals import begin_run
 from socflower.errors import ConfigError
+from socflower.flower_adapter import begin_run
 from socflower.training.batches import local_batches
 from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.training.group import train_group

@@ -4,7 +4,7 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from socflower.clients.fault_injection import Fault, inject
-from socflower.engines.local.flower_internals import begin_run
+from socflower.flower_adapter import begin_run
 from socflower.wire.message_keys import (
     ASK,
     ASK_STATUS,

@@ -8,7 +8,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import nn
 
 from socflower.clients.app import make_client_app
-from socflower.engines.local.flower_internals import begin_run
+from socflower.flower_adapter import begin_run
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.model_state import frozen_digest, trainable_state
 from socflower.wire.message_keys import FROZEN_SHA256, GroupTask

@@ -24,7 +24,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from socflower.clients import heat_mod as mods
 from socflower.clients.app import make_client_app
 from socflower.clients.heat_mod import SourceFn, heat_mod
-from socflower.engines.local.flower_internals import begin_run
+from socflower.flower_adapter import begin_run
 from socflower.hierarchy import Group
 from socflower.strategies.replies import sort_replies
 from socflower.thermal.limits import HeatLimits, current_guard

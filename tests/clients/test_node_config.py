@@ -7,7 +7,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from socflower.clients.node_config import board_and_slot, ring_node
 from socflower.clients.split.remote_cloud import cloud_link
-from socflower.engines.local.flower_internals import begin_run
+from socflower.flower_adapter import begin_run
 from socflower.wire.message_keys import ASK, ASK_STATUS, STATUS, NodeStatus, decode
 from tests.clients.test_app import make_app, message, node
 from tests.one_line import refused

@@ -22,9 +22,9 @@ from flwr.serverapp.strategy import (
 
 from socflower.clients.app import make_client_app
 from socflower.clients.privacy_mods import adapt_mod
-from socflower.engines.local.flower_internals import begin_run
 from socflower.engines.local.grid import LocalGrid
 from socflower.errors import TrainingFailed
+from socflower.flower_adapter import begin_run
 from socflower.strategies.socflow import SoCFlow
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.wire.message_keys import (

@@ -8,7 +8,7 @@ import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from socflower.clients.saved_training import Position, StateFiles, state_files
-from socflower.engines.local.flower_internals import begin_run
+from socflower.flower_adapter import begin_run
 from socflower.wire.message_keys import CONFIG, TRAINING
 from socflower.wire.saved_state import DamagedFile, StateKind
 from tests.one_line import refused

@@ -25,10 +25,10 @@ from socflower.clients.heat_mod import heat_mod, node_heat_mod
 from socflower.clients.settings import STANDALONE_KEYS, ReadSettings
 from socflower.clients.split.app import make_split_client_app
 from socflower.cluster import parse_cluster
-from socflower.engines.local.flower_internals import begin_run
 from socflower.engines.local.grid import LocalGrid
 from socflower.engines.local.run_app import run_app
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.flower_adapter import begin_run
 from socflower.strategies.baselines import OrderedFedAvg
 from socflower.strategies.methods.local import LocalSchedule
 from socflower.strategies.settings import TrainingSchedule

@@ -8,7 +8,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from socflower.cluster import parse_cluster
-from socflower.engines.app_metrics import RoundLog
+from socflower.engines.app_metrics import OnRound, RoundLog
 from socflower.engines.local.message_log import MessageLog
 from socflower.engines.local.run_app import run_app
 from socflower.scenario.app.own_app import app_outcome, training_profile
@@ -19,10 +19,14 @@ ZERO = ArrayRecord({"x": Array(np.zeros(3, np.float32))})
 
 
 def outcome_of(
-    server_app: ServerApp, client_app: ClientApp, *, training_flops: float | None = 1e9
+    server_app: ServerApp,
+    client_app: ClientApp,
+    *,
+    training_flops: float | None = 1e9,
+    on_round: OnRound = lambda entry: None,
 ) -> dict[str, Any]:
     clock, messages = EventClock(CLUSTER), MessageLog()
-    rounds = RoundLog(clock)
+    rounds = RoundLog(clock, on_round)
     run_app(
         server_app,
         client_app,

@@ -9,9 +9,9 @@ from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
 from socflower.cluster import device_names
 from socflower.cluster.device_catalog import device
-from socflower.engines.local.flower_internals import begin_run
 from socflower.engines.names import ENGINES
 from socflower.engines.trained_devices import TrainedDevices
+from socflower.flower_adapter import begin_run
 from socflower.report.report import render_report
 from socflower.scenario.priced_processors import gpu_notes, priced_line, priced_processors
 from socflower.scenario.runner import run_scenario

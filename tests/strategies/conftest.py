@@ -2,7 +2,7 @@
 
 import pytest
 
-from socflower.engines.local.flower_internals import begin_run
+from socflower.flower_adapter import begin_run
 from socflower.strategies import group_grid
 
 

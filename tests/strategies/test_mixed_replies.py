@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.cluster import Cluster, LayerProfile, ModelProfile, parse_cluster
-from socflower.engines.local.flower_internals import begin_run
+from socflower.flower_adapter import begin_run
 from socflower.precision.processor_costs import Int8Pricing, MixedPricing
 from socflower.sim import EventClock
 from socflower.strategies.mixed_replies import client_events, mean_metric, mixed_phases

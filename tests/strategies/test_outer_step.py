@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from socflower.cluster import parse_cluster
-from socflower.engines.local.flower_internals import begin_run
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.flower_adapter import begin_run
 from socflower.strategies.baselines import OrderedFedAvg
 from socflower.strategies.methods.local import LocalSchedule
 from socflower.strategies.settings import ExchangeSettings, TrainingSchedule
@@ -288,6 +288,27 @@ def test_with_fedavg_the_bits_are_those_without_an_outer_strategy(
     assert without.state["outer"] == around.state["outer"] == {}
 
 
+class Given(FakeGrid):
+    """Groups that answer with given models and samples."""
+
+    def __init__(self, models: Sequence[Model], weights: Sequence[int]) -> None:
+        super().__init__(tuple(range(2 * len(models))))
+        self._given = list(zip(models, weights, strict=True))
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
+        replies = []
+        for group, (message, (model, weight)) in enumerate(
+            zip(messages, self._given, strict=False)
+        ):
+            metrics = {"num-examples": weight, "train-loss": 0.5, "socflower-group": group}
+            content = {"arrays": record(model), "metrics": MetricRecord(metrics)}
+            content[UNTRAINED] = ConfigRecord({"names": list(BUFFERS)})
+            replies.append(Message(RecordDict(content), reply_to=message))
+        return replies
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1), weights=st.lists(st.integers(1, 10**6), min_size=1, max_size=5)
@@ -304,46 +325,16 @@ def test_fedavg_is_the_mean_by_samples_whatever_models_and_samples(
         }
         for _ in weights
     ]
-    made = []
-    for outer in (None, quiet(FedAvg())):
-        strategy = socflow(outer, len(weights))
-        messages = strategy.configure_train(
-            1,
-            record(first_model()),
-            ConfigRecord(),
-            cast(Grid, FakeGrid(tuple(range(2 * len(weights))))),
+    plain, ours = (
+        socflow(outer, len(weights)).start(
+            cast(Grid, Given(models, weights)), record(first_model()), num_rounds=1
         )
-        made.append(
-            strategy.aggregate_train(
-                1,
-                [
-                    Message(
-                        RecordDict(
-                            {
-                                "arrays": record(model),
-                                "metrics": MetricRecord(
-                                    {
-                                        "num-examples": weight,
-                                        "train-loss": 0.5,
-                                        "socflower-group": group,
-                                    }
-                                ),
-                                UNTRAINED: ConfigRecord({"names": list(BUFFERS)}),
-                            }
-                        ),
-                        reply_to=message,
-                    )
-                    for group, (message, model, weight) in enumerate(
-                        zip(messages, models, weights, strict=True)
-                    )
-                ],
-            )
-        )
-    (plain, its_metrics), (ours, metrics) = made
-    assert {name: array.data for name, array in ours.items()} == {
-        name: array.data for name, array in plain.items()
+        for outer in (None, quiet(FedAvg()))
+    )
+    assert {name: array.data for name, array in ours.arrays.items()} == {
+        name: array.data for name, array in plain.arrays.items()
     }
-    assert dict(metrics) == dict(its_metrics)
+    assert ours.train_metrics_clientapp == plain.train_metrics_clientapp
 
 
 def test_metrics_are_those_of_the_outer_strategy() -> None:

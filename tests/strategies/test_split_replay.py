@@ -19,8 +19,8 @@ from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine
 from socflower.edgecloud.plan.party import Party
 from socflower.edgecloud.plan.timeline_actions import decode_actions
-from socflower.engines.local.flower_internals import begin_run
 from socflower.errors import ConfigError, InfeasiblePlan, SocflowerError, TrainingFailed
+from socflower.flower_adapter import begin_run
 from socflower.sim import EventClock
 from socflower.strategies import node_registry
 from socflower.strategies.split_replay import SplitReplay

@@ -222,15 +222,15 @@ class _WarmSuperExec:
 
 
 def check_flwr_version(found: str) -> None:
-    """Raise `ConfigError` unless `found` is the version of Flower that this file was tested with."""
-    if found != (tested := _tested_flwr()):
+    """Raise `ConfigError` unless `found` is a version of Flower that this file was tested with."""
+    if found not in (tested := _tested_flwr()):
         raise ConfigError(
-            f"warm executor: tested with flwr {tested}, found {found}; leave it out, or pass "
+            f"warm executor: tested with flwr {' and '.join(tested)}, found {found}; leave it out, or pass "
             "--any-flwr-version"
         )
 
 
-def _tested_flwr() -> str:
+def _tested_flwr() -> tuple[str, ...]:
     flower = dependencies().get("flwr")
     if flower is None:
         raise ConfigError(
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--any-flwr-version",
         action="store_true",
-        help="try it also where flwr is not the tested version",
+        help="try it also where flwr is not a tested version",
     )
     parser.add_argument(
         "--preload",
@@ -272,7 +272,7 @@ def main(arguments: Sequence[str]) -> None:
     if getattr(starter, "subprocess", None) is not subprocess:
         raise ConfigError(
             f"warm executor: flwr {version('flwr')} starts its processes in another way than "
-            f"{_tested_flwr()}; leave it out"
+            f"{' and '.join(_tested_flwr())}; leave it out"
         )
     sys.argv = [shutil.which(command[0]) or command[0], *command[1:]]
     vars(starter)["subprocess"] = (

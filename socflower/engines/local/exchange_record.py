@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 from flwr.app import Error, Message, RecordDict
 
 from socflower.engines.checkpoint import require_equal
-from socflower.engines.local.flower_internals import record_dict_from_bytes, record_dict_to_bytes
 from socflower.engines.local.message_log import faults
 from socflower.errors import ConfigError
+from socflower.flower_adapter import record_dict_from_bytes, record_dict_to_bytes
 from socflower.model_graph.random_state import generator_states, restore_generators
 from socflower.quantities import human_bytes
 from socflower.wire.arrays import MalformedBytes, pack_arrays, unpack_arrays

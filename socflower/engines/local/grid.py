@@ -5,16 +5,15 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias
-from uuid import uuid4
 
 from flwr.app import Context, Message, RecordDict, UserConfig
 from flwr.serverapp import Grid
 
-from socflower.engines.local.flower_internals import Run, begin_run
 from socflower.engines.local.message_log import MessageLog
 from socflower.engines.local.workers import ClientAppSource, InProcessWorkers, ProcessWorkers, Work
 from socflower.engines.names import num_cores
 from socflower.errors import ConfigError, require_range
+from socflower.flower_adapter import Run, begin_run, give_id
 
 # Imported here, since it loads torch.
 if TYPE_CHECKING:
@@ -81,8 +80,7 @@ class EngineGrid(Grid):
                 raise ConfigError(
                     f"message to unknown node {node_id}; ask the grid's get_node_ids()"
                 )
-            message_id = str(uuid4())
-            message.metadata.__dict__["_message_id"] = message_id
+            message_id = give_id(message)
             self._accept(message_id, message)
             message_ids.append(message_id)
         return message_ids
@@ -142,7 +140,7 @@ class LocalGrid(EngineGrid):
             state=RecordDict(),
             run_config=context.run_config,
         )
-        message.metadata.__dict__["_message_id"] = name = str(uuid4())
+        name = give_id(message)
         return self._workers.run({name: (message, without_state)}, None)[name][0]
 
     def close(self) -> None:
@@ -188,7 +186,7 @@ class LocalGrid(EngineGrid):
             for message_id, (reply, context) in self._workers.run(work, deadline).items():
                 # A worker process returns a copy of the context with the state the client left in it.
                 self._contexts[context.node_id] = context
-                reply.metadata.__dict__["_message_id"] = str(uuid4())
+                give_id(reply)
                 answered[message_id] = reply
         if self._record is not None and asked:
             nodes = dict.fromkeys(message.metadata.dst_node_id for message in asked.values())
@@ -216,7 +214,7 @@ class LocalGrid(EngineGrid):
         for message_id, reply in answered.items():
             # A reply on record answers the message of an earlier process.
             reply.metadata.__dict__["_reply_to_message_id"] = message_id
-            reply.metadata.__dict__["_message_id"] = str(uuid4())
+            give_id(reply)
         return answered
 
 

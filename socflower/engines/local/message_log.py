@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, Message, MessageType
 from socflower.engines import legacy_api
 from socflower.errors import TrainingFailed
 from socflower.hierarchy import first_non_finite
-from socflower.wire.message_keys import NUM_EXAMPLES, SERVER_ROUND
+from socflower.wire.message_keys import NUM_EXAMPLES, PRICED, SERVER_ROUND
 
 Answered: TypeAlias = tuple[Message, Message | None]
 """A message and its reply, or None if no reply came in time."""
@@ -53,7 +53,7 @@ class MessageLog:
     """Counts sent and answered messages by kind, since strategies may drop failures silently."""
 
     events: list[MessageEvent] = field(default_factory=list)
-    # True while a strategy runs that would continue with unchanged weights.
+    # True while a strategy of Flower's runs, which would continue with unchanged weights.
     ends_failed_rounds: bool = False
     _exchanges: dict[str, list[_Exchange]] = field(default_factory=dict)
 
@@ -88,7 +88,9 @@ class MessageLog:
                 number = round_of(answered[0][0])
                 kind_of_event = _ALL if failed_all else _SOME
                 self.events.append(MessageEvent(kind=kind_of_event, text=text, round=number))
-            if self.ends_failed_rounds and kind == MessageType.TRAIN and failed_all:
+            # Strategies of socflower's raise errors themselves.
+            is_training = kind == MessageType.TRAIN and not is_priced(answered[0][0])
+            if self.ends_failed_rounds and is_training and failed_all:
                 raise TrainingFailed(
                     f"{where}no client succeeded: none of {len(answered)} {kind} messages had a "
                     f"usable answer; first cause: {min(failed)[1]}"
@@ -177,6 +179,11 @@ def round_of(message: Message) -> int | None:
         if isinstance(server_round := record.get(SERVER_ROUND), int):
             return server_round
     return legacy_api.round_of(message)
+
+
+def is_priced(message: Message) -> bool:
+    """Return whether a strategy of socflower's sent the message, and charges the clock for it itself."""
+    return any(PRICED in record for record in message.content.config_records.values())
 
 
 def _round(message: Message) -> str:

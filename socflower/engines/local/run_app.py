@@ -1,26 +1,31 @@
 """The `local` engine: one call that runs an unmodified ServerApp and ClientApp in virtual time."""
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flwr.app import Context, RecordDict, UserConfig
 from flwr.serverapp import Grid, ServerApp
-from flwr.serverapp.strategy import FedAvg, Strategy
+from flwr.serverapp.strategy import Strategy
 
 from socflower.cluster import Cluster, ModelProfile
-from socflower.engines.app_metrics import MeteredGrid, RoundLog, observed_strategies
-from socflower.engines.legacy_api import are_nodes, bounded_waits
+from socflower.engines.app_metrics import MeteredGrid, RoundLog
 from socflower.engines.local.exchange_record import ExchangeRecord
 from socflower.engines.local.grid import LocalGrid
 from socflower.engines.local.message_log import MessageLog
 from socflower.engines.local.virtual_time_grid import VirtualTimeGrid, require_socs
 from socflower.engines.local.workers import AppReference, ClientAppSource, require_app
-from socflower.engines.strategy_starts import around_starts
 from socflower.errors import ConfigError, SocflowerError, TrainingFailed
+from socflower.flower_adapter import (
+    STRATEGY_ENDS,
+    STRATEGY_STARTS,
+    bounded_waits,
+    flower_quiet,
+    followed_log,
+    messages_together,
+    noticed_records,
+)
 from socflower.plain_numbers import plain_numbers
 from socflower.sim.event_clock import EventClock
 from socflower.strategies.group_grid import GroupGrid
@@ -125,14 +130,21 @@ def run_server_app(
     app: ServerApp, grid: Grid, context: Context, messages: MessageLog, rounds: RoundLog
 ) -> None:
     """Run a ServerApp to its end; see `run_app` for what it raises."""
+
+    def starts(name: str) -> None:
+        rounds.begin(name)
+        messages.ends_failed_rounds = True
+
+    def ends(duration_s: float) -> None:
+        messages.ends_failed_rounds = False
+
     try:
         num_nodes = len(list(grid.get_node_ids()))
         with (
-            observed_strategies(rounds, messages),
+            followed_log({STRATEGY_STARTS: starts, STRATEGY_ENDS: ends}),
+            noticed_records(rounds.follow),
             bounded_waits(num_nodes),
-            around_starts(
-                lambda strategy, _, start: _start_with_enough(strategy, num_nodes, start)
-            ),
+            messages_together(),
         ):
             app(GroupGrid(grid), context)
     except SystemExit as end:
@@ -150,24 +162,6 @@ def run_server_app(
         _raise_first_cause(messages, error)
         raise
     messages.require_success()
-
-
-def _start_with_enough(strategy: Strategy, num_nodes: int, start: Callable[[], object]) -> object:
-    """Start a strategy; `ConfigError` if Flower would wait for more nodes than there will ever be here."""
-    # The strategy inside a wrapper such as differential privacy.
-    strategy = getattr(strategy, "strategy", strategy)
-    if isinstance(strategy, FedAvg):
-        for fraction, own in (
-            ("fraction_train", "min_train_nodes"),
-            ("fraction_evaluate", "min_evaluate_nodes"),
-        ):
-            for key in (own, "min_available_nodes"):
-                if getattr(strategy, fraction) and (least := getattr(strategy, key)) > num_nodes:
-                    raise ConfigError(
-                        f"{type(strategy).__name__}: {key} = {least}, and there {are_nodes(num_nodes)}, so it would "
-                        f"wait without end; give {key}={num_nodes}, or start more nodes"
-                    )
-    return start()
 
 
 def run_on_local_grid(
@@ -213,23 +207,6 @@ def _raise_first_cause(messages: MessageLog, error: Exception | SystemExit) -> N
     raise TrainingFailed(
         f"{failure}; then the ServerApp raised {type(error).__name__}: {text}"
     ) from error
-
-
-@plain_numbers
-def quiet_flower(level: int = logging.ERROR) -> None:
-    """Hide Flower's log lines below `level`, which would disturb a progress bar."""
-    logging.getLogger("flwr").setLevel(level)
-
-
-@contextmanager
-def flower_quiet() -> Iterator[None]:
-    """Hide Flower's log lines below errors within the context, and restore the level afterwards."""
-    before = logging.getLogger("flwr").level
-    quiet_flower()
-    try:
-        yield
-    finally:
-        quiet_flower(before)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> UserConfig:

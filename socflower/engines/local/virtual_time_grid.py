@@ -18,11 +18,16 @@ from socflower.cluster import (
     Usage,
     VirtualClock,
 )
-from socflower.engines.local.message_log import fault_of_num_examples, metric, num_examples_of
+from socflower.engines.local.message_log import (
+    fault_of_num_examples,
+    is_priced,
+    metric,
+    num_examples_of,
+)
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision.processor_costs import MixedPricing
 from socflower.strategies.forwarding_grid import ForwardingGrid
-from socflower.wire.message_keys import CPU_SHARE, PRICED
+from socflower.wire.message_keys import CPU_SHARE
 
 
 def require_socs(cluster: Cluster, num_nodes: int) -> None:
@@ -87,7 +92,7 @@ class VirtualTimeGrid(ForwardingGrid):
         """Exchange messages through the inner grid and advance the clock by the time that they would take."""
         sent = list(messages)
         replies = list(self._grid.send_and_receive(sent, timeout=timeout))
-        to_price = [message for message in sent if not _is_priced(message)]
+        to_price = [message for message in sent if not is_priced(message)]
         if to_price:
             self._on_usage(
                 self._clock.run(
@@ -178,7 +183,3 @@ class VirtualTimeGrid(ForwardingGrid):
             activity=Activity.UPDATE,
             after=trained,
         )
-
-
-def _is_priced(message: Message) -> bool:
-    return any(PRICED in record for record in message.content.config_records.values())

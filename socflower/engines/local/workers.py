@@ -19,12 +19,12 @@ from typing import Any, TypeAlias, TypeVar
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from socflower.engines.local.flower_internals import (
+from socflower.errors import ConfigError, SocflowerError
+from socflower.flower_adapter import (
     CLIENT_APP_CRASHED,
     CLIENT_APP_RAISED_EXCEPTION,
     LOAD_CLIENT_APP_EXCEPTION,
 )
-from socflower.errors import ConfigError, SocflowerError
 from socflower.user_code import import_attribute, place_of, require_main_guard
 
 _PRELOADED = (

@@ -13,7 +13,6 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.serverapp import Grid, ServerApp
-from flwr.supercore import log
 from torch import nn
 
 from socflower.allocator import keep_freed_memory
@@ -23,6 +22,7 @@ from socflower.clients.heat_mod import node_heat_mod
 from socflower.engines.app_files import NUM_NODES_KEY, RUN_FOLDER_KEY
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import SocflowerError
+from socflower.flower_adapter import log
 from socflower.scenario.app.split_client import split_client_app
 from socflower.scenario.app.training import train
 from socflower.scenario.arithmetic import trainer, training_data

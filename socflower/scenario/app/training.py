@@ -8,12 +8,12 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
-from flwr.supercore import log
 from torch import nn
 
 from socflower.engines.run_folder import RunFolder
 from socflower.engines.trained_devices import TrainedDevices
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.flower_adapter import log
 from socflower.scenario.app.presets import Preset, RunParts, preset_of
 from socflower.scenario.app.round_record import RoundRecord, event_documents
 from socflower.scenario.arithmetic import evaluation_device, kernels

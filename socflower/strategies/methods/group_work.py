@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
-from flwr.supercore import log
 
 from socflower.cluster import Cluster, ModelProfile, Usage, VirtualClock
 from socflower.errors import ConfigError
+from socflower.flower_adapter import log
 from socflower.hierarchy import (
     CapacitiesInUse,
     Exchanges,

@@ -6,11 +6,11 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore import log
 from numpy.typing import NDArray
 
 from socflower.cluster import Cluster, Usage
 from socflower.errors import ConfigError
+from socflower.flower_adapter import log
 from socflower.hierarchy import Exchanges, Group, GroupPlan, SyncInterval
 from socflower.hierarchy.leader_topology import AUTO, KINDS, NONE, STAR
 from socflower.peers.ring.settings import RingSettings
@@ -273,7 +273,8 @@ class GroupsMethod(Method[Round, SettledRound]):
                 f"SoCFlow: rings has compression = {self._rings.compression!r}, and its "
                 "nodes form no rings: a node sums its group's whole gradients; leave it out"
             )
-        refuse_integers_clipped(arrays, at_clients=_CLIPPING_NORM in config)
+        if _CLIPPING_NORM in config:
+            refuse_integers_clipped(arrays)
         if this.in_rings and not this.settled_by_grid:
             log(
                 WARNING,

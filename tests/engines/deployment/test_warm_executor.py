@@ -310,8 +310,9 @@ def test_other_tasks_start_as_ever(tmp_path: Path) -> None:
 def test_another_version_of_flower_is_refused_unless_any_will_do(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    check_flwr_version(dependencies()["flwr"].tested)
-    refused(lambda: check_flwr_version("1.42.0"), "1.41.0", "1.42.0")
+    for tested in dependencies()["flwr"].tested:
+        check_flwr_version(tested)
+    refused(lambda: check_flwr_version("1.40.0"), "1.41.0", "1.40.0")
     newer = tmp_path / "flwr-9.9.9.dist-info"
     newer.mkdir()
     (newer / "METADATA").write_text("Metadata-Version: 2.1\nName: flwr\nVersion: 9.9.9\n")
@@ -320,7 +321,7 @@ def test_another_version_of_flower_is_refused_unless_any_will_do(
     other = command_line("--", "flower-supernode", "--version", environment=with_newer)
     assert (other.returncode, other.stdout) == (2, "")
     assert other.stderr == (
-        "warm executor: tested with flwr 1.41.0, found 9.9.9; leave it out, or pass "
+        "warm executor: tested with flwr 1.41.0 and 1.42.0, found 9.9.9; leave it out, or pass "
         "--any-flwr-version\n"
     )
 

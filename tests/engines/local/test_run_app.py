@@ -1,5 +1,6 @@
 """The local engine as one call: an ordinary Flower app from its folder, and what is wrong with a folder."""
 
+import io
 import logging
 import re
 import sys
@@ -16,12 +17,14 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 
 from socflower.cluster import parse_cluster
 from socflower.engines.local.message_log import MessageLog
-from socflower.engines.local.run_app import load_flower_app, quiet_flower, run_app
+from socflower.engines.local.run_app import load_flower_app, run_app
 from socflower.engines.local.workers import AppReference
 from socflower.errors import TrainingFailed
+from socflower.flower_adapter import quiet_flower
 from socflower.sim import EventClock
 from socflower.strategies.settings import TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
+from tests.engines.foreign_apps import ZERO, client_app
 from tests.engines.local import apps_for_tests
 from tests.one_line import refused
 
@@ -201,13 +204,16 @@ def test_a_folder_that_is_no_app_is_named(content: bytes | None, says: str, tmp_
 
 
 def test_flowers_log_can_be_quietened() -> None:
-    logger = logging.getLogger("flwr")
-    before = logger.level
+    logger, stream = logging.getLogger("flwr"), io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
     try:
         quiet_flower()
-        assert logger.level == logging.ERROR
+        logger.info("below errors")
+        logger.error("an error")
     finally:
-        logger.setLevel(before)
+        logger.removeHandler(handler)
+    assert stream.getvalue() == "an error\n"
 
 
 def socflow() -> SoCFlow:
@@ -257,7 +263,7 @@ def test_a_strategy_of_the_message_api_among_server_components_is_told_where_it_
         (FedAvg(min_evaluate_nodes=9), "min_evaluate_nodes"),
         (
             DifferentialPrivacyServerSideFixedClipping(FedAvg(min_available_nodes=20), 1.0, 1.0, 8),
-            "nodes = 20",
+            "waits for 20 nodes",
         ),
     ],
 )
@@ -268,9 +274,9 @@ def test_a_strategy_that_would_wait_for_nodes_without_end_is_refused(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        strategy.start(grid, ArrayRecord(), num_rounds=1)
+        strategy.start(grid, ZERO, num_rounds=1)
 
-    refused(lambda: run_app(app, apps_for_tests.app, cluster=CLUSTER, num_workers=0), says)
+    refused(lambda: run_app(app, client_app({}), cluster=CLUSTER, num_workers=0), says)
 
 
 def test_as_many_nodes_as_there_are_may_be_asked_for() -> None:

@@ -20,9 +20,9 @@ from socflower.cluster import (
     step_cost,
 )
 from socflower.cluster.topology import uniform_cluster
-from socflower.engines.local.flower_internals import Run, begin_run
 from socflower.engines.local.virtual_time_grid import VirtualTimeGrid
 from socflower.errors import TrainingFailed
+from socflower.flower_adapter import Run, begin_run
 from socflower.precision.processor_costs import (
     MERGE_PASSES,
     REQUANTISE_PASSES,
