@@ -3,7 +3,7 @@
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -26,7 +26,7 @@ from socflower.errors import (
     SocflowerError,
     TrainingFailed,
 )
-from socflower.report.quality import ACCURACY, LOSS, Quality, costs_to_target, quality_of
+from socflower.report.quality import costs_to_target
 from socflower.report.report import write_report
 from socflower.scenario.app.deployed import app_in_folder, deployed_app
 from socflower.scenario.app.main import scenario_server_app
@@ -137,7 +137,7 @@ def _result(scenario: Scenario, engine: str, outcome: dict[str, Any]) -> dict[st
     result["expectations"] = check_expectations(scenario.expect, result)
     if engine == "deployment":
         result = with_predictions(result)
-    result |= costs_to_target(result, *target_of(scenario, [result]))
+    result |= costs_to_target(result, *scenario.compare.target_of([result]))
     result["processors"] = priced_processors(scenario, result["trained_on"])
     result["notes"] = [
         *(_NOTES_OF_DEPLOYMENT if engine == "deployment" else _NOTES),
@@ -351,16 +351,6 @@ def _resumes(fresh: bool) -> str:
 def _with_advice(error: TrainingFailed, advice: str) -> str:
     """Return the text of an error with advice on how to resume; one about a lost state has its own."""
     return str(error) if not advice or LOST_STATE in str(error) else f"{error}; {advice}"
-
-
-def target_of(
-    scenario: Scenario, results: Sequence[Mapping[str, Any]]
-) -> tuple[Quality, float | None]:
-    """Return the metric that results of the scenario are judged by, and its target in `[compare]`, if there is one."""
-    own = scenario.compare
-    if own.target_loss is not None or quality_of(results) is LOSS:
-        return LOSS, own.target_loss
-    return ACCURACY, own.target_accuracy
 
 
 def _run_locally(run: PreparedRun, folder: RunFolder, num_workers: int | None) -> None:

@@ -18,13 +18,13 @@ from socflower.strategies.mixed_replies import client_events, mean_metric
 from socflower.strategies.planned_rounds import Resumable
 from socflower.strategies.records import array_views
 from socflower.strategies.replies import (
-    ReplyEvent,
     failure_event,
     fault_of,
     heat_events,
     no_reply_event,
     other_layouts,
 )
+from socflower.strategies.reply_events import ReplyEvent
 from socflower.strategies.settings import Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import ALPHA, CPU_SHARE, EVENTS, METRICS

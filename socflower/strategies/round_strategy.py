@@ -22,7 +22,8 @@ from socflower.quantities import counted
 from socflower.strategies.method import Method, RoundT, SettledT
 from socflower.strategies.outer_step import OuterStep
 from socflower.strategies.planned_rounds import PlannedRounds
-from socflower.strategies.replies import OUTER_STEP, ReplyEvent
+from socflower.strategies.replies import OUTER_STEP
+from socflower.strategies.reply_events import ReplyEvent
 from socflower.wire.message_keys import GROUP_ID, METRICS, NUM_EXAMPLES
 
 

@@ -27,7 +27,8 @@ from socflower.strategies.methods.group_work import DataParallelWork
 from socflower.strategies.methods.groups import Averaging, GroupsMethod, RoundReport
 from socflower.strategies.outer_step import ChosenNodes, OuterStep, reproducible_draws
 from socflower.strategies.records import aggregate_records
-from socflower.strategies.replies import NOT_EVALUATED, ReplyEvent, failure_event, with_model
+from socflower.strategies.replies import NOT_EVALUATED, failure_event, with_model
+from socflower.strategies.reply_events import ReplyEvent
 from socflower.strategies.round import Round
 from socflower.strategies.round_planner import RoundPlanner
 from socflower.strategies.round_strategy import RoundStrategy, with_more_events

@@ -22,13 +22,8 @@ from socflower.hierarchy.collectives import BUCKETS
 from socflower.pipeline.planner.selection import PlannerSettings
 from socflower.pipeline.runtime.payloads import ActivationCoding
 from socflower.scenario.app.round_record import RoundRecord, event_documents
-from socflower.scenario.arithmetic import (
-    evaluation_device,
-    kernels,
-    model_profile,
-    num_training_samples,
-    pricing,
-)
+from socflower.scenario.arithmetic import evaluation_device, kernels
+from socflower.scenario.costs import model_profile, num_training_samples, pricing
 from socflower.scenario.heat import heat_document, rack_dynamics, unthrottled_training_s
 from socflower.scenario.pipeline_planning import (
     micro_batch_sizes,
@@ -55,7 +50,7 @@ from socflower.training.model_state import (
     trainable_state,
 )
 from socflower.wire.message_keys import FROZEN_SHA256, TRAIN_LOSS
-from socflower.workloads import evaluate
+from socflower.workloads.evaluation import evaluate
 
 
 def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
