@@ -38,7 +38,7 @@ from socflower.thermal.fans.policies import (
 )
 from socflower.thermal.model.dynamics import RackDynamics
 from socflower.thermal.model.rack import Rack
-from socflower.workloads import build_model
+from socflower.workloads.models.classifiers import build_model
 
 # What the work takes if nothing gets hot.
 COLD_S = 2.0 * 3600.0

@@ -18,7 +18,7 @@ from benchmarks.harness import Row, less_is_better, main, measure_interleaved
 from socflower.precision import EngineSettings, Int8Model, RescalingPolicy
 from socflower.precision.int8.batch_splitting import best_blocks, profile_batch_blocks
 from socflower.precision.operator_costs import profile_operators
-from socflower.workloads.models import build_model
+from socflower.workloads.models.classifiers import build_model
 
 SHAPE = (3, 32, 32)
 # The steady state of training, reached after three batches.

@@ -25,7 +25,7 @@ from benchmarks.harness import Row, kept, main, more_is_better, note
 from socflower.precision import ADAPTIVE_FIXED_POINT, NITI, Int8Model, TrainingAlgorithm
 from socflower.precision.algorithm import IntegerUpdate
 from socflower.workloads.dataset import LabelledData
-from socflower.workloads.models import build_model
+from socflower.workloads.models.classifiers import build_model
 from socflower.workloads.sources import load_data
 
 FOLDER = Path("out/int8-accuracy")

@@ -174,7 +174,7 @@ def _two_threads(setting: Setting, name: str, model: str) -> Row:
 
 
 def _module(name: str) -> Any:
-    from socflower.workloads.models import build_model
+    from socflower.workloads.models.classifiers import build_model
 
     channels, size, _ = INPUT_SHAPES[name]
     return build_model(name, in_channels=channels, image_size=size, num_classes=NUM_CLASSES, seed=0)

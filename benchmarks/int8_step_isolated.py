@@ -94,7 +94,7 @@ def torch_peak_bytes(model: str, small: str) -> int:
     import torch
 
     from benchmarks.int8_settings import one_thread
-    from socflower.workloads.models import build_model
+    from socflower.workloads.models.classifiers import build_model
 
     one_thread(torch)
 

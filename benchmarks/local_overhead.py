@@ -30,7 +30,8 @@ from socflower.strategies.settings import TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.training.batches import group_batches
 from socflower.training.fp32 import FP32Trainer, sgd
-from socflower.workloads import LabelledData, build_model
+from socflower.workloads.dataset import LabelledData
+from socflower.workloads.models.classifiers import build_model
 
 NUM_GROUPS = 8
 BATCH_SIZE = 64

@@ -23,8 +23,10 @@ from benchmarks.harness import Row, less_is_better, main, measure_interleaved, r
 from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.training.mixed_precision import MixedPrecisionTrainer
 from socflower.training.trainer import Trainer, TrainingSpan
-from socflower.workloads import build_model, evaluate, load_data
 from socflower.workloads.dataset import LabelledData
+from socflower.workloads.evaluation import evaluate
+from socflower.workloads.models.classifiers import build_model
+from socflower.workloads.sources import load_data
 
 BATCH = 64
 RULES = ("paper", "normalised")

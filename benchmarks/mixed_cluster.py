@@ -17,7 +17,7 @@ from benchmarks.harness import Row, less_is_better, main
 from socflower.cluster import FP32, ModelProfile, device
 from socflower.precision.cpu_share import cpu_share, most_speedup
 from socflower.precision.processor_costs import MixedPricing
-from socflower.scenario.arithmetic import model_profile
+from socflower.scenario.costs import model_profile
 from socflower.scenario.planning import plan_scenario
 from socflower.scenario.schema.file import parse_scenario
 

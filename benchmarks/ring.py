@@ -27,7 +27,7 @@ from socflower.hierarchy import Exchange, step_graph
 from socflower.peers.compression import make_compression
 from socflower.peers.ring.gradient_exchange import GradientExchange
 from socflower.sim import EventClock
-from socflower.workloads import build_model
+from socflower.workloads.models.classifiers import build_model
 from tests.testbed.prediction import plan_of
 from tests.testbed.testbed import missing
 from tests.testbed.topology import Rack

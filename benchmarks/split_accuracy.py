@@ -41,7 +41,7 @@ from benchmarks.split_accuracy_runs.recipes import (
     works,
 )
 from benchmarks.split_accuracy_runs.training import Training, differing_tensors, outcome, weights_of
-from socflower.workloads import load_data
+from socflower.workloads.sources import load_data
 
 RESULTS = Path("out/split-accuracy.json")
 POINT = 0.01

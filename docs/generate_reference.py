@@ -1,4 +1,4 @@
-"""Generate socflower/__init__.pyi, the reference pages and the tables of docs/results.md from the code.
+"""Generate socflower/__init__.pyi, the built-in models' profiles, the reference pages and the tables of results.md.
 
 `make api` runs it; with --check it only compares, as a test does, so that no page becomes outdated.
 """
@@ -18,12 +18,16 @@ from pydantic_core import PydanticUndefined
 import socflower
 from socflower.cli.main import app
 from socflower.field_rules import allowed, keys_of, table_of
+from socflower.model_graph.layer_profile import profile_module
 from socflower.scenario.schema.config import (
     CompareConfig,
     OwnTraining,
     PredictedEpoch,
     ScenarioFile,
 )
+from socflower.workloads.models.built_in import PROFILES
+from socflower.workloads.models.classifiers import BUILDERS, build_model
+from socflower.workloads.sources import data_names, data_shape
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -32,6 +36,9 @@ API = DOCS / "reference" / "api.md"
 CLI = DOCS / "reference" / "cli.md"
 SCENARIOS = DOCS / "reference" / "scenarios.md"
 RESULTS = DOCS / "results.md"
+
+# All built-in data have as many.
+NUM_CLASSES = 10
 
 PARTS = {
     "strategies": "Strategies: the ServerApp's side",
@@ -85,6 +92,7 @@ def main() -> int:
         CLI: cli_page(),
         SCENARIOS: scenarios_page(),
         RESULTS: results_page(),
+        PROFILES: profiles(),
     }
     stale = [
         path
@@ -110,6 +118,41 @@ def stub() -> str:
             f"from socflower.{module} import {', '.join(f'{name} as {name}' for name in names)}"
         )
     return "\n".join([*lines, "", "__version__: str", "__all__: list[str]", ""])
+
+
+def profiles() -> str:
+    """Return the layers of every built-in model on the images of the built-in data, a line for each layer."""
+    shapes = {(shape.channels, shape.size) for shape in map(data_shape, data_names())}
+    models = {
+        name: {
+            f"{channels}x{size}": layer_rows(name, channels, size)
+            for channels, size in sorted(shapes)
+        }
+        for name in BUILDERS
+    }
+    text = json.dumps(models, indent=1)
+    # Only rows of layers begin with a text.
+    return re.sub(r'\[\s+(?=")[^]]*]', lambda row: re.sub(r"\s+", " ", row[0]), text) + "\n"
+
+
+def layer_rows(name: str, channels: int, size: int) -> list[list[Any]]:
+    """Return each layer's name, kind, operations, bytes of its output, and bytes of each of its tensors."""
+    model = build_model(
+        name, in_channels=channels, image_size=size, num_classes=NUM_CLASSES, seed=0
+    )
+    rows = []
+    for layer in profile_module(model, (channels, size, size), name).layers:
+        weights = model.get_submodule(layer.name).parameters(recurse=False)
+        rows.append(
+            [
+                layer.name,
+                layer.kind,
+                int(layer.forward_flops),
+                int(layer.output_bytes),
+                *(weight.nbytes for weight in weights),
+            ]
+        )
+    return rows
 
 
 def api_page() -> str:

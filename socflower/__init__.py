@@ -109,7 +109,8 @@ _EXPORTS = {
     "workloads.map_dataset": ("MapDataset",),
     "workloads.sources": ("data_names", "load_data"),
     "workloads.partition": ("dirichlet_partition", "iid_partition"),
-    "workloads.models.classifiers": ("build_model", "model_names"),
+    "workloads.models.built_in": ("model_names",),
+    "workloads.models.classifiers": ("build_model",),
     "workloads.evaluation": ("Evaluation", "evaluate"),
     "wire.message_keys": ("HEAT", "HeatReport"),
     "errors": (

@@ -75,7 +75,8 @@ from socflower.workloads.data_source import DataSource as DataSource
 from socflower.workloads.dataset import DataSet as DataSet, LabelledData as LabelledData
 from socflower.workloads.evaluation import Evaluation as Evaluation, evaluate as evaluate
 from socflower.workloads.map_dataset import MapDataset as MapDataset
-from socflower.workloads.models.classifiers import build_model as build_model, model_names as model_names
+from socflower.workloads.models.built_in import model_names as model_names
+from socflower.workloads.models.classifiers import build_model as build_model
 from socflower.workloads.partition import dirichlet_partition as dirichlet_partition, iid_partition as iid_partition
 from socflower.workloads.sources import data_names as data_names, load_data as load_data
 

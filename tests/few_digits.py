@@ -15,7 +15,9 @@ def few_digits() -> Iterator[None]:
     import torch  # here: most tests load no torch
 
     from socflower.scenario import arithmetic
-    from socflower.workloads import DataSet, load_data, sources
+    from socflower.workloads import sources
+    from socflower.workloads.dataset import DataSet
+    from socflower.workloads.sources import load_data
 
     whole = load_data("digits")
     if len(whole.train) == NUM_TRAIN:

@@ -3,7 +3,7 @@
 import torch
 from torch.utils.data import Dataset
 
-from socflower.workloads import LabelledData
+from socflower.workloads.dataset import LabelledData
 
 
 class Rows(Dataset[tuple[torch.Tensor, int]]):

@@ -23,7 +23,7 @@ from socflower.engines.local.grid import LocalGrid
 from socflower.plain_numbers import plain, plain_numbers
 from socflower.thermal.sensors.reading import Reading
 from socflower.wire.saved_state import StateKind, StateStore
-from socflower.workloads import LabelledData
+from socflower.workloads.dataset import LabelledData
 from tests.one_line import refused
 
 CLUSTER = parse_cluster({"boards": [2, 2]})

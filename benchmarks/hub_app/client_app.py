@@ -4,7 +4,8 @@ from flwr.app import Context
 from task import load_model, load_trainer, load_training_data
 
 from socflower.clients.app import make_client_app
-from socflower.workloads import DataSource, iid_partition
+from socflower.workloads.data_source import DataSource
+from socflower.workloads.partition import iid_partition
 
 
 def load_partition(context: Context, partition_id: int, num_partitions: int) -> DataSource:

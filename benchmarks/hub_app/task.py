@@ -13,7 +13,11 @@ from socflower.scenario.schema.file import load_scenario
 from socflower.scenario.workload import TrainingData, initial_model, scenario_data
 from socflower.training.fp32 import FP32Trainer
 from socflower.training.trainer import Trainer
-from socflower.workloads import DataSet, DataSource, build_model, evaluate, load_data
+from socflower.workloads.data_source import DataSource
+from socflower.workloads.dataset import DataSet
+from socflower.workloads.evaluation import evaluate
+from socflower.workloads.models.classifiers import build_model
+from socflower.workloads.sources import load_data
 
 WIDTH = 1024
 

@@ -17,7 +17,8 @@ from socflower.pipeline.runtime.member import Mini
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.trainer import TrainingSpan
-from socflower.workloads import DataSource, LabelledData
+from socflower.workloads.data_source import DataSource
+from socflower.workloads.dataset import LabelledData
 from tests.testbed.topology import Rack
 
 CORES = (0.5, 0.35, 0.25, 0.15)

@@ -7,7 +7,7 @@ from task import load_model, load_samples, num_samples
 
 from socflower.clients.app import make_client_app
 from socflower.training.fp32 import FP32Trainer, sgd
-from socflower.workloads import LabelledData
+from socflower.workloads.dataset import LabelledData
 
 
 def load_all(context: Context, partition_id: int, num_partitions: int) -> LabelledData:

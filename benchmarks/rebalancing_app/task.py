@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from socflower.workloads import LabelledData, build_model
+from socflower.workloads.dataset import LabelledData
+from socflower.workloads.models.classifiers import build_model
 
 
 def load_model() -> nn.Module:

@@ -9,7 +9,8 @@ from torch import nn
 
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.wire.message_keys import GroupTask
-from socflower.workloads import LabelledData, build_model
+from socflower.workloads.dataset import LabelledData
+from socflower.workloads.models.classifiers import build_model
 
 MODEL = "vgg-small"
 # A low rate, since training amplifies differences of rounding.

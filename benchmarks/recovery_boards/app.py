@@ -11,7 +11,7 @@ from socflower.pipeline.plan import PipelinePlan
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.profiler.estimates import pipeline_problem
 from socflower.training.fp32 import FP32Trainer, sgd
-from socflower.workloads import LabelledData
+from socflower.workloads.dataset import LabelledData
 from tests.pipeline.problems import straight_plan
 from tests.strategies import pipeline_app
 

@@ -30,7 +30,7 @@ from socflower.peers.transports.port import RingPort
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.trainer import TrainingSpan
 from socflower.wire.secure_channel import Tls
-from socflower.workloads import build_model
+from socflower.workloads.models.classifiers import build_model
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 _TOKEN = b"for benchmarks, everybody's key."

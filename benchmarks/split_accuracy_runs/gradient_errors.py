@@ -18,7 +18,7 @@ from socflower.edgecloud.half_protocols import Array
 from socflower.model_graph.cut_points import capture_split
 from socflower.wire.codecs.error_feedback import FORMS, SCALES, ErrorFeedback
 from socflower.wire.codecs.quantisation import GROUPINGS, decode, encode
-from socflower.workloads import LabelledData
+from socflower.workloads.dataset import LabelledData
 
 
 def gradient_errors(

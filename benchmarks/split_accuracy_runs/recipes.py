@@ -9,7 +9,8 @@ import numpy as np
 
 from socflower.wire.codecs.error_feedback import Form, Scale
 from socflower.wire.codecs.quantisation import Grouping
-from socflower.workloads import DataSet, LabelledData, class_subset
+from socflower.workloads.dataset import DataSet, LabelledData
+from socflower.workloads.transfer import class_subset
 
 MIDDLE, LATE = "6", "10"
 """Cuts of VGG-tiny, after the activations of the second and the third of its four convolutions.

@@ -20,7 +20,9 @@ from socflower.edgecloud.runtime.in_process import run_actions
 from socflower.edgecloud.samples import BatchOrder, PartyBatches
 from socflower.edgecloud.split_program import LayeredProgram
 from socflower.training.fp32 import sgd
-from socflower.workloads import build_model, evaluate, load_weights
+from socflower.workloads.evaluation import evaluate
+from socflower.workloads.models.classifiers import build_model
+from socflower.workloads.transfer import load_weights
 
 Weights = dict[str, np.ndarray[Any, Any]]
 

@@ -16,7 +16,8 @@ from socflower.edgecloud.split_program import LayeredProgram
 from socflower.errors import DataUnavailable
 from socflower.training.fp32 import sgd
 from socflower.wire.codecs.error_feedback import Form
-from socflower.workloads import build_model, load_data
+from socflower.workloads.models.classifiers import build_model
+from socflower.workloads.sources import load_data
 
 MODEL = "resnet8"
 BATCH_SIZE = 32

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.truth_cells.cell import REFERENCE
-from socflower.workloads import LabelledData
+from socflower.workloads.dataset import LabelledData
 
 IMAGE = (1, 28, 28)
 NUM_CLASSES = 10

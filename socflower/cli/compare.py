@@ -189,9 +189,9 @@ def _compare_app_folders(
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """Compare app folders, print the comparison and return the claims."""
+    cluster_file = require_cluster(cluster, folders[0])
     from socflower.scenario.app_comparison import app_variants, compare_apps
 
-    cluster_file = require_cluster(cluster, folders[0])
     runs = app_variants(folders, vary, cluster_file=cluster_file, **settings)
     names = "-".join(folder.resolve().name for folder in folders)
     target = out or Path("out") / f"{names}-compare"

@@ -22,7 +22,7 @@ from socflower.engines.names import num_cores
 from socflower.hierarchy import weighted_average
 from socflower.quantities import counted
 from socflower.thermal.sensors.linux import LinuxSensors
-from socflower.workloads import load_data
+from socflower.workloads.sources import load_data
 
 
 def diagnose() -> list[dict[str, Any]]:

@@ -107,12 +107,17 @@ def plan(
 def _plan_cluster(scenario: "Scenario", as_json: bool) -> None:
     """Print the plan of a scenario with groups or with a cloud, and the predicted effect of heat."""
     from socflower.scenario.heat import predicted_heat
-    from socflower.scenario.planning import plan_scenario, plan_split
+    from socflower.scenario.planning import plan_scenario
     from socflower.scenario.schema.file import scenario_cluster
 
     with prints_to_stderr():
         cluster = scenario_cluster(scenario)
-        planned = plan_split(scenario) if scenario.is_split else plan_scenario(scenario)
+        if scenario.is_split:
+            from socflower.scenario.split_planning import plan_split
+
+            planned = plan_split(scenario)
+        else:
+            planned = plan_scenario(scenario)
         document = {**planned, "heat": predicted_heat(scenario, cluster)}
     if as_json:
         print_json(document)
@@ -137,12 +142,11 @@ def _plan_app_folder(
     training_flops: float | None,
     as_json: bool,
 ) -> None:
+    known_cluster = require_cluster(cluster_file, folder)
     from socflower.scenario.app_planning import plan_app_folder
 
     with prints_to_stderr():
-        cluster, document = plan_app_folder(
-            folder, require_cluster(cluster_file, folder), overrides, training_flops
-        )
+        cluster, document = plan_app_folder(folder, known_cluster, overrides, training_flops)
     if as_json:
         print_json(document)
     else:

@@ -187,8 +187,6 @@ def _run_scenario(
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """Run a scenario, print its result and return its claims."""
-    from socflower.scenario import runner
-    from socflower.scenario.jobs import kept_line, remotely_kept_line
     from socflower.scenario.prepared_run import prepare
     from socflower.scenario.schema.file import load_scenario
 
@@ -198,6 +196,10 @@ def _run_scenario(
     # Mistakes are found before the folder of --out is created.
     with mistakes_name_file(loaded.name, path):
         prepared = prepare(loaded, engine, trains_here=not is_remote)
+    # Importing Flower takes long, so mistakes are found first.
+    from socflower.scenario import runner
+    from socflower.scenario.jobs import kept_line, remotely_kept_line
+
     try:
         with mistakes_name_file(loaded.name, path), run_progress(as_json) as bar:
             result = runner.run_to_folder(
@@ -258,15 +260,16 @@ def _run_app_folder(
     logging: "RoundLogging",
 ) -> list[dict[str, Any]]:
     """Run an app folder, print its result and return its claims."""
-    from socflower.scenario import app_folder
-    from socflower.scenario.jobs import kept_line
-
+    cluster_file = require_cluster(cluster, folder)
     target = out or Path("out") / folder.resolve().name
     if target.resolve() == folder.resolve():
         raise ConfigError(f"--out {target}: is the app's own folder; name another one")
+    from socflower.scenario import app_folder
+    from socflower.scenario.jobs import kept_line
+
     run = app_folder.AppRun(
         folder=folder,
-        cluster_file=require_cluster(cluster, folder),
+        cluster_file=cluster_file,
         num_workers=num_workers,
         **settings,
         deployment=replace(deployment, fresh=False),

@@ -88,13 +88,9 @@ from socflower.wire.message_keys import (
     encode,
 )
 from socflower.wire.split_message_keys import SPLIT
-from socflower.workloads import (
-    DataSource,
-    EvaluationStep,
-    EvaluationWeight,
-    as_data_source,
-    evaluate,
-)
+from socflower.workloads.data_source import DataSource
+from socflower.workloads.evaluation import EvaluationStep, EvaluationWeight, evaluate
+from socflower.workloads.map_dataset import as_data_source
 
 ModelFn: TypeAlias = Callable[[Context], nn.Module]
 DataFn: TypeAlias = Callable[[Context, int, int], DataSource | Dataset[Any] | DataLoader[Any]]

@@ -39,7 +39,7 @@ from socflower.wire.message_keys import (
     RingTask,
     encode,
 )
-from socflower.workloads import DataSource
+from socflower.workloads.data_source import DataSource
 
 _COMPRESSION_STATE, _KEPT_MODEL = "socflower-compression", "socflower-model"
 

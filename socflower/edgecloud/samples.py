@@ -14,8 +14,8 @@ from socflower.errors import ConfigError
 from socflower.model_graph.batch_form import Batch, form_of
 from socflower.model_graph.tensor_arrays import to_array
 from socflower.plain_numbers import plain_numbers
-from socflower.workloads import GeneratorSamples, VerticalSamples
 from socflower.workloads.data_source import DataSource, Indices
+from socflower.workloads.sample_tensors import GeneratorSamples, VerticalSamples
 
 Rows = NDArray[np.int64]
 NO_LABELS: NDArray[np.int64] = np.empty(0, np.int64)

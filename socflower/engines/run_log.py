@@ -8,14 +8,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeAlias
-
-from flwr.app import ArrayRecord, MetricRecord
-from flwr.serverapp import Grid
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeAlias
 
 from socflower.errors import ConfigError
 from socflower.plain_numbers import plain_numbers
-from socflower.strategies.planned_rounds import EvaluateFn
+
+# The command line checks `--log` before anything needs Flower, whose import takes long.
+if TYPE_CHECKING:
+    from flwr.app import ArrayRecord, MetricRecord
+    from flwr.serverapp import Grid
+
+    from socflower.strategies.planned_rounds import EvaluateFn
 
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
 
@@ -221,15 +224,15 @@ def scalars(entry: Mapping[str, Any]) -> dict[str, float]:
 
 
 def logged_evaluation(
-    evaluate_fn: EvaluateFn, *loggers: RunLogger, grid: Grid | None = None
-) -> EvaluateFn:
+    evaluate_fn: "EvaluateFn", *loggers: RunLogger, grid: "Grid | None" = None
+) -> "EvaluateFn":
     """Return `evaluate_fn` of `Strategy.start` that also logs its metrics after every round.
 
     With a `grid` that has a clock, as the `local` engine's, virtual time, energy and bytes are logged too. The caller
     closes the loggers.
     """
 
-    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+    def evaluate(server_round: int, arrays: "ArrayRecord") -> "MetricRecord | None":
         metrics = evaluate_fn(server_round, arrays)
         values = _numbers(metrics or {})
         if (clock := getattr(grid, "clock", None)) is not None:

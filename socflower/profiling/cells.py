@@ -31,7 +31,8 @@ from socflower.precision.int8.requantisation import RescalingPolicy
 from socflower.precision.operator_costs import OperatorProfile, profile_operators
 from socflower.profiling.power_meter import PowerMeter, RaplMeter, mean_watts
 from socflower.wire.saved_state import write_atomically
-from socflower.workloads import build_model, data_shape
+from socflower.workloads.models.classifiers import build_model
+from socflower.workloads.sources import data_shape
 
 _CPU = torch.device("cpu")
 _WATTS_S = 1.0

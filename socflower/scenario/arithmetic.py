@@ -1,17 +1,14 @@
-"""The arithmetic of a scenario: model and profile, trainer, costs in virtual time, and held-out data."""
+"""The arithmetic of a scenario as it is computed here: trainer, kernels, and held-out data."""
 
-import math
 from functools import cache, partial
 from typing import Literal
 
 import numpy as np
 import torch
-from torch import nn
 
 from socflower import _int8
-from socflower.cluster import FP32, Device, ModelProfile, Pricing
+from socflower.cluster import Device
 from socflower.model_graph.batch_form import pair_of
-from socflower.model_graph.layer_profile import profile_module
 from socflower.model_graph.torch_device import AUTO
 from socflower.precision import (
     EngineSettings,
@@ -20,48 +17,16 @@ from socflower.precision import (
     TrainingAlgorithm,
     int8_algorithm,
 )
-from socflower.precision.cpu_share import most_speedup
-from socflower.precision.processor_costs import Int8Pricing, MixedPricing
-from socflower.quantities import percent
+from socflower.precision.processor_costs import MixedPricing
+from socflower.scenario.costs import mixing_note
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
-from socflower.scenario.workload import example_inputs, initial_model, scenario_data
+from socflower.scenario.workload import scenario_data
 from socflower.training.fp32 import FP32Trainer, OptimizerFn, cosine_annealing, sgd
 from socflower.training.int8 import Int8Trainer
 from socflower.training.mixed_precision import MixedPrecisionTrainer
 from socflower.training.trainer import Trainer
-from socflower.workloads import DataSource
-
-
-def model_profile(scenario: Scenario, model: nn.Module | None = None) -> ModelProfile:
-    """Return the layer profile of the scenario's model on its data; `model` is that model if it is built already."""
-    return profile_module(
-        model or initial_model(scenario), example_inputs(scenario), scenario.model.name
-    )
-
-
-def pricing(scenario: Scenario) -> Pricing:
-    """Return the cost model of the scenario's arithmetic."""
-    if scenario.precision.arithmetic == "int8":
-        return Int8Pricing()
-    return (
-        MixedPricing(rule=scenario.precision.rule)
-        if scenario.precision.arithmetic == "mixed"
-        else FP32
-    )
-
-
-def mixing_note(rule: str) -> str:
-    """Return a note on a mixing rule: its largest possible speed-up over the CPU alone (F11)."""
-    most = most_speedup(rule)
-    if rule == "fp32":
-        return "Rule 'fp32' leaves everything to the CPU."
-    if math.isfinite(most):
-        return (
-            f"Rule '{rule}' gives the CPU at least {percent(1.0 / most)} of the samples: computing takes no less "
-            f"than 1/{most:.2f} of the CPU's time, however fast the NPU."
-        )
-    return f"Rule '{rule}' has no bound but the throughputs of CPU and NPU."
+from socflower.workloads.data_source import DataSource
 
 
 def uses_int8(scenario: Scenario) -> bool:
@@ -185,15 +150,6 @@ def training_data(scenario: Scenario) -> DataSource:
         if scenario.precision.held_out
         else train
     )
-
-
-def num_training_samples(scenario: Scenario, num_train: int) -> int:
-    """Return the number of samples to train on, of `num_train`, without the held-out ones; `ConfigError` if none."""
-    num_held_out = scenario.precision.held_out
-    if num_held_out >= num_train:
-        why = f"{scenario.data.name} has only {num_train} training samples; set fewer aside"
-        raise scenario.mistake("precision", "held_out", why)
-    return num_train - num_held_out
 
 
 @cache

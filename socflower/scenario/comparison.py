@@ -9,14 +9,12 @@ from socflower.engines.checkpoint import training_keys
 from socflower.engines.run_log import NO_LOGGING, RoundLogging
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.report.quality import FIGURES, TARGETS, Quality, costs_to_target
-from socflower.report.report import write_report
 from socflower.report.spread import means_of
 from socflower.report.summary import headline_of
 from socflower.scenario.caveats import caveats_of
 from socflower.scenario.expectations import check_expectations
 from socflower.scenario.planning import epochs_by_fusion, predicted_epochs
 from socflower.scenario.prepared_run import PreparedRun, prepare
-from socflower.scenario.runner import run_to_folder, target_of
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document
 from socflower.scenario.schema.strategies import STRATEGIES, family_of
@@ -34,6 +32,7 @@ _ROW_KEYS = (
     "bytes",
     "weights_sha256",
 )
+# Mistakes are found before `runner` and `report` import torch, Flower and matplotlib, which takes long.
 OnStart = Callable[[str], Callable[[dict[str, Any]], None]]
 
 
@@ -147,7 +146,7 @@ class _Comparison:
             for seed in self._seeds or (self._scenario.seed,)
         ]
         results = [result for runs in by_seed for result in runs]
-        quality, target = target_of(self._scenario, results)
+        quality, target = self._scenario.compare.target_of(results)
         # Without a target of the scenario's, all are timed to a quality that all have reached.
         if target is None:
             target = quality.common_target(results)
@@ -187,6 +186,8 @@ class _Comparison:
             "fusions": epochs_by_fusion(self._scenario, self._strategies),
         }
         write_atomically(self._out / "comparison.json", json.dumps(document, indent=1))
+        from socflower.report.report import write_report
+
         write_report(
             self._out / "report.html",
             results,
@@ -210,7 +211,7 @@ class _Comparison:
             folder = "_".join(f"{key}-{value}" for key, value in choice.items())
             label = ", ".join(f"{key} {value}" for key, value in choice.items())
             tried.append(self._run(variant, self._out / "tune" / name / folder, f"{name}, {label}"))
-        quality, target = target_of(self._scenario, tried)
+        quality, target = self._scenario.compare.target_of(tried)
         found = [result | costs_to_target(result, quality, target) for result in tried]
         best = choices[best_of(found, quality)]
         return {
@@ -246,6 +247,8 @@ class _Comparison:
         scenario = run.scenario if isinstance(run, PreparedRun) else run
         result = _finished(folder / "result.json", scenario, self._engine)
         if result is None:
+            from socflower.scenario.runner import run_to_folder
+
             prepared = run if isinstance(run, PreparedRun) else prepare(run, self._engine)
             try:
                 result = run_to_folder(

@@ -16,10 +16,10 @@ from socflower.pipeline.profiler.layers import Granularity, read_model
 from socflower.pipeline.schedule.run import simulate_schedule
 from socflower.quantities import counted
 from socflower.report.pipeline_report import DrawnPass, write_pipeline_report
+from socflower.scenario.costs import optimizer_copies
 from socflower.scenario.expectations import check_plan
 from socflower.scenario.layer_profiles import measured_seconds
 from socflower.scenario.pipeline_workload import pipeline_workload
-from socflower.scenario.planning import optimizer_copies
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import num_participants, scenario_cluster
 from socflower.scenario.schema.pipeline import PEERS, PipelineConfig

@@ -5,10 +5,12 @@ from torch import nn
 
 from socflower.errors import ConfigError
 from socflower.model_graph.graph import Example
+from socflower.scenario.costs import num_samples
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PipelineConfig
-from socflower.scenario.workload import example_inputs, initial_model, num_samples
-from socflower.workloads.models import build_model, model_names
+from socflower.scenario.workload import example_inputs, initial_model
+from socflower.workloads.models.built_in import model_names
+from socflower.workloads.models.classifiers import build_model
 from socflower.workloads.models.language_models import bert_small, gpt_small
 
 _CLASSES = 10

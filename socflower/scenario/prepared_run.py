@@ -3,24 +3,32 @@
 import math
 from collections.abc import Sequence
 from functools import cached_property
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from socflower.cluster import Cluster
 from socflower.cluster.device_memory import require_training_memory
-from socflower.edgecloud.split_program import LayeredProgram
 from socflower.engines.names import require_engine
 from socflower.errors import ConfigError, InfeasiblePlan
-from socflower.model_graph.torch_device import resolve_device
 from socflower.precision import Int8Model
 from socflower.precision.int8.network import UnsupportedOperator
-from socflower.scenario.arithmetic import model_profile, pricing, unsupported
+from socflower.scenario.costs import (
+    check_names,
+    model_profile,
+    num_samples,
+    optimizer_copies,
+    pricing,
+)
 from socflower.scenario.heat import check_boards
-from socflower.scenario.planning import group_work, optimizer_copies
+from socflower.scenario.planning import group_work
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import num_participants, scenario_cluster
-from socflower.scenario.split_setting import SplitSetting
-from socflower.scenario.workload import check_workload, image_shape, initial_model, num_samples
+from socflower.workloads.sources import load_data
+
+# Checks that need no torch come first: importing it takes longer than all of them.
+if TYPE_CHECKING:
+    from torch import nn
+
+    from socflower.scenario.split_setting import SplitSetting
 
 
 class PreparedRun:
@@ -36,12 +44,16 @@ class PreparedRun:
         return scenario_cluster(self.scenario)
 
     @cached_property
-    def split_setting(self) -> SplitSetting:
+    def split_setting(self) -> "SplitSetting":
         """The edges and the cloud of a split scenario."""
+        from socflower.scenario.split_setting import SplitSetting
+
         return SplitSetting(self.scenario)
 
-    def take_model(self) -> nn.Module:
+    def take_model(self) -> "nn.Module":
         """Return the model with initial weights and give up ownership; a second call builds a new model."""
+        from socflower.scenario.workload import initial_model
+
         model, self._model = self._model, None
         return initial_model(self.scenario) if model is None else model
 
@@ -56,24 +68,38 @@ class PreparedRun:
         if scenario.pipeline is not None and scenario.pipeline.sample:
             why = "there are no data to train on; give [data] instead, or use `socflower plan`"
             raise scenario.mistake("pipeline", "sample", why)
-        if trains_here:
-            resolve_device(scenario.train.device, f"{scenario.name} [train] device")
         num_socs = num_participants(scenario, self.cluster)
         check_boards(scenario, self.cluster)
         if scenario.is_split:
             _check_shared(scenario, engine)
-            if trains_here:
-                self._check_split()
-            return
-        self._check_groups(num_socs)
+        else:
+            self._check_groups(num_socs)
+            check_names(scenario)
+            if trains_here and not scenario.factories:
+                self._check_memory(num_socs)
         if trains_here:
+            self._check_here(num_socs)
+
+    def _check_here(self, num_socs: int) -> None:
+        """Raise if data, device, kernels, or a model or data of the user's do not allow to train on this machine."""
+        scenario = self.scenario
+        if not scenario.data.factory and not scenario.is_split:
+            load_data(scenario.data.name)
+        from socflower.model_graph.torch_device import resolve_device
+
+        resolve_device(scenario.train.device, f"{scenario.name} [train] device")
+        if scenario.is_split:
+            self._check_split()
+            return
+        if scenario.factories:
+            from socflower.scenario.workload import check_workload
+
             check_workload(scenario)
             self._check_memory(num_socs)
             # A model of the user's may have layers that cannot be profiled.
-            if scenario.factories:
-                model_profile(scenario)
-            if scenario.precision.arithmetic != "fp32":
-                self._check_int8()
+            model_profile(scenario)
+        if scenario.precision.arithmetic != "fp32":
+            self._check_int8()
 
     def _check_split(self) -> None:
         """Raise if model, data, cuts and links do not fit together, or int8 cannot train the edges' part."""
@@ -120,11 +146,16 @@ class PreparedRun:
 
     def _check_int8(self) -> None:
         """Raise if int8 cannot train the scenario's model, or this machine lacks the kernel path."""
+        from socflower.scenario.workload import initial_model
+
         self._model = initial_model(self.scenario)
         self._read_in_int8(self._model, "or arithmetic = 'fp32'")
 
-    def _read_in_int8(self, model: nn.Module, instead: str, *, head: bool = True) -> None:
+    def _read_in_int8(self, model: "nn.Module", instead: str, *, head: bool = True) -> None:
         """Raise if int8 lacks an operator of a model; `instead` is another remedy than running it in FP32."""
+        from socflower.scenario.arithmetic import unsupported
+        from socflower.scenario.workload import image_shape
+
         scenario = self.scenario
         try:
             Int8Model.from_module(
@@ -139,6 +170,8 @@ class PreparedRun:
 
     def _check_int8_front(self, cuts: Sequence[int | None]) -> None:
         """Raise if int8 cannot train the edges' layers, also after the cut has moved."""
+        from socflower.edgecloud.split_program import LayeredProgram
+
         scenario, program = self.scenario, self.split_setting.workload.program
         assert isinstance(program, LayeredProgram)
         split, moves = program.split, self.split_setting.can_move_cuts

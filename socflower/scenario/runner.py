@@ -1,6 +1,6 @@
 """Runs a scenario on an engine and writes its result files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from socflower.engines.local.workers import AppReference
 from socflower.engines.run_folder import RunFolder
 from socflower.engines.run_log import NO_LOGGING, RoundLogging
 from socflower.errors import ConfigError
-from socflower.report.quality import ACCURACY, LOSS, Quality, costs_to_target, quality_of
+from socflower.report.quality import costs_to_target
 from socflower.scenario.app.deployed import deployed_app
 from socflower.scenario.app.main import folder_of_run_config, scenario_server_app
 from socflower.scenario.app.round_record import versions
@@ -102,7 +102,7 @@ class ScenarioJob:
         result["expectations"] = check_expectations(scenario.expect, result)
         if engine == "deployment":
             result = with_predictions(result)
-        result |= costs_to_target(result, *target_of(scenario, [result]))
+        result |= costs_to_target(result, *scenario.compare.target_of([result]))
         result["processors"] = priced_processors(scenario, result["trained_on"])
         result["notes"] = [
             *(_NOTES_OF_DEPLOYMENT if engine == "deployment" else _NOTES),
@@ -173,16 +173,6 @@ def _prepared(scenario: Scenario | PreparedRun, settings: EngineSettings) -> Pre
 def checkpoint_folder(out: Path) -> CheckpointFolder:
     """Return the checkpoint folder of a run into `out`."""
     return CheckpointFolder(out / "checkpoint")
-
-
-def target_of(
-    scenario: Scenario, results: Sequence[Mapping[str, Any]]
-) -> tuple[Quality, float | None]:
-    """Return the metric that results of the scenario are judged by, and its target in `[compare]`, if there is one."""
-    own = scenario.compare
-    if own.target_loss is not None or quality_of(results) is LOSS:
-        return LOSS, own.target_loss
-    return ACCURACY, own.target_accuracy
 
 
 def _num_nodes(scenario: Scenario) -> int:

@@ -34,31 +34,26 @@ from socflower.precision.processor_costs import MERGE_PASSES, REQUANTISE_PASSES,
 from socflower.scenario.arithmetic import (
     evaluation_device,
     held_out_split,
-    num_training_samples,
     optimizer,
     trainer,
     unsupported,
 )
+from socflower.scenario.costs import num_training_samples
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.split import CLICK_MODEL, GENERATOR
 from socflower.scenario.workload import ModelMetrics, image_shape, initial_model, scenario_data
 from socflower.training.fp32 import LossFn
 from socflower.training.int8 import Int8Trainer
-from socflower.workloads import (
-    ClickData,
-    DataSet,
-    GeneratorSamples,
-    LabelledData,
-    build_click_model,
-    build_generator,
-    class_subset,
-    click_data,
-    evaluate,
-    load_weights,
-    partition,
-)
+from socflower.workloads.click_through import ClickData, click_data
 from socflower.workloads.data_source import DataSource
+from socflower.workloads.dataset import DataSet, LabelledData
+from socflower.workloads.evaluation import evaluate
+from socflower.workloads.models.click_model import build_click_model
+from socflower.workloads.models.generator import build_generator
+from socflower.workloads.partition import partition
+from socflower.workloads.sample_tensors import GeneratorSamples
+from socflower.workloads.transfer import class_subset, load_weights
 
 CLICKS = "clicks"
 _EVALUATION_BATCH = 2000

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,13 @@ from socflower.model_graph.random_state import forked_generators
 from socflower.scenario.schema.config import DataConfig, Factory, Scenario
 from socflower.training.trainer import require_trained_parameters
 from socflower.user_code import call, import_attribute, raised
-from socflower.workloads import (
-    DataSource,
-    LabelledData,
-    as_data_source,
-    build_model,
-    data_names,
-    data_shape,
-    evaluate,
-    load_data,
-    model_names,
-    partition,
-)
+from socflower.workloads.data_source import DataSource
+from socflower.workloads.dataset import LabelledData
+from socflower.workloads.evaluation import evaluate
+from socflower.workloads.map_dataset import as_data_source
+from socflower.workloads.models.classifiers import build_model
+from socflower.workloads.partition import partition
+from socflower.workloads.sources import data_shape, load_data
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -98,13 +92,6 @@ def scenario_data(scenario: Scenario) -> TrainingData:
     )
 
 
-def num_samples(scenario: Scenario) -> int:
-    """Return the number of training samples; data of the registry are not loaded for it."""
-    if scenario.data.factory:
-        return len(scenario_data(scenario).train)
-    return data_shape(scenario.data.name).num_train
-
-
 def example_inputs(scenario: Scenario) -> ExampleBatch:
     """Return an example of the model's inputs: a batch of one sample, or for data of the registry a sample's shape."""
     if not scenario.data.factory:
@@ -151,12 +138,7 @@ def partitions(
 
 
 def check_workload(scenario: Scenario) -> None:
-    """Raise `ConfigError` for unknown names, and for models or data of the user's that cannot train."""
-    _check_name("model", scenario.model, model_names(), scenario)
-    _check_name("data", scenario.data, data_names(), scenario)
-    if not scenario.factories:
-        scenario_data(scenario)
-        return
+    """Raise `ConfigError` for models or data of the user's that cannot train."""
     data, model = scenario_data(scenario), initial_model(scenario)
     # Label skew needs classes, which some data do not have.
     _labels(scenario, data.train)
@@ -186,19 +168,6 @@ def _of_loss(claim: str) -> str:
     """Return the claim on loss that says what one on accuracy does: `max_loss` for `min_accuracy`."""
     bound = {"min_accuracy": "max", "max_accuracy": "min"}.get(claim, claim[:3])
     return f"{bound}{claim[3:].replace('accuracy', 'loss')}"
-
-
-def _check_name(table: str, settings: Any, known: tuple[str, ...], scenario: Scenario) -> None:
-    name = settings.name
-    if settings.factory and name in known:
-        why = f"is that of a built-in, and factory = {settings.factory!r} is given too; remove one"
-        raise scenario.mistake(table, "name", why)
-    if settings.factory or name in known:
-        return
-    hint = f', or factory = "{name}"' if ":" in name else ""
-    for close in get_close_matches(name, known, n=1):
-        hint = f"; did you mean {close!r}?"
-    raise scenario.mistake(table, "name", f"is unknown; use one of {', '.join(known)}{hint}")
 
 
 def _made(table: str, settings: Factory, scenario: Scenario) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 from socflower.cluster import Cluster, VirtualClock
 from socflower.hierarchy import CapacitiesInUse, Group, GroupPlan, Rebalancing, reordered
 from socflower.hierarchy.rebalancing import slowest, with_members
-from socflower.strategies.replies import ReplyEvent
+from socflower.strategies.reply_events import ReplyEvent
 from socflower.wire.message_keys import RingOutcome
 
 _KIND = "re-balanced"

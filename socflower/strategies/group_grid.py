@@ -20,7 +20,8 @@ from socflower.strategies.group_replies import (
     remove_notes,
 )
 from socflower.strategies.node_registry import QUERY_TYPE
-from socflower.strategies.replies import ReplyEvent, failure_event, outcome_of
+from socflower.strategies.replies import failure_event, outcome_of
+from socflower.strategies.reply_events import ReplyEvent
 from socflower.strategies.round import new_token
 from socflower.wire.arrays import digest_of
 from socflower.wire.message_keys import (

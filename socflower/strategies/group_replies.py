@@ -13,13 +13,13 @@ from socflower.strategies.group_models import GroupMean, means_of
 from socflower.strategies.mixed_replies import group_id_of
 from socflower.strategies.replies import (
     GROUP_LOST,
-    ReplyEvent,
     failure_event,
     no_reply_event,
     outcome_of,
     read_outcome,
     sort_replies,
 )
+from socflower.strategies.reply_events import ReplyEvent
 from socflower.strategies.round import Round
 from socflower.wire.message_keys import (
     ARRAYS,

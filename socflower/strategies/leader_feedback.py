@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from socflower.hierarchy.leader_topology import INT8
 from socflower.strategies.group_models import GroupMean
 from socflower.strategies.mixed_replies import group_id_of
-from socflower.strategies.replies import ReplyEvent, outcome_of
+from socflower.strategies.replies import outcome_of
+from socflower.strategies.reply_events import ReplyEvent
 from socflower.strategies.round import GroupFeedback, Round
 
 

@@ -10,7 +10,7 @@ from flwr.serverapp import Grid
 
 from socflower.cluster import Usage
 from socflower.plain_numbers import plain_numbers
-from socflower.strategies.replies import ReplyEvent
+from socflower.strategies.reply_events import ReplyEvent
 
 
 class OpenRound(Protocol):

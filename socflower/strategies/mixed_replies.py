@@ -9,7 +9,8 @@ from flwr.app import ConfigRecord, Message, MetricRecord
 from socflower.cluster import Pricing
 from socflower.hierarchy import Phase
 from socflower.precision.processor_costs import MixedPricing
-from socflower.strategies.replies import BACKEND_DROPPED, ReplyEvent
+from socflower.strategies.replies import BACKEND_DROPPED
+from socflower.strategies.reply_events import ReplyEvent
 from socflower.wire.message_keys import ALPHA, ALPHA_STEPS, CPU_SHARE, EVENTS, GROUP_ID, METRICS
 
 

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy import Group, first_non_finite
 from socflower.strategies.records import array_views, layout_difference, layout_of
+from socflower.strategies.reply_events import ReplyEvent
 from socflower.wire.message_keys import (
     ARRAYS,
     GROUP_ID,
@@ -38,22 +38,6 @@ OUTER_STEP, NOT_EVALUATED = "outer-step", "not-evaluated"
 
 GROUP_LOST = frozenset({"client-raised", "no-reply"})
 """Kinds of events of a lost group that `GroupGrid` reports, in place of the error reply."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplyEvent:
-    """A reply that was dropped, or a failure or change in a group that was recovered from."""
-
-    # A group's work is lost: "client-raised", "no-reply", "not-finite", "malformed", "not-a-group", "group-left".
-    # It is kept: "backend-dropped" (an accelerator failed), "preempted", "returned", "replanned", "no-answer" (nodes
-    # left out at the start), "re-balanced", "hot" (a device was throttled).
-    # In rings: "member-lost", "left-out", "leader-lost", "ring-formed-again", "pipeline" (a change of its plan),
-    # "gradient-dropped" (of one member).
-    # Of no group: "outer-step", "not-evaluated".
-    kind: str
-    # Of a client that trains alone: its SoC.
-    group_id: int
-    text: str
 
 
 def sort_replies(

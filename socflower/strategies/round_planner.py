@@ -11,7 +11,7 @@ from socflower.hierarchy import GroupPlan, Rebalancing, plan_without
 from socflower.quantities import counted
 from socflower.strategies.balancer import Balancer
 from socflower.strategies.node_registry import NodeRegistry
-from socflower.strategies.replies import ReplyEvent
+from socflower.strategies.reply_events import ReplyEvent
 
 
 class RoundPlanner:

@@ -30,10 +30,10 @@ from socflower.strategies.planned_rounds import PlannedRounds
 from socflower.strategies.replies import (
     NOT_EVALUATED,
     OUTER_STEP,
-    ReplyEvent,
     failure_event,
     num_examples_of,
 )
+from socflower.strategies.reply_events import ReplyEvent
 from socflower.wire.message_keys import CONFIG, EVALUATED, GROUP_ID, METRICS, NUM_EXAMPLES
 
 

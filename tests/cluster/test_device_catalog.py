@@ -7,7 +7,7 @@ import pytest
 from socflower.cluster import ModelProfile, device, device_names, step_cost
 from socflower.cluster.device_catalog import catalog, link_bytes_per_s, message_s
 from socflower.model_graph.layer_profile import profile_module
-from socflower.workloads import build_model
+from socflower.workloads.models.classifiers import build_model
 from tests.one_line import refused
 
 EPOCHS, SAMPLES = 150, 50_000

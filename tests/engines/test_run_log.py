@@ -16,6 +16,7 @@ from socflower import logged_evaluation, parse_cluster
 from socflower.engines.checkpoint import Checkpoint, CheckpointFolder
 from socflower.engines.run_log import CsvLogger, JsonLinesLogger, RoundLogging, scalars
 from socflower.errors import ConfigError
+from socflower.report import report
 from socflower.scenario import comparison, jobs
 from socflower.scenario.runner import run_to_folder
 from socflower.sim import EventClock
@@ -104,7 +105,7 @@ def test_a_resumed_run_continues_its_logs_without_doubled_rounds(tmp_path: Path)
 def test_a_comparison_logs_each_strategy_and_what_it_reuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (comparison, jobs):
+    for module in (report, jobs):
         monkeypatch.setattr(module, "write_report", lambda path, *_, **__: path.touch())
     comparison.compare(small(), ["socflow"], tmp_path, num_workers=0)
     assert not (tmp_path / "socflow" / "metrics.csv").exists()

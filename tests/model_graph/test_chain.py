@@ -13,7 +13,7 @@ from torch.nn import functional
 from socflower.model_graph.chain import ModelChain, capture_chain
 from socflower.model_graph.graph import NoParts
 from socflower.model_graph.layer_profile import profile_module, profile_operations
-from socflower.workloads.models import build_model
+from socflower.workloads.models.classifiers import build_model
 from socflower.workloads.models.language_models import bert_small, gpt_small
 from tests.model_graph.small_models import Branching, Tied
 from tests.one_line import refused

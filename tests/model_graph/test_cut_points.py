@@ -14,7 +14,7 @@ from socflower.edgecloud.split_program import cut_shapes
 from socflower.model_graph.cut_points import SplitModel, capture_split, whole_back, whole_front
 from socflower.model_graph.layer_profile import profile_module
 from socflower.model_graph.random_state import forked_generator
-from socflower.workloads.models import build_model
+from socflower.workloads.models.classifiers import build_model
 from tests.model_graph.small_models import Branching, Tied
 from tests.one_line import refused
 from tests.seeded import built

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from socflower.model_graph.layer_profile import profile_module
 from socflower.model_graph.random_state import forked_generator
-from socflower.workloads import build_model
+from socflower.workloads.models.classifiers import build_model
 from tests.one_line import refused
 
 

@@ -16,7 +16,8 @@ from socflower.cluster.cost_model import ModelProfile
 from socflower.model_graph.batch_form import mapped, output_of
 from socflower.model_graph.layer_profile import profile_module
 from socflower.model_graph.random_state import forked_generator
-from socflower.workloads import build_model, model_names
+from socflower.workloads.models.built_in import model_names
+from socflower.workloads.models.classifiers import build_model
 from tests.one_line import refused
 
 TOKENS, WIDTH, HEADS, HIDDEN, VOCABULARY = 12, 16, 2, 24, 50

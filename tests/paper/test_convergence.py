@@ -25,8 +25,9 @@ from socflower.paper.asteroid.convergence import (
 )
 from socflower.paper.asteroid.wave_synchronous import Kind, Waves, waves_of
 from socflower.paper.records import compare_item, read_paper
-from socflower.workloads import LabelledData, load_data
-from socflower.workloads.models import build_model
+from socflower.workloads.dataset import LabelledData
+from socflower.workloads.models.classifiers import build_model
+from socflower.workloads.sources import load_data
 from tests.paper.test_wave_synchronous import two_workers
 
 TASK = Task(

@@ -9,7 +9,8 @@ import pytest
 
 from socflower.errors import TrainingFailed
 from socflower.quantities import human_ratio
-from socflower.scenario import comparison
+from socflower.report import report
+from socflower.scenario import comparison, runner
 from socflower.scenario.comparison import compare
 from socflower.scenario.planning import plan_scenario
 from socflower.scenario.prepared_run import PreparedRun
@@ -46,8 +47,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> TrainedBy:
         (out / "result.json").write_text(json.dumps(result))
         return result
 
-    monkeypatch.setattr(comparison, "run_to_folder", train)
-    monkeypatch.setattr(comparison, "write_report", lambda path, *_, **__: path.write_text("page"))
+    monkeypatch.setattr(runner, "run_to_folder", train)
+    monkeypatch.setattr(report, "write_report", lambda path, *_, **__: path.write_text("page"))
     return names
 
 
@@ -121,19 +122,19 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    train = comparison.run_to_folder
+    train = runner.run_to_folder
 
     def stop_at_ring(run: PreparedRun, *rest: Any, **more: Any) -> dict[str, Any]:
         if run.scenario.strategy.name == "ring":
             raise TrainingFailed("power cut")
         return train(run, *rest, **more)
 
-    monkeypatch.setattr(comparison, "run_to_folder", stop_at_ring)
+    monkeypatch.setattr(runner, "run_to_folder", stop_at_ring)
     three = ["socflow", "ring", "sgd"]
     said = refused(lambda: compare(small(), three, tmp_path), error=TrainingFailed)
     assert said == f"ring: power cut; finished and kept in {tmp_path}: socflow"
     assert not (tmp_path / "comparison.json").exists()
-    monkeypatch.setattr(comparison, "run_to_folder", train)
+    monkeypatch.setattr(runner, "run_to_folder", train)
     compare(small(), three, tmp_path)
     assert trained == three
 

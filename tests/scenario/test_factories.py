@@ -35,7 +35,8 @@ from socflower.scenario.schema.file import (
 from socflower.scenario.tuning import parse_tuning
 from socflower.scenario.workload import image_shape, initial_model, scenario_data
 from socflower.user_code import forgotten_modules
-from socflower.workloads import MapDataset, evaluate
+from socflower.workloads.evaluation import evaluate
+from socflower.workloads.map_dataset import MapDataset
 from tests.one_line import refused
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")

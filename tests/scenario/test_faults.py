@@ -23,7 +23,7 @@ from socflower.strategies.records import aggregate_records
 from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.training.group import train_group
 from socflower.wire.message_keys import GroupTask
-from socflower.workloads import load_data
+from socflower.workloads.sources import load_data
 from tests.one_line import one_line, refused
 from tests.scenario.small_runs import small, small_result
 

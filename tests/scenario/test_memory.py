@@ -10,12 +10,13 @@ from flwr.serverapp.strategy import Result
 
 from socflower.cluster.device_catalog import device_table, figure, toml_text
 from socflower.errors import InfeasiblePlan
-from socflower.scenario.arithmetic import model_profile
 from socflower.scenario.comparison import compare
-from socflower.scenario.planning import group_work, plan_scenario, plan_split
+from socflower.scenario.costs import model_profile
+from socflower.scenario.planning import group_work, plan_scenario
 from socflower.scenario.prepared_run import prepare
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import load_scenario, scenario_cluster
+from socflower.scenario.split_planning import plan_split
 from socflower.strategies import warm_up
 from socflower.strategies.settings import Costs, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow

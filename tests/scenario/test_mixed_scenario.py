@@ -10,16 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch import nn
 
 from socflower.precision.cpu_share import cpu_share
-from socflower.scenario.arithmetic import num_training_samples, trainer, training_data
+from socflower.scenario.arithmetic import trainer, training_data
+from socflower.scenario.costs import num_training_samples
 from socflower.scenario.planning import plan_scenario
 from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.config import PrecisionConfig, Scenario, TrainConfig
 from socflower.scenario.schema.file import from_document, load_scenario, to_document
-from socflower.workloads import load_data
-from socflower.workloads.models import classifiers
+from socflower.workloads.sources import load_data
 from tests.command_line import Socflower
 from tests.one_line import last_key, refused
 from tests.scenario.small_runs import small
@@ -250,28 +249,26 @@ def test_momentum_is_what_the_update_has_where_nothing_is_said() -> None:
     assert momentum(precision=masters, train={"momentum": 0.5}) == 0.5
 
 
-def gelu_net(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(in_channels, 4, 5, stride=4),
-        nn.GELU(),
-        nn.Flatten(),
-        nn.Linear(4 * ((image_size - 5) // 4 + 1) ** 2, num_classes),
-    )
+GELU_NET = """
+from torch import nn
+
+def gelu_net():
+    return nn.Sequential(nn.Conv2d(1, 4, 5, stride=4), nn.GELU(), nn.Flatten(), nn.Linear(4 * 6**2, 10))
+"""
 
 
 @pytest.mark.parametrize("arithmetic", ["int8", "mixed"])
 def test_a_model_that_int8_lacks_an_operator_for_is_refused_before_round_1_and_the_advice_trains_it(
     arithmetic: str,
-    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setitem(classifiers._BUILDERS, "gelu-net", gelu_net)
+    (tmp_path / f"gelu_{arithmetic}.py").write_text(GELU_NET)
     path = tmp_path / "case.toml"
 
     def run(key: str) -> list[Any]:
         path.write_text(
-            f"[model]\nname = 'gelu-net'\n[train]\nepochs = 1\n[strategy]\nname = 'sgd'\n[precision]\n"
-            f"arithmetic = '{arithmetic}'\n{key}\n"
+            f"[model]\nname = 'gelu-net'\nfactory = 'gelu_{arithmetic}:gelu_net'\n[train]\nepochs = 1\n"
+            f"[strategy]\nname = 'sgd'\n[precision]\narithmetic = '{arithmetic}'\n{key}\n"
         )
         rounds: list[Any] = []
         run_scenario(load_scenario(path), num_workers=0, on_round=rounds.append)

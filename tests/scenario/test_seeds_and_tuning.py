@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.errors import TrainingFailed
+from socflower.report import report
 from socflower.report.quality import ACCURACY
-from socflower.scenario import comparison
+from socflower.scenario import runner
 from socflower.scenario.comparison import compare, parse_seeds
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.schema.config import CompareConfig, Scenario
@@ -49,8 +50,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
         (out / "result.json").write_text(json.dumps(result))
         return result
 
-    monkeypatch.setattr(comparison, "run_to_folder", train)
-    monkeypatch.setattr(comparison, "write_report", lambda path, *_, **__: path.write_text("page"))
+    monkeypatch.setattr(runner, "run_to_folder", train)
+    monkeypatch.setattr(report, "write_report", lambda path, *_, **__: path.write_text("page"))
     return made
 
 
@@ -136,18 +137,18 @@ def test_an_interrupted_search_goes_on_where_it_stopped(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tuning, train = Tuning(axes=(("learning_rate", (0.1, 0.2)),)), comparison.run_to_folder
+    tuning, train = Tuning(axes=(("learning_rate", (0.1, 0.2)),)), runner.run_to_folder
 
     def fail(run: PreparedRun, *rest: Any, **more: Any) -> dict[str, Any]:
         if run.scenario.train.learning_rate == 0.2:
             raise TrainingFailed("the loss is NaN")
         return train(run, *rest, **more)
 
-    monkeypatch.setattr(comparison, "run_to_folder", fail)
+    monkeypatch.setattr(runner, "run_to_folder", fail)
     said = refused(lambda: compare(small(), ["sgd"], tmp_path, tuning=tuning), error=TrainingFailed)
     assert said.startswith("sgd, learning_rate 0.2: the loss is NaN; finished and kept in ")
     assert said.endswith(": sgd, learning_rate 0.1")
-    monkeypatch.setattr(comparison, "run_to_folder", train)
+    monkeypatch.setattr(runner, "run_to_folder", train)
     compare(small(), ["sgd"], tmp_path, tuning=tuning)
     assert runs == [("sgd", 2, 0.1), ("sgd", 2, 0.2), ("sgd", 1, 0.2)]
 

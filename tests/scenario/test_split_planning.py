@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from socflower.scenario.planning import plan_split
 from socflower.scenario.schema.file import load_scenario
 from socflower.scenario.split_measuring import measure_split, measured_costs
+from socflower.scenario.split_planning import plan_split
 from socflower.scenario.split_setting import SplitSetting
 from tests.command_line import Socflower
 from tests.one_line import refused

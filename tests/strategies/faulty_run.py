@@ -18,7 +18,7 @@ from flwr.serverapp.strategy import Strategy
 
 from socflower.engines.local.grid import LocalGrid
 from socflower.strategies.group_grid import GroupGrid
-from socflower.strategies.replies import ReplyEvent
+from socflower.strategies.reply_events import ReplyEvent
 from socflower.strategies.socflow import SoCFlow
 from socflower.training.batches import BatchSchedule
 from socflower.wire.message_keys import GroupTask

@@ -30,7 +30,7 @@ from socflower.strategies.socflow import SoCFlow
 from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.wire.message_keys import CONFIG, GROUP, SERVER_ROUND, GroupTask
 from socflower.wire.secure_channel import PeerUnreachable
-from socflower.workloads import LabelledData
+from socflower.workloads.dataset import LabelledData
 from tests.seeded import built
 from tests.strategies.options import grouped
 

@@ -33,7 +33,7 @@ from socflower.cluster import parse_cluster
 from socflower.edgecloud.links.bandwidth_profile import constant
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.party import Party
-from socflower.workloads import MapDataset
+from socflower.workloads.map_dataset import MapDataset
 from tests.seeded import built
 
 CLUSTER = {"boards": 2, "socs_per_board": 2, "device": "raspberry-pi-4b"}

@@ -29,7 +29,7 @@ from socflower.errors import TrainingFailed
 from socflower.strategies.settings import TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.training.fp32 import FP32Trainer, sgd
-from socflower.workloads import LabelledData
+from socflower.workloads.dataset import LabelledData
 from tests.one_line import refused
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "groups.md"

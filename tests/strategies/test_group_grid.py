@@ -21,7 +21,7 @@ from socflower.errors import TrainingFailed
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.group_replies import make_notes
 from socflower.strategies.node_registry import QUERY_TYPE
-from socflower.strategies.replies import ReplyEvent
+from socflower.strategies.reply_events import ReplyEvent
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import (
     ASK,

@@ -33,7 +33,8 @@ from socflower.pipeline.runtime.group import train_pipeline
 from socflower.pipeline.schedule.run import simulate_schedule
 from socflower.training.model_state import frozen_digest, trainable_state
 from socflower.wire.message_keys import FROZEN_SHA256
-from socflower.workloads import LabelledData, as_data_source
+from socflower.workloads.dataset import LabelledData
+from socflower.workloads.map_dataset import as_data_source
 from tests.one_line import refused
 from tests.pipeline.problems import straight_plan
 from tests.strategies.pipeline_app import (

@@ -21,7 +21,7 @@ from socflower.strategies.hybrid_pipeline import HybridPipeline
 from socflower.strategies.settings import TrainingSchedule
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.wire.certificates import write_certificates
-from socflower.workloads import as_data_source
+from socflower.workloads.map_dataset import as_data_source
 from tests.pipeline.problems import straight_plan
 from tests.process_grid import ProcessGrid
 from tests.strategies.pipeline_app import (

@@ -21,7 +21,8 @@ from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.training.group import GroupOutcome, train_group
 from socflower.training.trainer import TrainingSpan
 from socflower.wire.message_keys import METRICS
-from socflower.workloads import MapDataset, evaluate
+from socflower.workloads.evaluation import evaluate
+from socflower.workloads.map_dataset import MapDataset
 from tests.clients.test_app import make_app, message, node, part
 from tests.fake_device import MODULE, fake_device  # noqa: F401 - a fixture
 from tests.one_line import refused

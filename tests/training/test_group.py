@@ -15,7 +15,8 @@ from socflower.training.fp32 import FP32Session, FP32Trainer, cosine_annealing, 
 from socflower.training.group import train_group
 from socflower.training.trainer import TrainingSpan
 from socflower.wire.message_keys import GroupTask
-from socflower.workloads import LabelledData, MapDataset
+from socflower.workloads.dataset import LabelledData
+from socflower.workloads.map_dataset import MapDataset
 from tests.rows import Rows
 from tests.seeded import built
 from tests.training.by_torch import assert_close, assert_equal, by_torch

@@ -22,7 +22,7 @@ from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.int8 import Int8Trainer
 from socflower.training.mixed_precision import MixedPrecisionTrainer
 from socflower.training.trainer import Trainer
-from socflower.workloads import LabelledData
+from socflower.workloads.dataset import LabelledData
 from tests.one_line import refused
 from tests.training.by_torch import trained
 

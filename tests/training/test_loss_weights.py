@@ -30,7 +30,8 @@ from socflower.training.loss_weights import (
 )
 from socflower.training.mixed_precision import MixedPrecisionTrainer
 from socflower.training.trainer import TrainingSpan
-from socflower.workloads import DataSource, as_data_source
+from socflower.workloads.data_source import DataSource
+from socflower.workloads.map_dataset import as_data_source
 from tests.one_line import refused
 from tests.pipeline.problems import straight_plan
 from tests.pipeline.runtime import training as pipelines

@@ -5,9 +5,14 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from socflower.workloads import ClickData, build_click_model, click_data
-from socflower.workloads.click_through import GENRE_SLOTS, HISTORY, USER_COLUMNS
-from socflower.workloads.models.click_model import FEATURE_SIZE, InterestPooling
+from socflower.workloads.click_through import (
+    GENRE_SLOTS,
+    HISTORY,
+    USER_COLUMNS,
+    ClickData,
+    click_data,
+)
+from socflower.workloads.models.click_model import FEATURE_SIZE, InterestPooling, build_click_model
 from tests.one_line import refused
 
 

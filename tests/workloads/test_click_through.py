@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from socflower.workloads import ClickData, build_click_model, click_data
 from socflower.workloads.click_through import (
     AGES,
     CLICKED,
@@ -17,7 +16,10 @@ from socflower.workloads.click_through import (
     NUM_OCCUPATIONS,
     NUM_USERS,
     USER_COLUMNS,
+    ClickData,
+    click_data,
 )
+from socflower.workloads.models.click_model import build_click_model
 from tests.one_line import refused
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.workloads import LabelledData, concatenate
+from socflower.workloads.dataset import LabelledData, concatenate
 from tests.one_line import refused
 
 

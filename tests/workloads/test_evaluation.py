@@ -8,7 +8,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from socflower.workloads import LabelledData, build_model, evaluate, load_data
+from socflower.workloads.dataset import LabelledData
+from socflower.workloads.evaluation import evaluate
+from socflower.workloads.models.classifiers import build_model
+from socflower.workloads.sources import load_data
 from tests.one_line import refused
 from tests.seeded import built
 

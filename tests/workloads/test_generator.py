@@ -6,7 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from socflower.workloads import GeneratorSamples, build_generator, generator_codes, load_data
+from socflower.workloads.models.generator import build_generator
+from socflower.workloads.sample_tensors import GeneratorSamples, generator_codes
+from socflower.workloads.sources import load_data
 from tests.one_line import refused
 
 

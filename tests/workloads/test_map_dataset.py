@@ -18,7 +18,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from socflower.workloads import DataSource, LabelledData, MapDataset, as_data_source
+from socflower.workloads.data_source import DataSource
+from socflower.workloads.dataset import LabelledData
+from socflower.workloads.map_dataset import MapDataset, as_data_source
 from tests.one_line import refused
 
 

@@ -6,16 +6,13 @@ import pytest
 import torch
 from torch import fx, nn
 
-from socflower.workloads import (
-    build_click_model,
-    build_generator,
-    build_model,
-    click_data,
-    generator_codes,
-    model_names,
-)
-from socflower.workloads.models.classifiers import mobilenet_v1
+from socflower.workloads.click_through import click_data
+from socflower.workloads.models.built_in import model_names
+from socflower.workloads.models.classifiers import build_model, mobilenet_v1
+from socflower.workloads.models.click_model import build_click_model
+from socflower.workloads.models.generator import build_generator
 from socflower.workloads.models.language_models import bert_small, gpt_small
+from socflower.workloads.sample_tensors import generator_codes
 from tests.one_line import refused
 
 FORMATS = [(1, 28), (3, 32)]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from socflower.workloads import dirichlet_partition, iid_partition, partition
+from socflower.workloads.partition import dirichlet_partition, iid_partition, partition
 from tests.one_line import refused
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]

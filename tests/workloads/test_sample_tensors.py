@@ -7,8 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.workloads import GeneratorSamples, LabelledData, VerticalSamples, generator_codes
-from socflower.workloads.sample_tensors import STYLE_SIZE
+from socflower.workloads.dataset import LabelledData
+from socflower.workloads.sample_tensors import (
+    STYLE_SIZE,
+    GeneratorSamples,
+    VerticalSamples,
+    generator_codes,
+)
 from tests.one_line import refused
 
 IDS = st.lists(st.integers(0, 2**40), min_size=1, max_size=20, unique=True)

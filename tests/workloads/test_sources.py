@@ -13,7 +13,9 @@ import torch
 from PIL import Image
 
 from socflower.errors import DataUnavailable
-from socflower.workloads import DataSet, data_shape, load_data, sources
+from socflower.workloads import sources
+from socflower.workloads.dataset import DataSet
+from socflower.workloads.sources import data_shape, load_data
 from tests.one_line import refused
 
 pa = pytest.importorskip("pyarrow")

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from socflower.workloads import LabelledData, build_model, class_subset, load_weights
+from socflower.workloads.dataset import LabelledData
+from socflower.workloads.models.classifiers import build_model
+from socflower.workloads.transfer import class_subset, load_weights
 from tests.one_line import refused
 
 CLASSES = st.lists(st.integers(0, 6), min_size=1, max_size=7, unique=True)

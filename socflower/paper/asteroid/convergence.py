@@ -36,8 +36,10 @@ from socflower.pipeline.profiler.estimates import pipeline_problem
 from socflower.pipeline.runtime.group import train_pipeline
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.wire.message_keys import GroupTask
-from socflower.workloads import DataSet, LabelledData, evaluate, load_data
-from socflower.workloads.models import build_model
+from socflower.workloads.dataset import DataSet, LabelledData
+from socflower.workloads.evaluation import evaluate
+from socflower.workloads.models.classifiers import build_model
+from socflower.workloads.sources import load_data
 
 CASES = tuple(
     (model, environment)

@@ -10,7 +10,7 @@ from socflower.model_graph.graph import Example
 from socflower.pipeline.problem import PipelineModel, PipelineProblem
 from socflower.pipeline.profiler.estimates import estimated_problem
 from socflower.pipeline.profiler.layers import Granularity, read_model
-from socflower.workloads.models import build_model
+from socflower.workloads.models.classifiers import build_model
 from socflower.workloads.models.language_models import bert_small
 
 NANO, TX2, NX = "jetson-nano", "jetson-tx2", "jetson-nx"

@@ -24,8 +24,8 @@ from socflower.pipeline.runtime.channels import QueueChannels, run_script
 from socflower.pipeline.runtime.member import Member, Mini
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.trainer import TrainingSpan
-from socflower.workloads import LabelledData
-from socflower.workloads.models import build_model
+from socflower.workloads.dataset import LabelledData
+from socflower.workloads.models.classifiers import build_model
 
 _DEVICES, _MICRO_BATCH, _MICRO_BATCHES = 3, 7, 2
 _SIZE, _CLASSES = 28, 10

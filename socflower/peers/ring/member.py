@@ -59,7 +59,7 @@ from socflower.wire.message_keys import (
     RingOutcome,
     RingTask,
 )
-from socflower.workloads import DataSource
+from socflower.workloads.data_source import DataSource
 
 TRANSPORTS = ("gloo", "grpc")
 

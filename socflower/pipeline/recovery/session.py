@@ -56,7 +56,7 @@ from socflower.wire.message_keys import (
     RingOutcome,
     RingTask,
 )
-from socflower.workloads import DataSource
+from socflower.workloads.data_source import DataSource
 
 # The part of a stage's time that new shares must save.
 _SHARE_TOLERANCE = 0.1

@@ -25,7 +25,7 @@ from socflower.training.fp32 import FP32Trainer
 from socflower.training.group import GroupOutcome
 from socflower.training.trainer import SessionResult, Trainer, TrainingSpan, training_device
 from socflower.wire.message_keys import GroupTask
-from socflower.workloads import DataSource
+from socflower.workloads.data_source import DataSource
 
 PEAK_BYTES, PEAK_IN_FLIGHT = "pipeline-peak-bytes", "pipeline-peak-in-flight"
 """Metrics of a reply, by device in the order of the plan: memory of its stage, and micro-batches in flight."""

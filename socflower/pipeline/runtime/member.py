@@ -68,7 +68,7 @@ from socflower.training.fp32 import FP32Session, FP32Trainer
 from socflower.training.sum_order import GradientBucket, make_bucket
 from socflower.training.trainer import TrainingSpan, training_device
 from socflower.wire.arrays import pack_arrays, unpack_arrays
-from socflower.workloads import DataSource
+from socflower.workloads.data_source import DataSource
 
 OnPass: TypeAlias = Callable[[int, ScheduledPass], None]
 """Called by a member before each pass, with its SoC."""

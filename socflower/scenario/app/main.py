@@ -34,7 +34,7 @@ from socflower.strategies.group_grid import GroupGrid
 from socflower.training.trainer import Trainer
 from socflower.wire.message_keys import PARTITION_ID
 from socflower.wire.split_message_keys import SPLIT
-from socflower.workloads import DataSource
+from socflower.workloads.data_source import DataSource
 
 FolderOf: TypeAlias = Callable[[Context], RunFolder]
 

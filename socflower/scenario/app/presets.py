@@ -24,7 +24,7 @@ from socflower.pipeline.planner.selection import PlannerSettings
 from socflower.pipeline.runtime.payloads import ActivationCoding
 from socflower.scenario.app.round_record import RoundRecord
 from socflower.scenario.app.split_result import split_document
-from socflower.scenario.arithmetic import model_profile, num_training_samples, pricing
+from socflower.scenario.costs import model_profile, num_training_samples, pricing
 from socflower.scenario.pipeline_planning import micro_batch_sizes, pipeline_problem
 from socflower.scenario.planning import rebalancing
 from socflower.scenario.prepared_run import PreparedRun

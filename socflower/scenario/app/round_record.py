@@ -20,7 +20,7 @@ from socflower.scenario.workload import ModelMetrics
 from socflower.sim import EventClock, Trace
 from socflower.strategies.planned_rounds import EvaluateFn
 from socflower.strategies.records import array_views, to_array_record
-from socflower.strategies.replies import ReplyEvent
+from socflower.strategies.reply_events import ReplyEvent
 from socflower.wire.message_keys import TRAINING
 
 RoundEnd: TypeAlias = Callable[[int], dict[str, Any]]

@@ -30,7 +30,7 @@ from socflower.training.model_state import (
     trainable_state,
 )
 from socflower.wire.message_keys import FROZEN_SHA256
-from socflower.workloads import evaluate
+from socflower.workloads.evaluation import evaluate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

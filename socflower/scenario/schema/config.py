@@ -1,7 +1,7 @@
 """The tables of a scenario file: keys, defaults, limits, descriptions; docs/reference/scenarios.md is made of them."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Self
 
@@ -14,6 +14,7 @@ from socflower.hierarchy.delayed_sync import MOST_INTERVALS
 from socflower.hierarchy.leader_topology import NONE
 from socflower.peers.ring.settings import RingSettings
 from socflower.precision import ALGORITHMS, MIXING_RULES
+from socflower.report.quality import ACCURACY, LOSS, Quality, quality_of
 from socflower.scenario.schema.key_rules import is_set, require_reader, shown
 from socflower.scenario.schema.outer import OuterConfig
 from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PIPELINE_STRATEGY, PipelineConfig
@@ -492,6 +493,12 @@ class CompareConfig(Table):
     )
     train: dict[str, OwnTraining] = Field({})
     predict: tuple[PredictedEpoch, ...] = Field(())
+
+    def target_of(self, results: Sequence[Mapping[str, Any]]) -> tuple[Quality, float | None]:
+        """Return the metric that results are judged by, and its target, if the table has one."""
+        if self.target_loss is not None or quality_of(results) is LOSS:
+            return LOSS, self.target_loss
+        return ACCURACY, self.target_accuracy
 
     def check(self) -> None:
         """Refuse settings of an unknown strategy, and two targets."""

@@ -28,7 +28,8 @@ from socflower.strategies.methods.group_work import GroupWork
 from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric
 from socflower.strategies.outer_step import refuse_integers_clipped
 from socflower.strategies.records import aggregate_records, array_views, to_array_record
-from socflower.strategies.replies import ReplyEvent, heat_events, outcome_of, with_model
+from socflower.strategies.replies import heat_events, outcome_of, with_model
+from socflower.strategies.reply_events import ReplyEvent
 from socflower.strategies.round import (
     IN_PROCESS,
     GroupFeedback,

@@ -16,13 +16,13 @@ from socflower.strategies.method import Method, NodesForEvaluation, OuterClients
 from socflower.strategies.mixed_replies import client_events, mean_metric
 from socflower.strategies.records import aggregate_records, array_views
 from socflower.strategies.replies import (
-    ReplyEvent,
     fault_of,
     heat_events,
     no_reply_event,
     num_examples_of,
     other_layouts,
 )
+from socflower.strategies.reply_events import ReplyEvent
 from socflower.strategies.settings import BatchSize, Epochs
 from socflower.wire.message_keys import ALPHA, ARRAYS, CONFIG, CPU_SHARE, SERVER_ROUND
 

@@ -23,7 +23,8 @@ from socflower.strategies.methods.split_report import SplitRoundReport
 from socflower.strategies.mixed_replies import client_events
 from socflower.strategies.node_registry import NodeRegistry
 from socflower.strategies.records import aggregate_records, array_views, to_array_record
-from socflower.strategies.replies import ReplyEvent, fault_of, no_reply_event, num_examples_of
+from socflower.strategies.replies import fault_of, no_reply_event, num_examples_of
+from socflower.strategies.reply_events import ReplyEvent
 from socflower.wire.message_keys import (
     ARRAYS,
     CONFIG,

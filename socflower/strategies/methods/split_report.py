@@ -8,7 +8,7 @@ from socflower.cluster import Usage
 from socflower.edgecloud.plan.party import Party
 from socflower.edgecloud.plan.split_pipeline import Timeline
 from socflower.plain_numbers import plain_numbers
-from socflower.strategies.replies import ReplyEvent
+from socflower.strategies.reply_events import ReplyEvent
 from socflower.wire.split_message_keys import SplitReport
 
 

@@ -222,7 +222,7 @@ def mobilenet_v1(
     )
 
 
-_BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
+BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
     "lenet5": lenet5,
     "vgg-tiny": vgg_tiny,
     "vgg-mini": vgg_mini,
@@ -237,11 +237,6 @@ _BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
 }
 
 
-def model_names() -> tuple[str, ...]:
-    """Return the names that `build_model` accepts."""
-    return tuple(_BUILDERS)
-
-
 @plain_numbers
 def build_model(
     name: str, *, in_channels: int, image_size: int, num_classes: int, seed: int
@@ -251,11 +246,11 @@ def build_model(
     Equal seeds give equal weights; torch's global random state is neither read nor changed. Raises ConfigError for
     an unknown name and for sizes that the model does not support.
     """
-    require_known("model.name", name, _BUILDERS)
+    require_known("model.name", name, BUILDERS)
     sizes: dict[str, Any] = {
         "in_channels": in_channels,
         "image_size": image_size,
         "num_classes": num_classes,
     }
     require_range(f"model {name}", least=1, **sizes)
-    return drawn(partial(_BUILDERS[name], **sizes), seed)
+    return drawn(partial(BUILDERS[name], **sizes), seed)

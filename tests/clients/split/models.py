@@ -24,7 +24,7 @@ from socflower.engines.local.workers import handle
 from socflower.training.fp32 import sgd
 from socflower.wire.split_message_keys import OWN
 from socflower.workloads.data_source import DataSource, Indices
-from socflower.workloads.models import build_model
+from socflower.workloads.models.classifiers import build_model
 from tests.seeded import built
 from tests.strategies.fake_messages import PulledReplies
 

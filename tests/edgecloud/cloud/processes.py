@@ -38,8 +38,8 @@ from socflower.errors import SocflowerError
 from socflower.training.fp32 import sgd
 from socflower.wire.secure_channel import Tls
 from socflower.wire.split_message_keys import OWN, SplitTask
-from socflower.workloads import load_data
-from socflower.workloads.models import build_model
+from socflower.workloads.models.classifiers import build_model
+from socflower.workloads.sources import load_data
 
 ROOT = Path(__file__).parents[3]
 WAIT_S = 120.0  # for anything that must come at last, on a loaded machine

@@ -13,7 +13,7 @@ from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import Samples, TorchFront
 from socflower.model_graph.cut_points import SplitModel, capture_split
 from socflower.model_graph.parts import random_streams, start_stream
-from socflower.workloads.models import build_model
+from socflower.workloads.models.classifiers import build_model
 from tests.seeded import built
 
 BATCH_SIZE = 4

@@ -28,7 +28,9 @@ from socflower.training.group import train_group
 from socflower.training.int8 import Int8Session, Int8Trainer
 from socflower.training.trainer import TrainingSpan
 from socflower.wire.message_keys import COMPLETED, PREEMPTED, GroupTask, RingTask
-from socflower.workloads import DataSource, LabelledData, MapDataset
+from socflower.workloads.data_source import DataSource
+from socflower.workloads.dataset import LabelledData
+from socflower.workloads.map_dataset import MapDataset
 from tests.fake_device import in_thread
 from tests.one_line import refused
 from tests.peers.peers import TOKEN, free_addresses

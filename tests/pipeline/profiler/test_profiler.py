@@ -21,7 +21,7 @@ from socflower.pipeline.problem import PipelineLayer, PipelineModel
 from socflower.pipeline.profiler.estimates import estimate_seconds, estimated_problem
 from socflower.pipeline.profiler.layers import Granularity, read_model
 from socflower.pipeline.profiler.measuring import measure_layers
-from socflower.workloads.models import build_model
+from socflower.workloads.models.classifiers import build_model
 from socflower.workloads.models.language_models import gpt_small
 from tests.one_line import refused
 

@@ -21,7 +21,7 @@ from socflower.pipeline.runtime.trained_model import TrainedModel
 from socflower.pipeline.schedule.order import RULES
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.trainer import TrainingSpan
-from socflower.workloads import LabelledData
+from socflower.workloads.dataset import LabelledData
 from tests.pipeline import problems
 
 NUM_SAMPLES = 64

@@ -14,7 +14,8 @@ from socflower.precision.int8.from_torch import (
     UnsupportedOperator,
     capture_network,
 )
-from socflower.workloads.models import build_model, model_names
+from socflower.workloads.models.built_in import model_names
+from socflower.workloads.models.classifiers import build_model
 from tests.one_line import refused
 from tests.precision.networks import (
     CLASSES,

@@ -1,0 +1,19 @@
+"""What a result says of a reply that is not an ordinary one."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplyEvent:
+    """A reply that was dropped, or a failure or change in a group that was recovered from."""
+
+    # A group's work is lost: "client-raised", "no-reply", "not-finite", "malformed", "not-a-group", "group-left".
+    # It is kept: "backend-dropped" (an accelerator failed), "preempted", "returned", "replanned", "no-answer" (nodes
+    # left out at the start), "re-balanced", "hot" (a device was throttled).
+    # In rings: "member-lost", "left-out", "leader-lost", "ring-formed-again", "pipeline" (a change of its plan),
+    # "gradient-dropped" (of one member).
+    # Of no group: "outer-step", "not-evaluated".
+    kind: str
+    # Of a client that trains alone: its SoC.
+    group_id: int
+    text: str

@@ -1,0 +1,67 @@
+"""The built-in classifiers by name, with their layers on built-in images of ten classes; needs no torch.
+
+`profiles.json` has what `profile_module` finds in them. `make api` writes it, and a test compares.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from socflower.cluster.cost_model import Gradient, LayerProfile, ModelProfile
+from socflower.errors import require_known
+
+PROFILES = Path(__file__).with_name("profiles.json")
+_FLOAT32_BYTES = 4.0
+
+
+def model_names() -> tuple[str, ...]:
+    """Return the names that `build_model` accepts."""
+    return tuple(_rows())
+
+
+def built_in_profile(name: str, channels: int, size: int) -> ModelProfile:
+    """Return the layer profile of a built-in model on images of `size` x `size` pixels, as `profile_module` does.
+
+    Channels and size are those of a built-in data set. Raises ConfigError for an unknown name.
+    """
+    require_known("model.name", name, _rows())
+    layers, weights = [], []
+    for layer, kind, flops, output_bytes, *tensors in _rows()[name][f"{channels}x{size}"]:
+        layers.append(
+            LayerProfile(
+                name=layer,
+                kind=kind,
+                forward_flops=float(flops),
+                output_bytes=float(output_bytes),
+                weight_bytes=float(sum(tensors)),
+                num_tensors=len(tensors),
+            )
+        )
+        weights.append(tensors)
+    return ModelProfile(
+        name=name,
+        layers=tuple(layers),
+        input_bytes=_FLOAT32_BYTES * channels * size * size,
+        gradients=_gradients(layers, weights),
+    )
+
+
+def _gradients(layers: list[LayerProfile], weights: list[list[int]]) -> tuple[Gradient, ...]:
+    """Return the gradients from the last tensor to the first, each complete with its layer's backward pass."""
+    backward_flops = [layer.training_flops - layer.forward_flops for layer in layers]
+    total, so_far, gradients = sum(backward_flops), 0.0, []
+    for flops, tensors in zip(reversed(backward_flops), reversed(weights), strict=True):
+        so_far += flops
+        gradients += [
+            Gradient(num_bytes=float(num_bytes), done=so_far / total)
+            for num_bytes in reversed(tensors)
+        ]
+    return tuple(gradients)
+
+
+@cache
+def _rows() -> dict[str, dict[str, list[list[Any]]]]:
+    """Return by model and images a row for each layer: name, kind, operations, output bytes, each tensor's bytes."""
+    models: dict[str, dict[str, list[list[Any]]]] = json.loads(PROFILES.read_text("utf-8"))
+    return models

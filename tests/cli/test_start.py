@@ -1,0 +1,120 @@
+"""What a command needs before it answers: plans and refusals load neither torch nor Flower, Ray or matplotlib."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "flwr", "ray", "matplotlib")
+
+PROGRAM = f"""
+import contextlib, io, json, sys
+from socflower.cli.main import main
+
+loaded = {{}}
+for command in json.loads(sys.argv[1]):
+    sys.argv = ["socflower", *command]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            main()
+            status = 0
+        except SystemExit as end:
+            status = end.code
+    found = [name for name in {HEAVY!r} if name in sys.modules]
+    loaded[" ".join(command)] = [status or 0, said.getvalue(), found]
+print(json.dumps(loaded))
+"""
+
+
+def statuses(commands: list[list[str]], folder: Path) -> dict[str, int]:
+    """Return each command's exit status after requiring that none of them has loaded what is heavy."""
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(commands)],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    found = json.loads(ran.stdout)
+    assert not {command: heavy for command, (_, _, heavy) in found.items() if heavy}
+    for command, (status, said, _) in found.items():
+        assert status == 0 or len(said.splitlines()) == 1 or "Usage" in said, (command, said)
+    return {command: status for command, (status, _, _) in found.items()}
+
+
+def test_a_plan_of_a_built_in_model_loads_no_torch(tmp_path: Path) -> None:
+    from socflower.scenario.schema.file import load_scenario
+    from socflower.scenario.shipped import scenario_files
+
+    planned = [
+        ["plan", name, "--json"]
+        for name, path in scenario_files().items()
+        if (scenario := load_scenario(path)).has_groups and not scenario.factories
+    ]
+    assert len(planned) > 25
+    assert set(statuses(planned, tmp_path).values()) == {0}
+
+
+def test_a_refusal_loads_no_torch(tmp_path: Path) -> None:
+    changes = (
+        "nothing=1",
+        "train.epochs=0",
+        "train.epochs=many",
+        "strategy.groups=99",
+        "strategy.name=none",
+        "model.name=lenet",
+        "data.name=digit",
+        "precision.held_out=4000",
+        "ring.compression=top-k",
+    )
+    (tmp_path / "broken.toml").write_text("[cluster\n")
+    (tmp_path / "empty").mkdir()
+    commands = [
+        [command, "digits_demo", "--set", change]
+        for command in ("plan", "run", "compare")
+        for change in changes
+        if (command, change) != ("plan", "ring.compression=top-k")
+    ]
+    commands += [
+        [command, name]
+        for command in ("plan", "run", "compare")
+        for name in ("none", "broken.toml")
+    ]
+    commands += [
+        ["run", "digits_demo", "--engine", "none"],
+        ["run", "digits_demo", "--workers", "-1"],
+        ["run", "digits_demo", "--restarts", "2"],
+        ["run", "digits_demo", "--save-model", "none/model.npz"],
+        ["run", "digits_demo", "--log", "none"],
+        ["run", "digits_demo", "--unknown"],
+        ["run", "split_on_a_tram", "--set", "edgecloud.nothing=1"],
+        ["run", "pipeline_of_pis", "--set", "pipeline.nothing=1"],
+        ["run", "empty"],
+        ["plan", "empty"],
+        ["compare", "empty"],
+        ["plan", "digits_demo", "--cluster", "none.toml"],
+        ["plan", "sgd", "--groups", "2"],
+        ["compare", "digits_demo", "--strategies", "none"],
+        ["compare", "digits_demo", "--strategies", "socflow", "--seeds", "x"],
+        ["new"],
+        ["new", "app", "--template", "none"],
+        ["paper", "none"],
+        ["bench", "none"],
+        ["nothing"],
+    ]
+    assert set(statuses(commands, tmp_path).values()) == {2}
+
+
+@pytest.mark.parametrize("name", ["cifar10", "mnist"])
+def test_data_that_cannot_be_read_are_refused_before_torch_is_loaded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    for split in ("train", "test"):
+        (folder / f"{split}.parquet").write_bytes(b"no parquet")
+    monkeypatch.setenv("SOCFLOWER_DATA", str(tmp_path))
+    command = ["run", "digits_demo", "--set", f"data.name={name}"]
+    assert set(statuses([command], tmp_path).values()) == {2}

@@ -1,0 +1,32 @@
+import pytest
+
+from socflower.model_graph.layer_profile import profile_module
+from socflower.workloads.models.built_in import built_in_profile, model_names
+from socflower.workloads.models.classifiers import BUILDERS, build_model
+from socflower.workloads.sources import data_names, data_shape
+from tests.one_line import refused
+
+
+@pytest.mark.parametrize("data", data_names())
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_profile_without_torch_is_that_of_the_model(name: str, data: str) -> None:
+    shape = data_shape(data)
+    model = build_model(
+        name,
+        in_channels=shape.channels,
+        image_size=shape.size,
+        num_classes=shape.num_classes,
+        seed=3,
+    )
+    captured = profile_module(model, (shape.channels, shape.size, shape.size), name)
+    shipped = built_in_profile(name, shape.channels, shape.size)
+    assert shipped == captured
+    assert shipped.ran_on == captured.ran_on
+
+
+def test_every_model_has_a_profile() -> None:
+    assert model_names() == tuple(BUILDERS)
+
+
+def test_an_unknown_model_is_refused() -> None:
+    refused(lambda: built_in_profile("lenet", 1, 28), "model.name", "lenet", "lenet5")
