@@ -10,6 +10,9 @@ STAMP := $(VENV)/.installed
 # A third of the time tests wait, for processes and time limits, so there may be more of them than cores.
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 WORKERS ?= $(if $(filter 1 2,$(CORES)),3,4)
+CONSTRAINTS := constraints.txt
+OTHER_FLOWER := $(shell sed -nE 's/^also-tested = .*"flwr==([0-9.]+)".*/\1/p' pyproject.toml)
+OLDEST_TORCH := $(shell sed -nE 's/^also-tested = .*"torch==([0-9.]+)".*/\1/p' pyproject.toml)
 PURE_LAYERS := cluster edgecloud hierarchy pipeline sim thermal wire
 
 export FLWR_TELEMETRY_ENABLED := 0
@@ -18,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Else every process that a test starts compiles socflower anew, and every run the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo picture test coverage api test-random test-slow test-arm test-sanitized lint proto bench clean
+.PHONY: help setup demo picture test coverage api test-random test-slow test-flower test-torch test-arm test-sanitized lint proto bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,9 +36,9 @@ $(BIN)/python:
 	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 
 # Packages only; sources of socflower itself are used where they lie (an editable install).
-$(STAMP): pyproject.toml constraints.txt $(shell find native -type f) | $(BIN)/python
-	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+$(STAMP): pyproject.toml $(CONSTRAINTS) $(shell find native -type f) | $(BIN)/python
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) scikit-build-core nanobind cmake ninja
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[dev]'
 	@touch $@
 
 demo: setup ## four strategies on the embedded digits: a table, plots and a report in out/demo
@@ -60,6 +63,23 @@ test-random: setup ## the tests in random order, properties with other examples;
 
 test-slow: setup coverage ## coverage, then the tests that take more than about ten seconds
 	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal
+
+# On PYTHONPATH it comes before the one in .venv, in every process that a test starts.
+test-flower: setup ## what touches Flower, with the other version of it that was tested
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target build/flwr flwr==$(OTHER_FLOWER)
+	export PYTHONPATH="$(CURDIR)/build/flwr"; \
+	$(BIN)/python -c 'import flwr; assert flwr.__version__ == "$(OTHER_FLOWER)", flwr.__version__'; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/engines tests/clients \
+	  $(addprefix tests/strategies/test_,around.py flower_strategies.py outer_engines.py planned_rounds.py) \
+	  tests/scenario/test_app_folder.py
+
+# It pins sympy itself.
+test-torch: ## what touches torch, with the oldest one that is allowed; pip may bring gigabytes of CUDA with it
+	mkdir -p build
+	sed -E 's/^torch==.*/torch==$(OLDEST_TORCH)/; /^sympy==/d' constraints.txt > build/oldest.txt
+	$(MAKE) setup VENV=build/oldest CONSTRAINTS=build/oldest.txt
+	build/oldest/bin/python -m pytest -n $(WORKERS) --dist loadfile \
+	  $(addprefix tests/,training model_graph peers precision pipeline edgecloud workloads profiling)
 
 test-arm: setup ## the int8 kernels on emulated ARM; needs g++-aarch64-linux-gnu and qemu-user
 	PATH="$(CURDIR)/$(BIN):$$PATH" native/tests/run_arm.sh

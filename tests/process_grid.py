@@ -8,13 +8,12 @@ benchmarks of what happens between the nodes.
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import monotonic, sleep
-from uuid import uuid4
 
 from flwr.app import Error, Message, UserConfig
 
 from socflower.engines.local.grid import EngineGrid, NodeConfigs
 from socflower.engines.local.workers import ClientAppSource, NodeProcess, WorkerDied
-from socflower.flower_adapter import CLIENT_APP_CRASHED
+from socflower.flower_adapter import CLIENT_APP_CRASHED, give_id
 
 _NODE_UNAVAILABLE = 5  # Flower's error code of a node that has left
 _PULL_INTERVAL_S = 0.02
@@ -102,7 +101,7 @@ class ProcessGrid(EngineGrid):
     def _take(self, message_id: str) -> Message:
         _, future = self._running.pop(message_id)
         reply = future.result()
-        reply.metadata.__dict__["_message_id"] = str(uuid4())
+        give_id(reply)
         return reply
 
     def _begin(self, node_id: int, message: Message) -> Future[Message]:

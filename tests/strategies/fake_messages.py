@@ -1,10 +1,11 @@
 """Messages without processes: a grid that only knows its nodes, and replies made by hand."""
 
 from collections.abc import Iterable
-from uuid import uuid4
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
+
+from socflower.flower_adapter import give_id
 
 NODES = (40, 10, 30, 20)  # Flower's ids come in no order
 
@@ -16,8 +17,7 @@ class PulledReplies:
         self._pushed: dict[str, Message] = getattr(self, "_pushed", {})
         ids = []
         for message in messages:
-            message.metadata.__dict__["_message_id"] = str(uuid4())
-            ids.append(message.metadata.message_id)
+            ids.append(give_id(message))
             self._pushed[ids[-1]] = message
         return ids
 
