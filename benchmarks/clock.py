@@ -1,23 +1,33 @@
 """VGG-11 epochs of 60 to 12,000 SoCs on the event clock, against the same clock simulating every part of every step.
 
 An epoch is planned, lowered and executed: groups of 4 or 5 train synchronously on batches of 64, with four
-synchronisations inside servers and over the hub; or all SoCs are one ring, each with two samples. 1,000 SoCs are 25
-servers of 40, 12,000 are 200 servers of 60. The peer uses neither steady state nor symmetry; the answer is right if
-both give the same virtual duration and energy. For 12,000 SoCs the peer would take hours: there the limit is 20 s, and
-the answer is right if it exceeds the duration for 1,000 SoCs by the extra time of the exchanges, computed by hand.
+synchronisations of leaders in a star, a ring or what `auto` picks, whose predictions count; or all SoCs are one ring,
+each with two samples. 1,000 SoCs are 25 servers of 40, 12,000 are 200 servers of 60. The peer uses neither steady state
+nor symmetry; the answer is right if both give the same virtual duration and energy. For 12,000 SoCs the peer would take
+hours: there the limit is 20 s, and the answer is right if it exceeds the duration for 1,000 SoCs by the extra time of
+the exchanges, computed by hand.
 """
 
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from math import ceil, log
 from time import perf_counter
+from typing import TypeAlias
 
 from benchmarks.harness import Row, less_is_better, main
 from socflower.cluster import LayerProfile, ModelProfile, Server, Usage
 from socflower.cluster.device_catalog import device
 from socflower.cluster.topology import uniform_cluster
-from socflower.hierarchy import IntervalCosts, group_steps_per_epoch, plan_groups, sync_schedule
+from socflower.hierarchy import (
+    IntervalCosts,
+    choose_exchanges,
+    group_steps_per_epoch,
+    plan_groups,
+    sync_schedule,
+)
+from socflower.hierarchy.leader_topology import AUTO, RING, STAR
 from socflower.sim import EventClock, Trace
 
 SAMPLES_OF_60 = 50_000
@@ -38,6 +48,8 @@ VGG11 = ModelProfile(
     ),
 )
 BYTES_PER_S = 129.5e6
+Setting: TypeAlias = tuple[int, int, int, int, str]
+"""Boards, groups, a group's batch, servers, and how leaders exchange models."""
 MODEL_S = VGG11.weight_bytes / BYTES_PER_S
 HANDLING_S = VGG11.num_tensors * 485e-6
 
@@ -47,6 +59,7 @@ def epoch(
     num_groups: int,
     batch_size: int,
     servers: int = 1,
+    leaders: str = STAR,
     *,
     extrapolate: bool = True,
     trace: Trace | None = None,
@@ -78,6 +91,7 @@ def epoch(
         uplink_turns=True,
     )
     clock = EventClock(cluster, extrapolate=extrapolate, trace=trace)
+    _, work = choose_exchanges(work, True, leaders, {}, clock)
     for interval in sync_schedule(1, steps, 0.25):
         work.run(interval, clock)
     return clock.usage
@@ -100,15 +114,25 @@ def run(quick: bool = False) -> list[Row]:
             times,
         ),
     ]
-    return (
-        rows
-        + _growth(
-            "groups of 4",
-            lambda boards, servers: (boards, boards * 5 // 4, BATCH_SIZE, servers),
-            _synchronised_s,
+    groups_of_4 = [
+        _growth(
+            f"groups of 4{how}",
+            lambda boards, servers, kind=kind: (boards, boards * 5 // 4, BATCH_SIZE, servers, kind),
+            exchanged_s,
         )
-        + _growth("one ring", lambda boards, servers: (boards, 1, 10 * boards, servers), _ring_s)
+        for how, kind, exchanged_s in (
+            ("", STAR, _star_s),
+            (", leaders in a ring", RING, _leaders_ring_s),
+            # The ring is the quickest.
+            (", leaders as `auto` picks", AUTO, _leaders_ring_s),
+        )
+    ]
+    one_ring = _growth(
+        "one ring",
+        lambda boards, servers: (boards, 1, 10 * boards, servers, STAR),
+        _ring_s,
     )
+    return [*rows, *chain(*groups_of_4), *one_ring]
 
 
 def _compared(case: str, setting: tuple[int, ...], times: int) -> Row:
@@ -127,7 +151,7 @@ def _compared(case: str, setting: tuple[int, ...], times: int) -> Row:
 
 def _growth(
     kind: str,
-    setting: Callable[[int, int], tuple[int, int, int, int]],
+    setting: Callable[[int, int], Setting],
     exchanged_s: Callable[[int, int], float],
 ) -> list[Row]:
     """Return rows of the epoch of 12,000 SoCs and of the exponent of its growth from 1,000 (1: in proportion).
@@ -162,7 +186,7 @@ def _growth(
     ]
 
 
-def _traced(kind: str, setting: tuple[int, int, int, int], expected: Usage) -> Row:
+def _traced(kind: str, setting: Setting, expected: Usage) -> Row:
     """Return the row of the epoch with a trace, which must have every span (its rows are servers)."""
     trace = Trace()
     ours_s, usage = _fastest(lambda: epoch(*setting, trace=trace), 1)
@@ -177,9 +201,15 @@ def _traced(kind: str, setting: tuple[int, int, int, int], expected: Usage) -> R
     )
 
 
-def _synchronised_s(boards: int, servers: int) -> float:
+def _star_s(boards: int, servers: int) -> float:
     """Return an epoch's seconds at the hub and the first leaders: each model passes four times up and down."""
     return 8 * (servers + boards * 5 // 4 // servers - 1) * (HANDLING_S + MODEL_S)
+
+
+def _leaders_ring_s(boards: int, _: int) -> float:
+    """Return an epoch's seconds in a ring of leaders: each exchange has 2(n-1) rounds with an n-th of a model."""
+    leaders = boards * 5 // 4
+    return 8 * (leaders - 1) * (HANDLING_S + MODEL_S / leaders)
 
 
 def _ring_s(boards: int, _: int) -> float:

@@ -94,7 +94,8 @@ def plan_app_folder(
             f"{folder}: {name} plans SoC {last}, of another cluster than {cluster_file}; use one file"
         )
     profile = None if own is None else with_weights(own, started.arrays)
-    exchanges, work = strategy.predicted(EventClock(cluster), profile)
+    clock = EventClock(cluster)
+    exchanges, work = strategy.predicted(clock, profile)
     schedule, predicted = strategy.method.schedule, None
     if work is not None:
         interval = schedule.server_interval
@@ -104,7 +105,9 @@ def plan_app_folder(
             schedule.interval_epochs,
             server_interval=interval,
         )
-        predicted = predicted_costs(work, shapes, schedule.num_epochs, in_servers=interval > 1)
+        predicted = predicted_costs(
+            work, clock, shapes, schedule.num_epochs, in_servers=interval > 1
+        )
     return cluster, {
         "schema": 1,
         "work": f"{name} of {folder.resolve().name}, {counted(schedule.num_epochs, 'epoch')} of "

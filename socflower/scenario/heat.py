@@ -128,7 +128,8 @@ def _run_split(scenario: Scenario, clock: EventClock) -> None:
 
 def _run_groups(scenario: Scenario, cluster: Cluster, clock: EventClock) -> None:
     """Let the planned training of groups pass on a clock, with its heat and users, round by round."""
-    work, _ = planned_work(scenario, cluster)
+    predicting = EventClock(cluster)
+    work, _ = planned_work(scenario, cluster, predicting)
     intervals = planned_intervals(scenario, work)
     if len(intervals) > _MAX_ROUNDS:
         why = f"heat is planned for at most {_MAX_ROUNDS} rounds, not {len(intervals)}"
@@ -141,7 +142,7 @@ def _run_groups(scenario: Scenario, cluster: Cluster, clock: EventClock) -> None
         # As in a run, SoCs change groups only between rounds.
         plan, _ = balancer.rebalance_groups(work.plan)
         if plan is not work.plan:
-            work, _ = with_plan(scenario, work, plan)
+            work, _ = with_plan(scenario, work, plan, predicting)
         work.run(interval, clock, capacities=balancer.in_use)
 
 

@@ -51,8 +51,9 @@ class PlannedTraining:
 
 def planned_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
     """Return the prediction for a strategy with groups; with `groups = "auto"`, for one group per board."""
-    work, _ = planned_work(scenario, cluster)
-    usage = _training_usage(work, _planned_shapes(scenario, work))
+    clock = EventClock(cluster)
+    work, _ = planned_work(scenario, cluster, clock)
+    usage = _training_usage(work, _planned_shapes(scenario, work), clock)
     return PlannedTraining(
         duration_s=usage.duration_s, energy_j=usage.total_energy_j, socs=work.plan.participants
     )
@@ -70,9 +71,10 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     per board, and `notes` says so.
     """
     cluster = scenario_cluster(scenario)
-    work, exchanges = planned_work(scenario, cluster)
+    clock = EventClock(cluster)
+    work, exchanges = planned_work(scenario, cluster, clock)
     notes = [*_notes(scenario, cluster, work), *gpu_notes(priced_processors(scenario), None)]
-    predicted, one_soc = _predict(scenario, work), None
+    predicted, one_soc = _predict(scenario, work, clock), None
     if len(work.plan.participants) > 1:
         try:
             one_soc = _predict_one_soc(scenario, cluster)
@@ -151,8 +153,10 @@ def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict
             # FedAvg has no plan, so nothing is predicted for it.
             if not planned.has_groups:
                 continue
-            work, _ = planned_work(planned, scenario_cluster(planned))
-            predicted, num_groups = _predict(planned, work), len(work.plan.groups)
+            cluster = scenario_cluster(planned)
+            clock = EventClock(cluster)
+            work, _ = planned_work(planned, cluster, clock)
+            predicted, num_groups = _predict(planned, work, clock), len(work.plan.groups)
             own_samples = num_groups * entry.batch_size
             # The first strategy decides at how many samples a step all are compared.
             step_samples = step_samples or own_samples
@@ -193,15 +197,15 @@ def epochs_by_fusion(scenario: Scenario, strategies: Sequence[str]) -> list[dict
 
 def _epoch_s(scenario: Scenario, fusion: str) -> float:
     planned = scenario.replaced(strategy=scenario.strategy.replaced(fusion=fusion))
-    work, _ = planned_work(planned, scenario_cluster(planned))
-    return _training_usage(work, _planned_shapes(planned, work)).duration_s / planned.train.epochs
+    return planned_training(planned, scenario_cluster(planned)).duration_s / planned.train.epochs
 
 
 def _predict_one_soc(scenario: Scenario, cluster: Cluster) -> dict[str, float]:
     """Return the seconds and joules of an epoch on the SoC that strategy `sgd` trains on, with the same batches."""
     alone = scenario.replaced(strategy=scenario.strategy.under("sgd"), edgecloud=None)
-    work, _ = planned_work(alone, cluster)
-    predicted = _predict(alone, work)
+    clock = EventClock(cluster)
+    work, _ = planned_work(alone, cluster, clock)
+    predicted = _predict(alone, work, clock)
     return {key: predicted[key] for key in ("epoch_s", "epoch_energy_j")}
 
 
@@ -240,13 +244,15 @@ def rebalancing(scenario: Scenario) -> Rebalancing | None:
     )
 
 
-def planned_work(scenario: Scenario, cluster: Cluster) -> tuple[IntervalCosts, Exchanges]:
-    """Return the work of a strategy with groups, and how they exchange in it.
+def planned_work(
+    scenario: Scenario, cluster: Cluster, clock: EventClock
+) -> tuple[IntervalCosts, Exchanges]:
+    """Return the work of a strategy with groups, and how they exchange in it, as `clock` predicts it.
 
     With `groups = "auto"` it is the work of one group per board.
     """
     work = group_work(scenario, cluster)
-    return with_plan(scenario, work, work.plan)
+    return with_plan(scenario, work, work.plan, clock)
 
 
 def group_work(scenario: Scenario, cluster: Cluster) -> IntervalCosts:
@@ -305,7 +311,7 @@ def _work_of(
 
 
 def with_plan(
-    scenario: Scenario, work: IntervalCosts, plan: GroupPlan
+    scenario: Scenario, work: IntervalCosts, plan: GroupPlan, clock: EventClock
 ) -> tuple[IntervalCosts, Exchanges]:
     """Return the work under a plan, with the exchanges that a run would choose."""
     work, settings = replace(work, plan=plan), scenario.strategy
@@ -314,7 +320,7 @@ def with_plan(
         settings.uplink_turns,
         scenario.leaders,
         _planned_lengths(scenario, work),
-        EventClock(work.cluster),
+        clock,
     )
     return work, exchanges
 
@@ -362,17 +368,20 @@ def _server_interval(scenario: Scenario) -> int:
     return group_strategy(scenario.strategy.name).server_interval(scenario.strategy.server_interval)
 
 
-def _training_usage(work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, int]]) -> Usage:
+def _training_usage(
+    work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, int]], clock: EventClock
+) -> Usage:
     """Return the usage of all intervals; equal intervals are priced once."""
     return sum(
-        (work.run(interval, EventClock(work.cluster)) * count for interval, count in shapes),
+        (work.run(interval, clock.at_start()) * count for interval, count in shapes),
         Usage(),
     )
 
 
-def _predict(scenario: Scenario, work: IntervalCosts) -> dict[str, Any]:
+def _predict(scenario: Scenario, work: IntervalCosts, clock: EventClock) -> dict[str, Any]:
     return predicted_costs(
         work,
+        clock,
         _planned_shapes(scenario, work),
         scenario.train.epochs,
         in_servers=_server_interval(scenario) > 1,
@@ -382,26 +391,30 @@ def _predict(scenario: Scenario, work: IntervalCosts) -> dict[str, Any]:
 
 def predicted_costs(
     work: IntervalCosts,
+    clock: EventClock,
     shapes: Sequence[tuple[SyncInterval, int]],
     epochs: int,
     *,
     in_servers: bool,
     optimizer_copies: float = 1.0,
 ) -> dict[str, Any]:
-    """Return `predicted` of a plan document: see `plan_scenario`; `shapes` are all intervals of `epochs` epochs."""
-    training = _training_usage(work, shapes)
+    """Return `predicted` of a plan document: see `plan_scenario`; `shapes` are all intervals of `epochs` epochs.
+
+    `clock` is the one that chose the exchanges, which knows the cost of most graphs.
+    """
+    training = _training_usage(work, shapes, clock)
     synchronisation = work.synchronisation()
     inside = work.synchronisation(across_servers=False) if in_servers else None
     busy = sum(training.soc_seconds.values())
-    times = step_times(work, _lengths(shapes), EventClock(work.cluster))
+    times = step_times(work, _lengths(shapes), clock)
     step_s = times.with_turns_s if work.uplink_turns else times.without_turns_s
     sync_s, leaders_s, syncs_per_epoch = 0.0, {}, 0.0
     if synchronisation is not None:
-        sync_s = EventClock(work.cluster).run(synchronisation).duration_s
-        leaders_s = {kind: work.synchronisation_s(EventClock(work.cluster), kind) for kind in KINDS}
+        sync_s = clock.at_start().run(synchronisation).duration_s
+        leaders_s = {kind: work.synchronisation_s(clock, kind) for kind in KINDS}
         syncs_per_epoch = sum(count for _, count in shapes) / epochs
     fusions = {
-        fusion: _step_and_sync(replace(work, fusion=fusion), shapes)
+        fusion: _step_and_sync(replace(work, fusion=fusion), shapes, clock)
         for fusion in FUSIONS
         if fusion != work.fusion
     }
@@ -418,7 +431,7 @@ def predicted_costs(
         "leaders_s": leaders_s,
         "fusion": work.fusion,
         "fusions": {fusion: fusions[fusion] for fusion in FUSIONS},
-        "server_sync_s": 0.0 if inside is None else EventClock(work.cluster).run(inside).duration_s,
+        "server_sync_s": 0.0 if inside is None else clock.at_start().run(inside).duration_s,
         "syncs_per_epoch": syncs_per_epoch,
         "epoch_s": training.duration_s / epochs,
         "epoch_energy_j": training.total_energy_j / epochs,
@@ -430,16 +443,16 @@ def predicted_costs(
 
 
 def _step_and_sync(
-    work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, int]]
+    work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, int]], clock: EventClock
 ) -> dict[str, float]:
     """Return the seconds of a step, in turns or not as is quicker, and of a synchronisation."""
     times, synchronisation = (
-        step_times(work, _lengths(shapes), EventClock(work.cluster)),
+        step_times(work, _lengths(shapes), clock),
         work.synchronisation(),
     )
     return {
         "step_s": min(times.with_turns_s, times.without_turns_s),
         "sync_s": 0.0
         if synchronisation is None
-        else EventClock(work.cluster).run(synchronisation).duration_s,
+        else clock.at_start().run(synchronisation).duration_s,
     }

@@ -140,7 +140,7 @@ def _is_together(times_s: Collection[float]) -> bool:
     return max(times_s) - min(times_s) <= _SAME_INSTANT * max(times_s)
 
 
-_GRAPHS_KEPT = 8
+_GRAPHS_KEPT = 12
 _STEADY_STATES_KEPT = 512
 
 
@@ -178,6 +178,12 @@ class EventClock:
         self._usage = Usage()
         self._graphs: list[CompiledGraph] = []
         self._steady_states: OrderedDict[Program, SteadyState] = OrderedDict()
+
+    def at_start(self) -> "EventClock":
+        """Return a clock of the same cluster at time 0, without dynamics and trace, that shares what this one knows."""
+        clock = EventClock(self._cluster, extrapolate=self._extrapolate)
+        clock._graphs, clock._steady_states = self._graphs, self._steady_states
+        return clock
 
     @property
     def now_s(self) -> float:

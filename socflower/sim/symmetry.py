@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from socflower.sim.compiled_graph import SERVER, ComputeStep, Program, TransferStep
 
 Colours = NDArray[np.int64]
+Signatures = NDArray[np.uint64]
 
 MIN_TASKS = 200
 """Smaller programs are executed as they are: the search for symmetry would cost more."""
@@ -26,7 +27,10 @@ MIN_TASKS = 200
 _MIN_GAIN = 2.0
 """Least ratio of tasks to classes; below it, the program is executed as it is."""
 
-_SALT = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)
+_SALT = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
+
+_NUM_KINDS = 8
+"""Kinds of edges, without those back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class _Parts:
 
     def _edges(self) -> tuple[Colours, Colours, Colours]:
         """Return every edge in both directions, as (from, to, kind)."""
-        pairs: list[list[tuple[int, int]]] = [[] for _ in range(8)]
+        pairs: list[list[tuple[int, int]]] = [[] for _ in range(_NUM_KINDS)]
         program = self.program
         for task, step in enumerate(program.steps):
             pairs[0] += [(task, other) for other in program.after[task]]
@@ -90,7 +94,7 @@ class _Parts:
         return (
             np.concatenate([source, target]),
             np.concatenate([target, source]),
-            np.concatenate([kinds, kinds + len(pairs)]),
+            np.concatenate([kinds, kinds + _NUM_KINDS]),
         )
 
     def _first_colours(self) -> Colours:
@@ -112,26 +116,46 @@ class _Parts:
         return np.array([numbers.setdefault(colour, len(numbers)) for colour in colours], np.int64)
 
     def refined(self, most: int) -> Colours | None:
-        """Return the coarsest equitable colours; None if the tasks have more than `most` of them."""
+        """Return the coarsest equitable colours; None if the tasks have more than `most` of them.
+
+        A round looks at the neighbours of parts that have got a new colour: along a ring of n members a difference
+        passes through n rounds, each with few parts.
+        """
         colours = self._first_colours()
-        num_colours = int(colours.max()) + 1
-        while True:
-            signature = _mixed(colours.astype(np.uint64) * _SALT[0] + np.uint64(1))
-            neighbours = colours[self.target].astype(np.uint64) * _SALT[1]
-            along = _mixed(neighbours + self.kind.astype(np.uint64) * _SALT[2])
-            sums = np.zeros(self.size, np.uint64)
-            used = np.flatnonzero(np.diff(self.starts))
-            if len(used):
-                sums[used] = np.add.reduceat(along, self.starts[used])
-            _, colours = np.unique(signature + sums * _SALT[2], return_inverse=True)
-            before, num_colours = num_colours, int(colours.max()) + 1
+        classes = _Refinement(colours)
+        signatures = self._signatures(colours)
+        num_of_tasks = len(np.unique(colours[: self.num_tasks]))
+        affected = np.arange(self.size)
+        while len(affected):
+            changed, before = classes.split(affected, signatures[affected])
+            # Each new class has parts of one sort: tasks, resources, processors or SoCs.
+            num_of_tasks += len(np.unique(colours[changed[changed < self.num_tasks]]))
             # Too little symmetry to gain from.
-            if len(np.unique(colours[: self.num_tasks])) > most:
+            if num_of_tasks > most:
                 return None
-            # Refinement only splits classes, so an equal number means that nothing has changed.
-            if num_colours == before:
-                assert self._is_equitable(colours)
-                return colours
+            affected = self._pass_on(signatures, changed, before, colours[changed])
+        assert self._is_equitable(colours)
+        return colours
+
+    def _signatures(self, colours: Colours) -> Signatures:
+        """Return for each part a hash of its neighbours' colours and kinds of edges, which is a sum over them."""
+        sums = np.zeros(self.size, np.uint64)
+        np.add.at(sums, self.source, _along(colours[self.target], self.kind))
+        return sums
+
+    def _pass_on(
+        self, signatures: Signatures, changed: Colours, before: Colours, after: Colours
+    ) -> Colours:
+        """Correct the signatures of the neighbours of parts that have new colours; return these neighbours."""
+        counts = self.starts[changed + 1] - self.starts[changed]
+        firsts = np.repeat(self.starts[changed] - (np.cumsum(counts) - counts), counts)
+        edges = firsts + np.arange(len(firsts))
+        neighbours = self.target[edges]
+        # The edge back has the other direction of the same kind.
+        kinds = (self.kind[edges] + _NUM_KINDS) % (2 * _NUM_KINDS)
+        gone, come = (_along(np.repeat(each, counts), kinds) for each in (before, after))
+        np.add.at(signatures, neighbours, come - gone)
+        return np.unique(neighbours)
 
     def _is_equitable(self, colours: Colours) -> bool:
         """Whether all members of a class have equally many edges of each kind to each class, without hashes."""
@@ -145,6 +169,58 @@ class _Parts:
             return False
         offsets = np.arange(len(keys)) - self.starts[self.source]
         return bool((keys == keys[self.starts[model[self.source]] + offsets]).all())
+
+
+class _Refinement:
+    """Colours whose classes are split, in place; the parts of a class have equal signatures, but for those affected."""
+
+    def __init__(self, colours: Colours) -> None:
+        self._colours = colours
+        self._num_colours = int(colours.max()) + 1
+        # There are never more colours than parts.
+        self._sizes = np.bincount(colours, minlength=len(colours))
+        self._signatures = np.zeros(len(colours), np.uint64)
+
+    def split(self, affected: Colours, signatures: Signatures) -> tuple[Colours, Colours]:
+        """Split classes by the signatures of affected parts; return the parts with a new colour, and their old one.
+
+        One part of a split class keeps its colour: that of the parts which are not affected, else the largest.
+        """
+        old = self._colours[affected]
+        order = np.lexsort((signatures, old))
+        affected, old, signatures = affected[order], old[order], signatures[order]
+        # Groups of equal colour and signature.
+        is_first = np.ones(len(order), bool)
+        is_first[1:] = (old[1:] != old[:-1]) | (signatures[1:] != signatures[:-1])
+        firsts = np.flatnonzero(is_first)
+        colour, signature = old[firsts], signatures[firsts]
+        count = np.diff(np.append(firsts, len(order)))
+        keeps = signature == self._signatures[colour]
+        # Groups are in order of their colours.
+        begins = np.flatnonzero(np.append(True, colour[1:] != colour[:-1]))
+        num_affected = np.add.reduceat(count, begins)
+        # If a class is affected as a whole, none of its parts has the signature of before.
+        is_whole = num_affected == self._sizes[colour[begins]]
+        keeps[np.repeat(is_whole, np.diff(np.append(begins, len(firsts))))] = False
+        largest = np.lexsort((-count, colour))[begins][is_whole]
+        keeps[largest] = True
+        self._signatures[colour[largest]] = signature[largest]
+        new = np.flatnonzero(~keeps)
+        numbers = self._num_colours + np.arange(len(new))
+        np.subtract.at(self._sizes, colour[new], count[new])
+        self._sizes[numbers], self._signatures[numbers] = count[new], signature[new]
+        self._num_colours += len(new)
+        group = np.cumsum(is_first) - 1
+        moves = ~keeps[group]
+        number_of = np.zeros(len(firsts), np.int64)
+        number_of[new] = numbers
+        self._colours[affected[moves]] = number_of[group[moves]]
+        return affected[moves], old[moves]
+
+
+def _along(colours: Colours, kinds: Colours) -> Signatures:
+    """Return a hash for an edge of each kind to a part of each colour."""
+    return _mixed(colours.astype(np.uint64) * _SALT[0] + kinds.astype(np.uint64) * _SALT[1])
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

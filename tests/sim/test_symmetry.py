@@ -157,6 +157,51 @@ def equal_boards(num_boards: int, slots: int, uplink: float = 100.0) -> Cluster:
     return cluster_of([slots] * num_boards, [100.0] * num_boards, [uplink] * num_boards)
 
 
+def refined_at_once(parts: symmetry._Parts) -> list[int]:
+    """Return equitable colours by comparing all neighbours of all parts in every round."""
+    colours = parts._first_colours().tolist()
+    while True:
+        neighbours: list[list[tuple[int, int]]] = [[] for _ in colours]
+        edges = zip(parts.source.tolist(), parts.target.tolist(), parts.kind.tolist(), strict=True)
+        for source, target, kind in edges:
+            neighbours[source].append((kind, colours[target]))
+        numbers: dict[object, int] = {}
+        refined = [
+            numbers.setdefault((colour, tuple(sorted(others))), len(numbers))
+            for colour, others in zip(colours, neighbours, strict=True)
+        ]
+        if len(numbers) == len(set(colours)):
+            return refined
+        colours = refined
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_colours_are_the_coarsest_equitable_ones(data: st.DataObject) -> None:
+    num_boards, slots = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
+    num_socs = num_boards * slots
+    size = data.draw(st.integers(1, num_socs))
+    groups = [list(range(first, min(first + size, num_socs))) for first in range(0, num_socs, size)]
+    slow = data.draw(st.sets(st.integers(0, num_socs - 1), max_size=2))
+    graph = training(
+        groups,
+        lambda soc: 1.01 if soc in slow else 1.0,
+        barrier=data.draw(st.booleans()),
+        leaders_meet=data.draw(st.booleans()),
+    )
+    for component in compile_graph(graph, equal_boards(num_boards, slots)).components:
+        parts = symmetry._Parts(component.program)
+        expected = refined_at_once(parts)
+        found = parts.refined(parts.num_tasks)
+        assert found is not None
+        num_classes = len(set(expected))
+        assert len(set(found.tolist())) == num_classes
+        assert len(set(zip(found.tolist(), expected, strict=True))) == num_classes
+        num_of_tasks = len(set(expected[: parts.num_tasks]))
+        assert parts.refined(num_of_tasks) is not None
+        assert parts.refined(num_of_tasks - 1) is None
+
+
 def test_a_ring_has_the_classes_of_one_board_and_one_odd_member_undoes_them() -> None:
     cluster = equal_boards(10, 4)
     ring = [list(range(40))]
