@@ -18,7 +18,7 @@ from socflower.engines.run_folder import RunFolder
 from socflower.engines.trained_devices import TrainedDevices
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.hierarchy import default_candidates
-from socflower.hierarchy.collectives import BUCKETS
+from socflower.hierarchy.exchange.collectives import BUCKETS
 from socflower.pipeline.planner.selection import PlannerSettings
 from socflower.pipeline.runtime.payloads import ActivationCoding
 from socflower.scenario.app.round_record import RoundRecord, event_documents
@@ -293,6 +293,7 @@ class _Training:
             exchange=ExchangeSettings(
                 uplink_turns=settings.uplink_turns,
                 overlap_buckets=settings.overlap_buckets,
+                compression=settings.compression,
                 leaders=self._scenario.leaders,
                 leader_compression=settings.leader_compression,
                 fusion=settings.fusion,

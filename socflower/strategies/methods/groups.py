@@ -271,11 +271,6 @@ class GroupsMethod:
             )
         if self.latest is not None:
             return
-        if not this.in_rings and self._rings.compression != NONE:
-            raise ConfigError(
-                f"SoCFlow: rings has compression = {self._rings.compression!r}, and its "
-                "nodes form no rings: a node sums its group's whole gradients; leave it out"
-            )
         refuse_integers_clipped(arrays, at_clients=_CLIPPING_NORM in config)
         if this.in_rings and not this.settled_by_grid:
             log(
@@ -297,7 +292,6 @@ class GroupsMethod:
                 self._rings,
                 planner.registry.ring_address_of,
                 planner.participant_of,
-                num_buckets=self._exchange.overlap_buckets,
                 rebalance_steps=planner.balancer.ring_steps,
                 tolerate_errors=self._tolerates,
             )
@@ -350,6 +344,8 @@ class GroupsMethod:
             num_samples=schedule.num_samples,
             npu_ratios=self.work.npu_ratios(group),
             proximal_mu=self._proximal_mu,
+            num_buckets=self._exchange.overlap_buckets,
+            compression=self._exchange.compression,
         )
 
     # ------------------------------------------------------------------------------------ settling a round
