@@ -24,7 +24,7 @@ from socflower.clients.ring_client import (
     step_ledger,
     train_member,
 )
-from socflower.clients.saved_training import StateFiles, TrainerState, state_files
+from socflower.clients.saved_training import ResidualState, StateFiles, TrainerState, state_files
 from socflower.clients.settings import MessageConfig, ReadSettings
 from socflower.errors import ConfigError
 from socflower.model_graph.random_state import build_exclusively, own_random_state
@@ -398,7 +398,9 @@ class _Client:
             pipeline = decode(PipelineTask, records[PIPELINE], "pipeline")
             end = train_stage(replace(work, trainer=_plain(trainer)), pipeline)
         else:
-            end = train_member(work, self._state_files(message, context))
+            files = self._state_files(message, context)
+            residuals = ResidualState(task, ring.participant, message, context, files)
+            end = train_member(work, files, residuals)
         if end.end is None:
             return member_reply(message, context, task, end, None)
         state.save(end.end.state, end.mean_loss, in_file=end.outcome.answers)
