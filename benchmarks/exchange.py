@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.harness import Row, less_is_better, main, more_is_better
 from socflower.cluster import parse_cluster
 from socflower.cluster.device_catalog import link_bytes_per_s, message_s
-from socflower.hierarchy import Exchange, exchange_graph
+from socflower.hierarchy import Exchange, GradientExchange, exchange_graph
 from socflower.sim import EventClock
 
 SOCS_PER_BOARD = 5
@@ -53,7 +53,9 @@ class Latency:
     def simulated_ms(self) -> float:
         """Return the exchange's duration on the event clock."""
         cluster = parse_cluster({"boards": 7, "socs_per_board": SOCS_PER_BOARD})
-        graph = exchange_graph(range(self.num_socs), MODELS[self.model], self.kind)
+        graph = exchange_graph(
+            range(self.num_socs), MODELS[self.model], GradientExchange(kind=self.kind)
+        )
         return 1e3 * EventClock(cluster).run(graph).duration_s
 
     def closed_form_ms(

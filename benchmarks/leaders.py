@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.harness import Row, less_is_better, main
-from socflower.hierarchy import Exchange, exchange_graph
+from socflower.hierarchy import Exchange, GradientExchange, exchange_graph
 from socflower.sim import EventClock
 from tests.testbed.ring_driver import Run
 from tests.testbed.testbed import measure
@@ -67,7 +67,9 @@ def run(quick: bool = False) -> list[Row]:
 
 def _simulated_s(rack: Rack, members: Sequence[int], name: str) -> float:
     exchange = Exchange(num_bytes=NUM_BYTES, num_tensors=1)
-    graph = exchange_graph(members, exchange, "ring" if name == "ring" else "server")
+    graph = exchange_graph(
+        members, exchange, GradientExchange(kind="ring" if name == "ring" else "server")
+    )
     return EventClock(rack.cluster()).run(graph).duration_s
 
 

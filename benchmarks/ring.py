@@ -23,8 +23,8 @@ from benchmarks.harness import Row, main
 from benchmarks.ring_contest.launch import on_link, on_loopback
 from benchmarks.ring_contest.plan import Contest, Entry, Times
 from socflower.cluster import StepCost
-from socflower.hierarchy import Exchange, step_graph
-from socflower.peers.compression import make_compression
+from socflower.hierarchy import Exchange, gradient_coding, step_graph
+from socflower.hierarchy import GradientExchange as HowExchanged
 from socflower.peers.ring.gradient_exchange import GradientExchange
 from socflower.sim import EventClock
 from socflower.workloads.models.classifiers import build_model
@@ -163,12 +163,9 @@ def _byte_rows(place: str, contest: Contest, times: Sequence[Times], num_members
     for entry, own in zip(contest.entries, times, strict=True):
         if entry == GLOO or entry in COMPRESSED:
             exchange = GradientExchange(model, entry.num_buckets)
-            compression = make_compression(entry.compression)
-            sizes = exchange.bucket_sizes
-            limit = (
-                sum(compression.wire_bytes(size, num_members) for size in sizes)
-                if compression is not None
-                else sum(4 * size * 2 * (num_members - 1) / num_members for size in sizes)
+            described = HowExchanged(coding=gradient_coding(entry.compression))
+            limit = sum(
+                described.wire_bytes(4.0 * size, num_members) for size in exchange.bucket_sizes
             )
             exchange.close()
             rows.append(

@@ -140,8 +140,8 @@ server_interval = 2
         ),
         "compression": Capability(
             label="compressed gradients",
-            says='[ring]\ncompression = "fp16"',
-            is_in=lambda s: s.ring.compression != "none",
+            says='[strategy]\ncompression = "fp16"',
+            is_in=lambda s: s.strategy.compression != "none",
         ),
         "local": Capability(
             label="data that stay",

@@ -32,8 +32,6 @@ def measure(run: RingRun, rank: int, folder: Path) -> MemberTimes:
         addresses=run.addresses,
         token=_TOKEN.hex(),
         transport=run.transport,
-        num_buckets=1,
-        compression="none",
         heartbeat_s=_PATIENCE_S,
         rendezvous_s=_PATIENCE_S,
         rebalance_steps=run.rebalance_steps,

@@ -22,11 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import from_json
 from benchmarks.ring_contest.plan import Contest, Entry, Times
+from socflower.hierarchy import gradient_coding
 from socflower.peers.collective import no_poll
-from socflower.peers.compression import make_compression
 from socflower.peers.ring.gradient_exchange import GradientExchange
 from socflower.peers.ring.member import open_ring
 from socflower.peers.transports.port import RingPort
+from socflower.training.exchange.group_sum import own_compression
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.trainer import TrainingSpan
 from socflower.wire.secure_channel import Tls
@@ -82,8 +83,8 @@ class Ours:
         trainer = FP32Trainer(optimizer=sgd(LEARNING_RATE, MOMENTUM), channels_last=True)
         self._session = trainer.start(model, TrainingSpan())
         # Without the warm-up, in which compression starts gently.
-        momentum = self._session.disable_momentum() if entry.compression == "dgc" else 0.0
-        self._compression = make_compression(entry.compression, momentum=momentum)
+        coding = gradient_coding(entry.compression)
+        self._compression = own_compression(self._session, coding, 0)
         self._port, self._size, self._num_steps = port, size, 0
         self._ring = open_ring(entry.transport, port, range(size), 0, _PATIENCE_S)
 

@@ -18,7 +18,7 @@ from socflower.hierarchy import (
     choose_exchanges,
     plan_groups,
 )
-from socflower.hierarchy.collectives import BUCKETS
+from socflower.hierarchy.exchange.collectives import BUCKETS
 from socflower.model_graph.layer_profile import profile_module
 from socflower.sim import EventClock
 from tests.testbed.topology import GOODPUT, Rack

@@ -78,7 +78,6 @@ def tasks_of(
         RingSettings(transport=cell.transport),
         addresses,
         {soc: soc for soc in addresses},
-        num_buckets=cell.overlap_buckets,
         rebalance_steps=0,
         tolerate_errors=False,
     )
@@ -112,6 +111,7 @@ def _group_task(
         deal_epoch=0,
         seed=cell.number,
         num_samples=cell.batch_size * cell.num_groups * total_steps,
+        num_buckets=cell.overlap_buckets,
     )
 
 

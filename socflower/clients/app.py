@@ -24,7 +24,7 @@ from socflower.clients.ring_client import (
     step_ledger,
     train_member,
 )
-from socflower.clients.saved_training import StateFiles, TrainerState, state_files
+from socflower.clients.saved_training import ResidualState, StateFiles, TrainerState, state_files
 from socflower.clients.settings import MessageConfig, ReadSettings
 from socflower.errors import ConfigError
 from socflower.flower_adapter import has_mods
@@ -395,7 +395,9 @@ class _Client:
             pipeline = decode(PipelineTask, records[PIPELINE], "pipeline")
             end = train_stage(replace(work, trainer=_plain(trainer)), pipeline)
         else:
-            end = train_member(work, self._state_files(message, context))
+            files = self._state_files(message, context)
+            residuals = ResidualState(task, ring.participant, message, context, files)
+            end = train_member(work, files, residuals)
         if end.end is None:
             return member_reply(message, context, task, end, None)
         state.save(end.end.state, end.mean_loss, in_file=end.outcome.answers)

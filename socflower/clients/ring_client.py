@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from torch import nn
 
 from socflower.clients.node_config import RingNode, board_and_slot, ring_node
-from socflower.clients.saved_training import FeedbackState, StateFiles
+from socflower.clients.saved_training import FeedbackState, ResidualState, StateFiles
 from socflower.errors import ConfigError
 from socflower.peers.preemption import PreemptionSwitch, preempt_switch
 from socflower.peers.ring.member import AppliedStep, MemberResult, RingMember
@@ -41,7 +41,7 @@ from socflower.wire.message_keys import (
 )
 from socflower.workloads.data_source import DataSource
 
-_COMPRESSION_STATE, _KEPT_MODEL = "socflower-compression", "socflower-model"
+_KEPT_MODEL = "socflower-model"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,10 +75,10 @@ class MemberWork:
             yield port, switch
 
 
-def train_member(work: MemberWork, files: StateFiles | None) -> MemberResult:
+def train_member(
+    work: MemberWork, files: StateFiles | None, residuals: ResidualState
+) -> MemberResult:
     """Open this node's ring port and train as one member; compression and feedback continue from their states."""
-    state = work.context.state
-    kept = state.config_records.get(_COMPRESSION_STATE)
     feedback = FeedbackState(work.group, work.context, files)
     with work.port_and_switch() as (port, switch):
         end = RingMember(
@@ -91,13 +91,13 @@ def train_member(work: MemberWork, files: StateFiles | None) -> MemberResult:
             port=port,
             switch=switch,
             state=work.state,
-            compression_state=cast(bytes, kept["state"]) if kept else None,
+            compression_state=residuals.read(),
             feedback=feedback.read(work.ring.feedback_sha256),
             departs_at=work.departs_at,
             on_step=work.on_step,
         ).train()
     if end.compression:
-        state[_COMPRESSION_STATE] = ConfigRecord({"state": end.compression})
+        residuals.save(end.compression, end.mean_loss)
     if end.feedback is not None and end.outcome.feedback_sha256:
         feedback.save(end.outcome.feedback_sha256, end.feedback)
     return end

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message
@@ -129,6 +129,8 @@ TRAINER_STATE = "socflower-trainer"
 class TrainerState:
     """The optimiser state of one group at this node; momentum stays local (F3)."""
 
+    _KEY: ClassVar[str] = TRAINER_STATE
+
     def __init__(
         self,
         task: GroupTask,
@@ -158,7 +160,7 @@ class TrainerState:
         another node's file is accessible (all nodes may run on one machine). Raises `ConfigError` if the training was
         resumed with a required state, and the state is missing.
         """
-        saved = self._context.state.config_records.get(TRAINER_STATE)
+        saved = self._context.state.config_records.get(self._KEY)
         if saved and saved["position"] == list(self._begin):
             self._require_same_settings(saved["settings"])
             return cast(bytes, saved["state"])
@@ -209,17 +211,37 @@ class TrainerState:
         # Momentum of a group that diverged is NaN and would spoil the next interval's good weights as well.
         left = state if math.isfinite(mean_loss) else None
         if left is not None:
-            self._context.state[TRAINER_STATE] = ConfigRecord(
+            self._context.state[self._KEY] = ConfigRecord(
                 {"state": left, "position": list(position), "settings": self._settings}
             )
         else:
-            self._context.state.pop(TRAINER_STATE, None)
+            self._context.state.pop(self._KEY, None)
         if self._files is not None and in_file:
             self._files.of(position, _TRAINER).write(
                 position.next_step,
                 {"has_state": left is not None, "settings": self._settings},
                 () if left is None else (left,),
             )
+
+
+class ResidualState(TrainerState):
+    """What compression has not sent yet of the gradients of one member of a group, at this node.
+
+    They belong to a member and an interval: a member that left within the last one, or is new to the group, has none.
+    """
+
+    _KEY = "socflower-residuals"
+
+    def __init__(
+        self,
+        task: GroupTask,
+        participant: int,
+        message: Message,
+        context: Context,
+        files: StateFiles | None,
+    ) -> None:
+        own = None if files is None else StateFiles(files.folder, f"residuals-of-{participant}")
+        super().__init__(task, message, context, own, is_leader=False)
 
 
 _KEPT_FEEDBACK = "socflower-feedback"

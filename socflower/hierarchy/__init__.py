@@ -5,7 +5,6 @@ Pure planners: from `cluster` values to frozen plans, and from plans to task gra
 
 from socflower.hierarchy.averaging import first_non_finite, weighted_average
 from socflower.hierarchy.batch_shares import split_batch
-from socflower.hierarchy.collectives import Exchange
 from socflower.hierarchy.communication_groups import communication_groups, conflicts
 from socflower.hierarchy.delayed_sync import (
     SyncInterval,
@@ -13,6 +12,8 @@ from socflower.hierarchy.delayed_sync import (
     sync_schedule,
     sync_shapes,
 )
+from socflower.hierarchy.exchange.collectives import Exchange
+from socflower.hierarchy.exchange.gradients import GradientExchange, gradient_coding
 from socflower.hierarchy.exchange_choice import Exchanges, choose_exchanges, unpredicted_exchanges
 from socflower.hierarchy.group_count import GroupCountChoice, choose_group_count, default_candidates
 from socflower.hierarchy.interval_costs import IntervalCosts, Phase
@@ -32,6 +33,7 @@ __all__ = [
     "CapacitiesInUse",
     "Exchange",
     "Exchanges",
+    "GradientExchange",
     "Group",
     "GroupCountChoice",
     "GroupPlacement",
@@ -51,6 +53,7 @@ __all__ = [
     "default_candidates",
     "exchange_graph",
     "first_non_finite",
+    "gradient_coding",
     "group_steps_per_epoch",
     "integrity_greedy",
     "map_groups",

@@ -88,12 +88,14 @@ def sync_shapes(
     interval_epochs: float | str,
     *,
     server_interval: int = 1,
+    changes: Sequence[int] = (),
 ) -> tuple[tuple[SyncInterval, int], ...]:
     """Return the distinct kinds of intervals of `sync_schedule`: the first of each kind, and how many there are.
 
     Two intervals are of one kind if they have equal numbers of steps, both or neither begin with data dealt again, and
-    both or neither end with all servers; the very first interval is a kind of its own. Once intervals have stopped
-    growing, their lengths are periodic, so the work does not depend on `num_epochs`.
+    both or neither end with all servers; the very first interval is a kind of its own. So is each one that begins
+    before the last of `changes`, the steps at which the cost of a step changes. Once intervals have stopped growing,
+    their lengths are periodic, so the work does not depend on `num_epochs`.
     """
     cursor = _IntervalCursor(num_epochs, steps_per_epoch, interval_epochs, server_interval)
     firsts: dict[_Shape, SyncInterval] = {}
@@ -101,8 +103,10 @@ def sync_shapes(
     walked: list[_Shape] = []
     # Number of intervals before each place of the cursor, until a period has been skipped.
     reached: dict[tuple[Fraction, int, int], int] | None = {}
+    settled = True
     while not cursor.done:
-        if reached is not None and walked and cursor.interval == cursor.longest:
+        is_periodic = settled and cursor.interval == cursor.longest
+        if reached is not None and walked and is_periodic:
             if cursor.place in reached:
                 cycle = walked[reached[cursor.place] :]
                 times = cursor.skip(cycle)
@@ -113,10 +117,11 @@ def sync_shapes(
                 continue
             reached[cursor.place] = len(walked)
         interval = cursor.next()
+        settled = interval.first_step >= max(changes, default=0)
         shape = (
             interval.num_steps,
             interval.first_step == interval.deal_epoch * steps_per_epoch,
-            interval.index == 0,
+            interval.index if interval.index == 0 or not settled else None,
             interval.across_servers,
         )
         firsts.setdefault(shape, interval)
@@ -126,8 +131,8 @@ def sync_shapes(
     return tuple((interval, counts[shape]) for shape, interval in firsts.items())
 
 
-_Shape: TypeAlias = tuple[int, bool, bool, bool]
-"""Steps, whether data are dealt at the start, whether it is the first interval, and whether all servers end it."""
+_Shape: TypeAlias = tuple[int, bool, int | None, bool]
+"""Steps, whether data are dealt at the start, the index if it is a kind of its own, and whether all servers end it."""
 
 
 class _IntervalCursor:

@@ -1,6 +1,6 @@
 """Costs of training under a plan: intervals as task graphs on the clock, for strategies and for predictions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TypeAlias
@@ -19,8 +19,9 @@ from socflower.cluster import (
 from socflower.cluster.device_memory import require_training_memory
 from socflower.cluster.virtual_clock import Pace
 from socflower.hierarchy.batch_shares import split_batch
-from socflower.hierarchy.collectives import BUCKETS, PER_TENSOR, Exchange
 from socflower.hierarchy.delayed_sync import SyncInterval
+from socflower.hierarchy.exchange.collectives import BUCKETS, PER_TENSOR, Exchange
+from socflower.hierarchy.exchange.gradients import EXACT_RING, GradientExchange
 from socflower.hierarchy.leader_topology import NONE, RING, STAR
 from socflower.hierarchy.plan import GroupPlan
 from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, without_members
@@ -48,6 +49,8 @@ class IntervalCosts:
     uplink_turns: bool
     reshuffle: bool = True
     overlap_buckets: int = 1
+    # How members exchange gradients.
+    gradients: GradientExchange = EXACT_RING
     # Of the arithmetic in which members train.
     pricing: Pricing = FP32
     rebalancing: Rebalancing | None = None
@@ -123,16 +126,20 @@ class IntervalCosts:
         *,
         uplink_turns: bool | None = None,
         pricings: Mapping[int, Pricing] | None = None,
+        step: int | None = None,
     ) -> TaskGraph:
         """Return one step of all groups.
 
-        `uplink_turns` overrides whether communication groups take turns, `pricings` the costs of single groups.
+        `uplink_turns` overrides whether communication groups take turns, `pricings` the costs of single groups. `step`
+        counts from the start of training; None is a step after all warm-up of the gradients' coding.
         """
         costs = self._costs(self.plan, self.shares, pricings) if pricings else self.costs
         return step_graph(
             self.plan,
             costs,
             self.exchange,
+            gradients=self.gradients,
+            step=step,
             overlap_buckets=self.overlap_buckets,
             uplink_turns=self.uplink_turns if uplink_turns is None else uplink_turns,
         )
@@ -199,10 +206,10 @@ class IntervalCosts:
             if clock.changes
             else partial(_SteadySteps, self, clock)
         )
-        *earlier, (num_steps, pricings) = phases or [(interval.num_steps, {})]
-        for before, own in earlier:
-            usage += steps_of(own).run(before, labels[0])
-        steps = steps_of(pricings)
+        *earlier, (num_steps, pricings, first_step) = self._stages(interval, phases)
+        for before, own, first in earlier:
+            usage += steps_of(own, first).run(before, labels[0])
+        steps = steps_of(pricings, first_step)
         synchronisation = self.synchronisation(across_servers=interval.across_servers)
         if synchronisation is None:
             return usage + steps.run(num_steps, labels[0])
@@ -227,6 +234,16 @@ class IntervalCosts:
             )
             assert synchronisation is not None
         return usage + clock.run(synchronisation, label=labels[1], head_start_s=head_start_s)
+
+    def _stages(
+        self, interval: SyncInterval, phases: Sequence[Phase]
+    ) -> Iterator[tuple[int, Mapping[int, Pricing], int]]:
+        """Yield runs of steps of equal cost: their number, the groups' pricings, and the first step."""
+        first_step = interval.first_step
+        for num_steps, pricings in phases or [(interval.num_steps, {})]:
+            for part, first in self.gradients.stages(first_step, num_steps):
+                yield part, pricings, first
+            first_step += num_steps
 
     def _deal(self, clock: VirtualClock) -> Usage:
         """Distribute the training data among the SoCs again."""
@@ -257,9 +274,13 @@ class _SteadySteps:
     """Steps of an interval at constant speeds."""
 
     def __init__(
-        self, work: IntervalCosts, clock: VirtualClock, pricings: Mapping[int, Pricing]
+        self,
+        work: IntervalCosts,
+        clock: VirtualClock,
+        pricings: Mapping[int, Pricing],
+        first_step: int,
     ) -> None:
-        self._clock, self._graph = clock, work.step(pricings=pricings)
+        self._clock, self._graph = clock, work.step(pricings=pricings, step=first_step)
         self._begin_s, self._num_steps = 0.0, 0
 
     def steady_graph(self) -> TaskGraph | None:
@@ -291,8 +312,10 @@ class _ChangingSteps:
         clock: VirtualClock,
         capacities: CapacitiesInUse,
         pricings: Mapping[int, Pricing],
+        first_step: int,
     ) -> None:
         self._work, self._clock, self._pricings = work, clock, pricings
+        self._first_step = first_step
         self._capacities = capacities
         # If data are not redistributed, shares are fixed by each member's data.
         balancing = work.rebalancing if work.reshuffle else None
@@ -371,6 +394,8 @@ class _ChangingSteps:
                 plan,
                 work._costs(plan, shares, self._pricings),
                 work.exchange,
+                gradients=work.gradients,
+                step=self._first_step,
                 uplink_turns=work.uplink_turns,
                 overlap_buckets=work.overlap_buckets,
             )

@@ -3,23 +3,24 @@
 The graphs define dependencies and costs; the clock determines the times.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from socflower.cluster import HUB, Activity, Cluster, GraphBuilder, StepCost, TaskGraph
 from socflower.errors import ConfigError, require_range
-from socflower.hierarchy.collectives import (
+from socflower.hierarchy.communication_groups import conflicts
+from socflower.hierarchy.exchange.collectives import (
     Bucket,
+    Dependencies,
     Exchange,
     broadcast,
     gather,
-    ring_all_reduce,
     scatter,
-    server_exchange,
 )
-from socflower.hierarchy.communication_groups import conflicts
+from socflower.hierarchy.exchange.gradients import EXACT_RING, ExchangeTasks, GradientExchange
 from socflower.hierarchy.leader_topology import NONE, RING, STAR, exchanged_bytes, tree_levels
 from socflower.hierarchy.plan import Group, GroupPlan
 
@@ -29,10 +30,12 @@ def step_graph(
     costs: Mapping[int, StepCost],
     exchange: Exchange,
     *,
+    gradients: GradientExchange = EXACT_RING,
+    step: int | None = None,
     uplink_turns: bool = True,
     overlap_buckets: int = 1,
 ) -> TaskGraph:
-    """Return one training step of all groups: compute, ring all-reduce inside the group, update (F4).
+    """Return one training step of all groups: compute, exchange of gradients inside the group, update (F4).
 
     When the graph is repeated, a member starts its next step as soon as it has updated its weights. Groups do not wait
     for each other, except that with `uplink_turns` conflicting groups exchange in turn (F6, F7): a split group's
@@ -42,7 +45,8 @@ def step_graph(
     With `overlap_buckets` > 1 gradients are exchanged in at most that many buckets, each as soon as the backward pass
     has completed it and the bucket before has been exchanged.
 
-    `costs` has the seconds and processor of each member. Raises `ConfigError` if a member has no entry, or for fewer
+    `costs` has the seconds and processor of each member. `step` counts from the start of training, for a coding that
+    changes during it; None is a step after its warm-up. Raises `ConfigError` if a member has no entry, or for fewer
     than one bucket.
     """
     require_range("step", least=1, overlap_buckets=overlap_buckets)
@@ -64,7 +68,12 @@ def step_graph(
             for task in last.get(other, ())
         ]
         first[group.group_id], last[group.group_id] = _group_step(
-            builder, group, costs, exchange.buckets(overlap_buckets), before
+            builder,
+            group,
+            costs,
+            exchange.buckets(overlap_buckets),
+            before,
+            partial(gradients.lower, builder, group.members, step=step),
         )
     for group_id, others in neighbours.items():
         later = [
@@ -84,6 +93,7 @@ def _group_step(
     costs: Mapping[int, StepCost],
     buckets: Sequence[Bucket],
     before: Sequence[int],
+    lower: Callable[[Exchange, Dependencies, str], ExchangeTasks],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Add a group's step; return the transfers that begin its exchange and those that end it."""
     name = f"group {group.group_id}"
@@ -94,15 +104,13 @@ def _group_step(
     first: tuple[int, ...] = ()
     last: tuple[int, ...] = ()
     for number, bucket in enumerate(buckets):
-        ring = ring_all_reduce(
-            builder,
-            group.members,
+        tasks = lower(
             bucket.exchange,
             {soc: (*parts[soc][number], *begun[soc]) for soc in group.members},
             name,
         )
-        first, last = first or ring.transfers, ring.transfers
-        begun = dict(ring.done)
+        first, last = first or tasks.first, tasks.last
+        begun = dict(tasks.done)
     for soc in group.members:
         update = builder.compute(
             f"{name} update",
@@ -271,7 +279,9 @@ def _ring(
     ready: Arrivals,
 ) -> Arrivals:
     return dict(
-        ring_all_reduce(builder, leaders, exchange, dict.fromkeys(leaders, ()), "sync").done
+        GradientExchange()
+        .lower(builder, leaders, exchange, dict.fromkeys(leaders, ()), "sync")
+        .done
     )
 
 
@@ -360,14 +370,14 @@ def deal_graph(plan: GroupPlan, bytes_per_soc: float) -> TaskGraph:
 
 
 def exchange_graph(
-    socs: Sequence[int], exchange: Exchange, kind: Literal["ring", "server"] = "ring"
+    socs: Sequence[int],
+    bucket: Exchange,
+    gradients: GradientExchange = EXACT_RING,
+    step: int | None = None,
 ) -> TaskGraph:
-    """Return a single gradient exchange among SoCs; with kind "server" the first SoC is the server."""
-    if kind not in ("ring", "server") or len(socs) < 2:
-        raise ConfigError(
-            f"exchange: {len(socs)} SoCs by {kind!r}; use 'ring' or 'server', 2 SoCs or more"
-        )
+    """Return a single exchange of a bucket of gradients; the first SoC is the parameter server, if there is one."""
+    if len(socs) < 2:
+        raise ConfigError(f"exchange: {len(socs)} SoCs; use 2 or more")
     builder = GraphBuilder()
-    add = ring_all_reduce if kind == "ring" else server_exchange
-    add(builder, socs, exchange, {soc: () for soc in socs}, kind)
+    gradients.lower(builder, socs, bucket, {soc: () for soc in socs}, gradients.kind, step)
     return builder.build(sorted(socs))

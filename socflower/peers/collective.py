@@ -4,12 +4,16 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from socflower.training.exchange.compression import Script
+
+_Result = TypeVar("_Result")
 
 POLL_INTERVAL_S = 0.05
 """The maximum interval between calls of a `Poll` during a wait."""
@@ -69,6 +73,21 @@ class Collective(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave the ring at once, without waiting for pending operations; may be called twice."""
+
+
+def exchange_over(ring: Collective, script: Script[_Result], poll: Poll = no_poll) -> _Result:
+    """Run this member's script of an exchange over a ring, and return its result; raises what ring and `poll` raise."""
+    payloads: list[bytes] | None = None
+    while True:
+        try:
+            yielded = script.send(payloads)
+        except StopIteration as ended:
+            return cast(_Result, ended.value)
+        if isinstance(yielded, Tensor):
+            ring.all_reduce(yielded).wait(poll)
+            payloads = None
+        else:
+            payloads = ring.all_gather(yielded, poll)
 
 
 def gather_json(ring: Collective, document: object, poll: Poll = no_poll) -> list[Any]:

@@ -96,7 +96,6 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
         # The registry's models support it and are faster with it; tensors that cross cuts have torch's own layout.
         channels_last=not scenario.model.factory and not scenario.is_pipeline,
         reduction=settings.reduction,
-        num_buckets=scenario.strategy.overlap_buckets if settings.reduction == "ring" else 1,
         device=settings.device,
     )
     if precision.arithmetic == "fp32":

@@ -8,18 +8,20 @@ from socflower.cluster import Activity, Cluster, ModelProfile, Usage, sustained_
 from socflower.errors import InfeasiblePlan
 from socflower.hierarchy import (
     Exchanges,
+    GradientExchange,
     GroupPlan,
     IntervalCosts,
     Rebalancing,
     SyncInterval,
     choose_exchanges,
+    gradient_coding,
     group_steps_per_epoch,
     plan_groups,
     step_times,
     sync_schedule,
     sync_shapes,
 )
-from socflower.hierarchy.collectives import FUSIONS
+from socflower.hierarchy.exchange.collectives import FUSIONS
 from socflower.hierarchy.leader_topology import KINDS
 from socflower.precision.cpu_share import RULES_BY_THROUGHPUT
 from socflower.precision.processor_costs import MixedPricing
@@ -290,6 +292,9 @@ def _work_of(
         cluster, num_groups, num_socs, sustained_rates(cluster, scenario.model.name, cost)
     )
     num_left = num_training_samples(scenario, num_samples(scenario))
+    steps_per_epoch = group_steps_per_epoch(num_left, len(plan.groups), scenario.train.batch_size)
+    coding = gradient_coding(settings.compression, steps_per_epoch=steps_per_epoch)
+    coding.require_size(max(len(group.members) for group in plan.groups))
     return IntervalCosts(
         cluster=cluster,
         plan=plan,
@@ -299,14 +304,13 @@ def _work_of(
         reshuffle=settings.reshuffle,
         uplink_turns=False,
         overlap_buckets=settings.overlap_buckets,
+        gradients=GradientExchange(coding=coding),
         pricing=cost,
         rebalancing=rebalancing(scenario),
         fusion=settings.fusion,
         hub_decides=settings.outer is not None,
         leader_compression=settings.leader_compression,
-        steps_per_epoch=group_steps_per_epoch(
-            num_left, len(plan.groups), scenario.train.batch_size
-        ),
+        steps_per_epoch=steps_per_epoch,
     )
 
 
@@ -342,6 +346,7 @@ def _planned_shapes(scenario: Scenario, work: IntervalCosts) -> Sequence[tuple[S
         work.steps_per_epoch,
         _interval_epochs(scenario),
         server_interval=_server_interval(scenario),
+        changes=work.gradients.coding.changes,
     )
 
 

@@ -64,7 +64,6 @@ class PreparedRun:
         """
         scenario = self.scenario
         require_engine(engine)
-        _check_compression(scenario, engine)
         if scenario.pipeline is not None and scenario.pipeline.sample:
             why = "there are no data to train on; give [data] instead, or use `socflower plan`"
             raise scenario.mistake("pipeline", "sample", why)
@@ -196,22 +195,11 @@ def prepare(scenario: Scenario, engine: str = "local", *, trains_here: bool = Tr
     return run
 
 
-def _check_compression(scenario: Scenario, engine: str) -> None:
-    """Raise for a compression of gradients where none are compressed."""
-    if scenario.ring.compression == "none":
-        return
-    if not scenario.has_groups:
-        why = f"[strategy] name = {scenario.strategy.name!r} has no rings; leave it out"
-        raise scenario.mistake("ring", "compression", why)
-    if engine != "deployment":
-        raise scenario.mistake("ring", "compression", "it needs --engine deployment; leave it out")
-
-
 def _check_int8_exchange(scenario: Scenario) -> None:
     """Raise for settings that the exchange of integer gradients does not have."""
-    if scenario.ring.compression != "none":
+    if scenario.strategy.compression != "none":
         why = "arithmetic = 'int8' sums its gradients exactly; leave it out, or use 'mixed'"
-        raise scenario.mistake("ring", "compression", why)
+        raise scenario.mistake("strategy", "compression", why)
     if scenario.strategy.overlap_buckets > 1:
         # Members agree on the scale of each tensor only once its whole gradient is there.
         why = "gradients in int8 are exchanged after the backward pass; leave it out"

@@ -90,11 +90,6 @@ class HybridPipeline(GroupRoundStrategy):
                 f"{name}: all samples of a mini-batch come from one place, so data cannot stay at their "
                 "nodes; use reshuffle=True"
             )
-        if rings.compression != "none":
-            raise ConfigError(
-                f"{name}: rings has compression = {rings.compression!r}, and stages sum gradients in "
-                "float32; leave it out, or give coding=ActivationCoding(bits=8)"
-            )
         cluster = problem.cluster
         socs = {device.soc for device in problem.devices}
         is_device = [float(soc in socs) for soc in range(cluster.num_socs)]

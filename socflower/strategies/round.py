@@ -100,7 +100,6 @@ def ring_tasks(
     address_of: Mapping[int, str],
     participant_of: Mapping[int, int],
     *,
-    num_buckets: int,
     rebalance_steps: int,
     tolerate_errors: bool,
 ) -> dict[int, RingTask]:
@@ -142,8 +141,6 @@ def ring_tasks(
                 addresses=tuple(address_of[member] for member in group.members),
                 token=token,
                 transport=this.transport,
-                num_buckets=num_buckets,
-                compression=settings.compression,
                 heartbeat_s=settings.heartbeat_s,
                 rendezvous_s=settings.rendezvous_s,
                 leader_grace_s=settings.leader_grace_s,

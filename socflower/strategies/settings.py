@@ -9,7 +9,8 @@ from socflower.cluster import FP32, ModelProfile, Pricing, VirtualClock
 from socflower.cluster.cluster_file import MOST_SOCS
 from socflower.errors import ConfigError, require_type
 from socflower.field_rules import OneOf, checked
-from socflower.hierarchy.collectives import BUCKETS, FUSIONS
+from socflower.hierarchy.exchange.collectives import BUCKETS, FUSIONS
+from socflower.hierarchy.exchange.gradients import CODINGS
 from socflower.hierarchy.leader_topology import (
     COMPRESSIONS,
     NONE,
@@ -32,6 +33,7 @@ NumSocs = Annotated[int, Field(gt=0, le=MOST_SOCS)]
 UplinkTurns = bool | Annotated[str, OneOf((AUTO,))]
 OverlapBuckets = Annotated[int, Field(gt=0, le=_MOST_BUCKETS)]
 Leaders = Annotated[str, OneOf((AUTO, RING, STAR, TREE))]
+Compression = Annotated[str, OneOf(CODINGS)]
 LeaderCompression = Annotated[str, OneOf(COMPRESSIONS)]
 Fusion = Annotated[str, OneOf(FUSIONS)]
 
@@ -127,6 +129,9 @@ class ExchangeSettings:
         less time, at the devices' nominal speeds (F7); without a clock or a profile groups take turns.
     overlap_buckets : int
         Gradient buckets that overlap with the backward pass (F7).
+    compression : "none", "fp16", "int8", "int8-stochastic" or "dgc"
+        What members exchange instead of FP32 gradients: halves, eight bits (with error feedback or rounded at random),
+        or the largest values (deep gradient compression). Each bucket is compressed by itself.
     leaders : "auto", "ring", "star" or "tree"
         How leaders exchange models (F8): over the hub, in a ring among themselves, in which the hub gets their mean, or
         by board and server. "auto" chooses for every new plan what the clock predicts to take less time, without a
@@ -143,6 +148,7 @@ class ExchangeSettings:
 
     uplink_turns: UplinkTurns = AUTO
     overlap_buckets: OverlapBuckets = 1
+    compression: Compression = NONE
     leaders: Leaders = AUTO
     leader_compression: LeaderCompression = NONE
     fusion: Fusion = BUCKETS

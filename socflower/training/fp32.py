@@ -40,7 +40,6 @@ from socflower.training.loss_weights import (
     weights_of,
 )
 from socflower.training.saved_values import from_bytes, plain, require_readable, to_bytes
-from socflower.training.sum_order import RingOrderSum
 from socflower.training.trainer import Part, SessionResult, TrainingSpan, require_trained_parameters
 from socflower.workloads.data_source import DataSource
 
@@ -97,8 +96,8 @@ class FP32Trainer:
     that flatten features by `view` do not support it. Without it, layouts are unchanged.
     `reduction`: "auto" runs a separate pass per member only if that changes the result, that is for models with
     batch-dependent layers; otherwise one pass over the whole batch has the same gradient (F4).
-    "always" runs every member's pass, as a real ring does; "ring" also sums their gradients in a ring's order, in
-    `num_buckets` buckets, which gives the same bits as a gRPC ring (and as a gloo ring of two).
+    "always" runs every member's pass, as a real ring does; "ring" also sums their gradients in a ring's order, which
+    gives the same bits as a gRPC ring (and as a gloo ring of two).
     """
 
     optimizer: OptimizerFn = field(default_factory=sgd)
@@ -111,7 +110,6 @@ class FP32Trainer:
     autocast: torch.dtype | None = None
     channels_last: bool = False
     reduction: Annotated[str, OneOf(REDUCTIONS)] = "auto"
-    num_buckets: Annotated[int, Field(ge=1)] = 1
     device: str = AUTO
 
     def check(self) -> None:
@@ -124,10 +122,6 @@ class FP32Trainer:
                 raise ConfigError(
                     f"{key} = {_type_or_value(value)}; give a function, not its result"
                 )
-        if self.num_buckets != 1 and self.reduction != "ring":
-            raise ConfigError(
-                f"num_buckets = {self.num_buckets} needs reduction = 'ring', not {self.reduction!r}"
-            )
         if self.train_step is not None and self.loss is not functional.cross_entropy:
             raise ConfigError(
                 "train_step computes the loss itself; give train_step or loss, not both"
@@ -285,11 +279,8 @@ class FP32Session:
         if trainer.scheduler is not None:
             self._scheduler = trainer.scheduler(self._optimizer, total_steps)
         self._buffers: MemberBuffers | None = None
-        self._ring_order: RingOrderSum | None = None
         if num_members > 1 and (trainer.reduction != "auto" or depends_on_batch(model)):
             self._buffers = MemberBuffers(model, num_members)
-            if trainer.reduction == "ring":
-                self._ring_order = RingOrderSum(model, num_members, trainer.num_buckets)
 
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Do one synchronous step of the group; see `TrainingSession.step`."""
@@ -297,6 +288,11 @@ class FP32Session:
         loss = self._accumulate(self._passes(parts), None)
         self.apply()
         return loss
+
+    @property
+    def in_ring_order(self) -> bool:
+        """Whether members' gradients are summed as a ring does; see `ExchangingSession.in_ring_order`."""
+        return self._trainer.reduction == "ring" and self._buffers is not None
 
     @property
     def final_in_backward(self) -> bool:
@@ -352,18 +348,11 @@ class FP32Session:
         """Add the gradients of passes over a batch with the weight `total`; None: there are no others."""
         own = sum(each.weight for each in passes)
         loss = torch.zeros((), device=self._device)
-        ring_order = self._ring_order if passes else None
-        if ring_order is not None:
-            ring_order.begin()
         for each in passes:
             if self._buffers is not None:
                 self._buffers.activate(each.member, each.num_samples)
             for micro, weight in each.micro_batches:
                 loss = loss + self._backward(micro, weight, total or (lambda: own))
-            if ring_order is not None:
-                ring_order.add_member(each.member)
-        if ring_order is not None:
-            ring_order.write_sums()
         return loss
 
     def _backward(self, batch: Batch, weight: float, total: Callable[[], float]) -> Tensor:

@@ -1,17 +1,20 @@
 """Trains a whole group in one process: every member's share of every step, with the weights of a real ring."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from socflower.hierarchy.exchange.gradients import gradient_coding
 from socflower.model_graph import batch_form
 from socflower.model_graph.batch_form import NOTHING
 from socflower.model_graph.random_state import own_random_state
 from socflower.plain_numbers import plain_numbers
 from socflower.training.batches import BatchSchedule, sample_key
+from socflower.training.exchange.group_sum import GroupSum, exchanging, split_state
 from socflower.training.trainer import (
+    ExchangingSession,
     Part,
     SessionResult,
     Trainer,
@@ -58,27 +61,47 @@ def train_group(
         proximal_mu=task.proximal_mu,
         seed=(task.seed, task.group_id),
     )
+    coding = gradient_coding(task.compression, steps_per_epoch=task.steps_per_epoch)
+    residuals: Mapping[int, bytes] = {}
+    if state is not None and not coding.is_exact:
+        state, residuals = split_state(state)
     with own_random_state(task.seed, task.group_id, task.first_step):
         session = trainer.start(model, span, state)
+        members: GroupSum | None = None
+        in_order = isinstance(session, ExchangingSession) and session.in_ring_order
+        if in_order or not coding.is_exact:
+            members = GroupSum(
+                exchanging(session, coding, type(trainer).__name__),
+                model,
+                coding,
+                task.members,
+                num_buckets=task.num_buckets,
+                seed=task.seed,
+                residuals=residuals,
+            )
         own = [data] if isinstance(data, DataSource) else list(data)
         losses: list[torch.Tensor] = []
         num_samples = 0
-        for parts in _step_parts(own, task, departures or {}):
+        for step, present, parts in _step_parts(own, task, departures or {}):
             if not task.first_step and not losses:
                 try_loss(session, parts, own[0], task.batch_size, divided=len(task.members) > 1)
-            losses.append(session.step(parts))
+            losses.append(
+                session.step(parts) if members is None else members.step(parts, present, step)
+            )
             num_samples += sum(map(batch_form.num_samples, parts))
-        return GroupOutcome(
-            mean_loss=mean_loss(losses), num_samples=num_samples, end=session.finish()
-        )
+        end = session.finish()
+        if not coding.is_exact:
+            assert members is not None
+            end = replace(end, state=members.state(end.state))
+        return GroupOutcome(mean_loss=mean_loss(losses), num_samples=num_samples, end=end)
 
 
 def _step_parts(
     own: Sequence[DataSource],
     task: GroupTask,
     departures: Mapping[int, int],
-) -> Iterator[list[Part]]:
-    """Yield each step's parts, one for every member; those of members that have left are empty."""
+) -> Iterator[tuple[int, list[int], list[Part]]]:
+    """Yield each step with samples, its members' positions, and the parts of all; those that have left have none."""
     schedule = BatchSchedule(task, [len(each) for each in own])
     for step in range(task.num_steps):
         present = [
@@ -99,4 +122,5 @@ def _step_parts(
                 for member, each in zip(present, indices, strict=True)
             ]
         of_present = dict(zip(present, parts, strict=True))
-        yield [of_present.get(member, NOTHING) for member in range(len(task.members))]
+        everyone = [of_present.get(member, NOTHING) for member in range(len(task.members))]
+        yield task.first_step + step, present, everyone

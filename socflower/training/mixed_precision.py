@@ -85,8 +85,6 @@ class MixedPrecisionTrainer:
                 "int8 training has only the cross-entropy of logits; leave out the loss, loss_weight and "
                 "train_step of the FP32Trainer"
             )
-        if fp32.reduction == "ring":
-            raise ConfigError("int8 gradients have no order of a ring: use reduction = 'always'")
         if self.held_out is not None and not len(self.held_out):
             raise ConfigError("held_out has no inputs; give at least one, or None")
 
@@ -120,24 +118,25 @@ class _Int8Pass:
 class _Counts:
     """Samples of a session: all, the CPU's, and the INT8 backend's, besides alpha with the number of its steps.
 
-    A gradient counts when it is applied, since a ring may repeat a pass.
+    A gradient counts when it is applied, since a ring may repeat a pass. `pending` has the samples of each pass of a
+    step, all and the INT8 backend's, by the first member with samples.
     """
 
     applied: int = 0
     applied_cpu: int = 0
     since_average: int = 0
     int8_since_average: int = 0
-    pending: int = 0
-    pending_cpu: int = 0
-    pending_int8: int = 0
+    pending: dict[int, tuple[int, int]] = field(default_factory=dict)
     alphas: list[tuple[float, int]] = field(default_factory=list)
 
     def apply(self) -> None:
-        """Count the gradient that is applied."""
-        self.applied += self.pending
-        self.applied_cpu += self.pending_cpu
-        self.since_average += self.pending
-        self.int8_since_average += self.pending_int8
+        """Count the gradients that are applied."""
+        for num_samples, num_int8 in self.pending.values():
+            self.applied += num_samples
+            self.applied_cpu += num_samples - num_int8
+            self.since_average += num_samples
+            self.int8_since_average += num_int8
+        self.pending.clear()
 
     def note_alpha(self, alpha: float) -> None:
         """Count a step at this alpha."""
@@ -193,6 +192,11 @@ class MixedPrecisionSession:
     # The INT8 worker's part is added after the FP32 pass.
     final_in_backward = False
 
+    @property
+    def in_ring_order(self) -> bool:
+        """Whether members' gradients are summed as a ring does; see `ExchangingSession.in_ring_order`."""
+        return self._fp32.in_ring_order
+
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Do one synchronous step on both processors of every member; see `TrainingSession.step`."""
         loss = self.gradients(parts, sum(map(batch_form.num_samples, parts)))
@@ -215,15 +219,14 @@ class MixedPrecisionSession:
             npu_parts.append((inputs[size:], labels[size:]))
             num_cpu += size
         self._fp32.begin()
-        self._counts.pending_int8 = 0
         int8 = self._start_int8(npu_parts, num_samples)
         started_s = time.perf_counter()
         loss = self._fp32.accumulate(cpu_parts, num_samples)
         cpu_s = time.perf_counter() - started_s
         if int8 is not None:
             loss = loss + self._merge_int8(int8, npu_parts, num_samples, (num_cpu, cpu_s))
-        self._counts.pending = num_own
-        self._counts.pending_cpu = num_own if self._dropped else num_cpu
+        first = next((member for member, (_, labels) in enumerate(parts) if len(labels)), 0)
+        self._counts.pending[first] = num_own, 0 if self._dropped else num_own - num_cpu
         return loss
 
     def apply(self) -> None:
@@ -483,7 +486,6 @@ class MixedPrecisionSession:
                 parameter.grad = gradient * work.weight
             else:
                 parameter.grad.add_(gradient, alpha=work.weight)
-        self._counts.pending_int8 = work.num_samples
         if self._ratio is not None:
             self._ratio.note(cpu=cpu, npu=(work.num_samples, work.seconds))
         return torch.tensor(work.loss)

@@ -77,6 +77,11 @@ class ExchangingSession(TrainingSession, Protocol):
     """A session that can train in a ring: members exchange gradients between computing and applying them."""
 
     @property
+    def in_ring_order(self) -> bool:
+        """Whether a group in one process sums its members' gradients in the order of a ring."""
+        ...
+
+    @property
     def final_in_backward(self) -> bool:
         """Whether a parameter's gradient is final as soon as the backward pass has computed it (F7)."""
         ...

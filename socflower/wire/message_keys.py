@@ -92,9 +92,6 @@ TRANSPORTS = ("auto", "gloo", "grpc")
 GRPC_WITH_TLS = "grpc+tls"
 """The transport of nodes with certificates; they cannot form a ring with nodes without."""
 
-COMPRESSIONS = ("none", "fp16", "int8", "int8-stochastic", "dgc")
-"""The compressions that a ring may use instead of float32 gradients."""
-
 RING = "ring"
 """The record of a TRAIN message for one member of a group, in a ring of real machines."""
 
@@ -200,6 +197,10 @@ class GroupTask(Record):
     npu_ratios: tuple[float, ...] = ()
     # The proximal term of FedProx, if the groups are its clients.
     proximal_mu: float = 0.0
+    # Parts of the gradient, each of which is exchanged as soon as the backward pass has completed it (F7).
+    num_buckets: int = 1
+    # Of gradients: "none", "fp16", "int8", "int8-stochastic" or "dgc".
+    compression: str = "none"
 
     def check(self) -> None:
         """Raise `ConfigError` unless every member has its values and the leader is a member."""
@@ -234,10 +235,6 @@ class RingTask:
     token: str
     # "gloo", "grpc" or "grpc+tls".
     transport: str
-    # Parts of the gradient whose exchange overlaps with the backward pass (F7).
-    num_buckets: int
-    # "none", "fp16", "int8", "int8-stochastic" or "dgc".
-    compression: str
     # A member without a heartbeat for this long counts as hung.
     heartbeat_s: float
     # A member that does not connect within this time counts as absent.

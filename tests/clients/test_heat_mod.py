@@ -681,8 +681,6 @@ def test_a_ring_goes_on_without_a_member_that_is_hot(hot: int) -> None:
             addresses=tuple(addresses),
             token=TOKEN.hex(),
             transport="grpc",
-            num_buckets=1,
-            compression="none",
             heartbeat_s=10.0,
             rendezvous_s=60.0,
         )

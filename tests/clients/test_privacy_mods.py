@@ -209,8 +209,6 @@ def test_no_record_of_ours_has_an_empty_value_that_need_not_be_there() -> None:
         addresses=("a:1",),
         token="0a",
         transport="grpc",
-        num_buckets=1,
-        compression="none",
         heartbeat_s=1.0,
         rendezvous_s=1.0,
     )

@@ -57,26 +57,30 @@ def test_whole_epochs_and_the_cut_last_interval() -> None:
     steps=st.integers(1, 120),
     interval=INTERVALS,
     server_interval=st.integers(1, 5),
+    changes=st.lists(st.integers(1, 300), max_size=3).map(sorted),
 )
 def test_the_shapes_of_a_schedule_are_its_intervals_counted(
     num_epochs: int,
     steps: int,
     interval: float | str,
     server_interval: int,
+    changes: list[int],
 ) -> None:
     """Against brute force."""
 
-    def shape(part: SyncInterval) -> tuple[int, bool, bool, bool]:
+    def shape(part: SyncInterval) -> tuple[int, bool, int, bool]:
+        is_own = part.index == 0 or any(part.first_step < step for step in changes)
         return (
             part.num_steps,
             part.first_step == part.deal_epoch * steps,
-            part.index == 0,
+            part.index if is_own else -1,
             part.across_servers,
         )
 
-    options = {"server_interval": server_interval}
-    schedule = sync_schedule(num_epochs, steps, interval, **options)
-    shapes = sync_shapes(num_epochs, steps, interval, **options)
+    schedule = sync_schedule(num_epochs, steps, interval, server_interval=server_interval)
+    shapes = sync_shapes(
+        num_epochs, steps, interval, server_interval=server_interval, changes=changes
+    )
     assert {shape(first): count for first, count in shapes} == Counter(map(shape, schedule))
     assert all(first == schedule[first.index] for first, _ in shapes)
 

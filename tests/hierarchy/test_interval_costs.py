@@ -1,5 +1,7 @@
 """An interval on the clock: its phases, together, are its steps."""
 
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -8,6 +10,11 @@ from hypothesis import strategies as st
 
 from socflower.cluster import Usage, parse_cluster
 from socflower.hierarchy import IntervalCosts, SyncInterval, sync_schedule
+from socflower.hierarchy.exchange.gradients import (
+    GradientExchange,
+    LargestValues,
+    gradient_coding,
+)
 from socflower.precision.processor_costs import MixedPricing
 from socflower.sim import EventClock
 from tests.hierarchy.toy_trainings import interval_costs
@@ -91,3 +98,37 @@ def test_shares_follow_the_rates_of_the_pricing_whatever_the_phases_say() -> Non
     assert shares[0] / 32 == pytest.approx(rates[0] / sum(rates), abs=1 / 32)
     of.step(pricings={0: MixedPricing(rule="paper", alpha=0.0)})
     assert dict(of.shares) == shares
+
+
+@given(first=st.integers(0, 12), num_steps=st.integers(1, 20), warm_up_steps=st.integers(0, 16))
+def test_steps_of_a_warm_up_cost_what_each_stage_sends(
+    first: int, num_steps: int, warm_up_steps: int
+) -> None:
+    """Against the stages on the clock by hand."""
+    coding = LargestValues(ratio=0.01, warm_up_steps=warm_up_steps)
+    of = work(gradients=GradientExchange(coding=coding), leaders="ring")
+    interval = replace(INTERVAL, first_step=first, num_steps=num_steps)
+    clock, expected = EventClock(CLUSTER), Usage()
+    for ratio, steps in groupby(range(first, first + num_steps), coding.ratio_at):
+        run = list(steps)
+        assert ratio == coding.ratio_at(run[0])
+        expected += clock.run(of.step(step=run[0]), repeat=len(run))
+    synchronisation = of.synchronisation()
+    assert synchronisation is not None
+    same_usage(usage(of, (), interval), expected + clock.run(synchronisation))
+
+
+def test_compressed_gradients_take_less_time_energy_and_bytes() -> None:
+    exact, halves, bytes_ = (
+        usage(
+            work(
+                gradients=GradientExchange(coding=gradient_coding(name)),
+                profile=toy_profile(1e8, 4e7, 2),
+            )
+        )
+        for name in ("none", "fp16", "int8")
+    )
+    for before, after in ((exact, halves), (halves, bytes_)):
+        assert after.duration_s < before.duration_s
+        assert after.total_energy_j < before.total_energy_j
+        assert sum(after.num_bytes.values()) < sum(before.num_bytes.values())

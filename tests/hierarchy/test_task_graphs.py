@@ -26,6 +26,7 @@ from socflower.cluster import (
 from socflower.cluster.task_graph import Task
 from socflower.hierarchy import (
     Exchange,
+    GradientExchange,
     GroupPlan,
     conflicts,
     deal_graph,
@@ -392,7 +393,8 @@ def test_few_sends_of_a_broadcast_cross_boards(
 
 def test_exchanges_alone_are_a_ring_or_a_server_of_two_n_minus_1_messages() -> None:
     ring, server = (
-        unrolled(exchange_graph((4, 0, 2), EXCHANGE, kind)) for kind in ("ring", "server")
+        unrolled(exchange_graph((4, 0, 2), EXCHANGE, GradientExchange(kind=kind)))
+        for kind in ("ring", "server")
     )
     assert sum(task.num_bytes for task in transfers(ring)) == pytest.approx(2 * 2 / 3 * 1200.0 * 3)
     assert list(map(ends_of, transfers(server))) == [(0, 4), (2, 4), (4, 0), (4, 2)]
@@ -410,7 +412,7 @@ def test_exchanges_alone_are_a_ring_or_a_server_of_two_n_minus_1_messages() -> N
         ),
         (lambda plan, costs: Exchange(num_bytes=-1.0, num_tensors=1), "num_bytes"),
         (lambda plan, costs: Exchange(num_bytes=1.0, num_tensors=0), "num_tensors"),
-        (lambda plan, costs: exchange_graph((0, 1), EXCHANGE, "tree"), "'tree'"),
+        (lambda plan, costs: GradientExchange(kind="tree"), "'tree'"),
         (lambda plan, costs: exchange_graph((0,), EXCHANGE), "1"),
     ],
 )

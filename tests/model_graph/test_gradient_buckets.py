@@ -11,7 +11,7 @@ from torch import nn
 
 from socflower.hierarchy import Exchange
 from socflower.model_graph.layer_profile import profile_module
-from socflower.training.sum_order import make_buckets
+from socflower.training.exchange.buckets import make_buckets
 from tests.model_graph.small_models import Tied
 
 

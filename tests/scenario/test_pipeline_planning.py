@@ -265,7 +265,7 @@ def test_a_pipeline_without_data_is_planned_and_not_run(
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("ring.compression='int8'", "[ring] compression = 'int8'"),
+        ("strategy.compression='int8'", "[strategy] compression = 'int8'"),
         ("train.reduction='ring'", "[train] reduction = 'ring'"),
         ("data.partition='dirichlet'", "[data]"),
         ("pipeline.num_samples=3", "num_samples = 3"),

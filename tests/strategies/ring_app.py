@@ -208,13 +208,11 @@ def client_app() -> ClientApp:
         return network(norm=bool(context.run_config.get("norm", False)))
 
     def trainer(context: Context) -> FP32Trainer:
-        reduction = str(context.run_config.get("member-passes", "auto"))
         return FP32Trainer(
             optimizer=sgd(0.05, 0.9),
             scheduler=cosine_annealing,
             loss=_loss,
-            reduction=reduction,
-            num_buckets=2 if reduction == "ring" else 1,
+            reduction=str(context.run_config.get("member-passes", "auto")),
         )
 
     def states(context: Context) -> Path | None:

@@ -54,10 +54,13 @@ def test_a_ring_of_processes_trains_what_one_process_does(transport: str) -> Non
     assert_close(ours, in_one_process())
 
 
-@pytest.mark.parametrize("norm", [False, True])
-def test_one_process_can_train_the_very_bits_of_a_ring(norm: bool) -> None:
-    """One group of four, so that the order of the sum matters."""
+@pytest.mark.parametrize(
+    ("norm", "compression"), [(False, "none"), (True, "none"), (False, "dgc"), (True, "int8")]
+)
+def test_one_process_can_train_the_very_bits_of_a_ring(norm: bool, compression: str) -> None:
+    """One group of four, so that the order of the sum matters; in two rounds, between which residuals are kept."""
     changes: dict[str, Any] = {"num_groups": 1, "overlap_buckets": 2, "norm": norm}
+    changes["compression"] = compression
     ours, _ = on_processes(rings={"transport": "grpc"}, **changes)
     reference = in_one_process(passes="ring", **changes)
     for name in reference:
@@ -70,7 +73,10 @@ def test_one_process_can_train_the_very_bits_of_a_ring(norm: bool) -> None:
             )
 
 
-def test_a_training_is_resumed_where_every_machine_has_but_its_own_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compression", ["none", "int8"])
+def test_a_training_is_resumed_where_every_machine_has_but_its_own_files(
+    compression: str, tmp_path: Path
+) -> None:
     config = {"states": str(tmp_path), "norm": False}
     cluster = ring_app.cluster()
     kept: dict[int, ArrayRecord] = {}
@@ -81,7 +87,7 @@ def test_a_training_is_resumed_where_every_machine_has_but_its_own_files(tmp_pat
     with ProcessGrid(
         ring_app.client_app, ring_app.node_configs(cluster), run_config=config
     ) as grid:
-        first = ring_app.strategy(cluster)
+        first = ring_app.strategy(cluster, compression=compression)
         unbroken = first.start(
             GroupGrid(grid),
             ring_app.initial(),
@@ -97,7 +103,7 @@ def test_a_training_is_resumed_where_every_machine_has_but_its_own_files(tmp_pat
     with ProcessGrid(
         ring_app.client_app, ring_app.node_configs(cluster), run_config=config
     ) as grid:
-        second = ring_app.strategy(cluster)
+        second = ring_app.strategy(cluster, compression=compression)
         second.resume_from(1)
         resumed = second.start(
             GroupGrid(grid), kept[1], num_rounds=second.num_rounds, timeout=120

@@ -11,7 +11,6 @@ from flwr.serverapp.strategy import FedAdam
 from socflower.cluster import LayerProfile, ModelProfile, parse_cluster
 from socflower.errors import ConfigError, InfeasiblePlan, SocflowerError, TrainingFailed
 from socflower.hierarchy import split_batch
-from socflower.peers.ring.settings import RingSettings
 from socflower.precision.processor_costs import Int8Pricing
 from socflower.sim import EventClock
 from socflower.strategies.baselines import RingAllReduce, SingleDevice
@@ -251,15 +250,20 @@ def test_settings_that_cannot_be_are_refused_where_they_are_made(
     refused(lambda: make(), fault)
 
 
-def test_integer_gradients_are_not_exchanged_during_the_backward_pass() -> None:
-    refused(
-        lambda: socflow(
-            costs=Costs(pricing=Int8Pricing()), exchange=ExchangeSettings(overlap_buckets=2)
-        ),
-        "SoCFlow",
-        "overlap_buckets",
-        "int8",
-    )
+@pytest.mark.parametrize(("key", "value"), [("overlap_buckets", 2), ("compression", "fp16")])
+def test_integer_gradients_are_exchanged_exactly_and_after_the_backward_pass(
+    key: str, value: Any
+) -> None:
+    exchange = ExchangeSettings(**{key: value})
+    costs = Costs(pricing=Int8Pricing())
+    refused(lambda: socflow(costs=costs, exchange=exchange), "SoCFlow", key, "int8")
+
+
+def test_a_group_that_eight_bits_cannot_sum_is_refused_before_anything_is_sent() -> None:
+    rack = parse_cluster({"boards": [64]})
+    exchange = ExchangeSettings(compression="int8")
+    refused(lambda: socflow(cluster=rack, groups=1, exchange=exchange), "64", "63", "fp16")
+    socflow(cluster=rack, groups=2, exchange=exchange)
 
 
 def test_too_few_nodes_are_refused_with_both_numbers() -> None:
@@ -626,15 +630,3 @@ def test_the_model_is_evaluated_on_the_server_only() -> None:
     strategy = socflow()
     assert strategy.configure_evaluate(1, model(), ConfigRecord({}), FakeGrid()) == []
     assert strategy.aggregate_evaluate(1, []) is None
-
-
-def test_compression_is_refused_before_anything_is_sent_to_nodes_that_form_no_rings() -> None:
-    strategy = SoCFlow(
-        cluster=parse_cluster({"boards": [2, 2]}),
-        groups=2,
-        rings=RingSettings(compression="dgc"),
-        schedule=TrainingSchedule(
-            num_samples=100, batch_size=10, num_epochs=1, interval_epochs=1.0
-        ),
-    )
-    refused(lambda: messages(strategy), "SoCFlow", "dgc")

@@ -70,7 +70,7 @@ TRAINERS = {
         "max_grad_norm": 0.5,
         "accumulation_steps": 2,
     },
-    "a pass for each member, summed in a ring's order": {"reduction": "ring", "num_buckets": 3},
+    "a pass for each member, summed in a ring's order": {"reduction": "ring"},
     "in another layout": {"channels_last": True},
 }
 
@@ -90,6 +90,7 @@ def trained(
         total_steps=8,
         num_samples=48,
         proximal_mu=0.1,
+        num_buckets=3,
     )
     state = train_group(model, data, work, trainer).end.state
     return model, train_group(model, data, replace(work, first_step=4), trainer, state)

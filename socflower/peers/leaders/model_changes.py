@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from socflower.hierarchy.leader_topology import FP16
-from socflower.peers.collective import Collective, Poll, no_poll
-from socflower.peers.compression import (
-    Float16Compression,
+from socflower.training.exchange.compression import (
+    Script,
     agree_on_steps,
     in_blocks,
+    sum_in_halves,
     sum_levels,
 )
 from socflower.wire.arrays import array_to_bytes, digest_of, pack_arrays, unpack_arrays
@@ -93,23 +93,19 @@ class ChangeCompression:
         blocks, step = in_blocks(torch.from_numpy(change)), torch.from_numpy(steps)[:, None]
         return (blocks - _levels(blocks, step) * step).view(-1)[: len(change)].numpy().copy()
 
-    def sum(
-        self, ring: Collective, change: Floats, poll: Poll = no_poll
-    ) -> tuple[Floats, Floats | None]:
+    def sum(self, change: Floats, size: int) -> Script[tuple[Floats, Floats | None]]:
         """Return the sum of all members' changes, bit-identical at all of them, and with "int8" the steps of its
         blocks.
 
-        The largest magnitudes of all members' changes, summed, must be finite. Raises what the ring and `poll` raise.
+        `size` is the number of members. The largest magnitudes of all members' changes, summed, must be finite.
         """
         flat = torch.from_numpy(change.copy())
         if self.name == FP16:
-            halves = Float16Compression()
-            halves.start_step(0)
-            halves.exchange(ring, 0, flat, poll)
+            yield from sum_in_halves(flat, size)
             return flat.numpy(), None
         blocks = in_blocks(flat)
-        step = agree_on_steps(ring, blocks, poll=poll)
-        levels = sum_levels(ring, _levels(blocks, step), flat.numel(), poll)
+        step = yield from agree_on_steps(blocks, size)
+        levels = yield from sum_levels(_levels(blocks, step), flat.numel())
         return (levels * step).view(-1)[: flat.numel()].numpy(), step.view(-1).numpy()
 
     def _compressed(self, arrays: Mapping[str, _Array]) -> Iterator[tuple[str, _Array]]:

@@ -20,7 +20,14 @@ import torch
 from numpy.typing import NDArray
 
 from socflower.hierarchy.averaging import first_non_finite
-from socflower.peers.collective import Collective, PeerLost, Poll, gather_json, no_poll
+from socflower.peers.collective import (
+    Collective,
+    PeerLost,
+    Poll,
+    exchange_over,
+    gather_json,
+    no_poll,
+)
 from socflower.peers.leaders.leader_port import LeaderPort
 from socflower.peers.leaders.model_changes import ChangeCompression, Floats, reals
 from socflower.peers.leaders.tree import Place, grpc_tree, in_process_trees
@@ -90,7 +97,8 @@ def exchange_models(
     steps: Floats | None = None
     if changes is not None:
         change = changes.change(own.arrays, share)
-        change, steps = changes.sum(ring, change if usable else np.zeros_like(change), poll)
+        own_change = change if usable else np.zeros_like(change)
+        change, steps = exchange_over(ring, changes.sum(own_change, ring.size), poll)
         averaged |= changes.model(own.arrays, change)
     left = {name: array for name, array in own.arrays.items() if name not in averaged}
     for dtype in (np.float32, np.float64):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from socflower.errors import ConfigError
-from socflower.peers.collective import POLL_INTERVAL_S, Collective, Poll, Work
-from socflower.peers.compression import GradientCompression
-from socflower.training.sum_order import GradientBucket, make_bucket, make_buckets
+from socflower.peers.collective import POLL_INTERVAL_S, Collective, Poll, Work, exchange_over
+from socflower.training.exchange.buckets import GradientBucket, make_bucket, make_buckets
+from socflower.training.exchange.compression import GradientCompression
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,14 +189,11 @@ class _Step:
         elif self._compression is None:
             self._sender.submit(partial(self._reduce, bucket))
         else:
+            script = self._compression.exchange(
+                self._ring.rank, self._ring.size, number, bucket.buffer
+            )
             self._sender.submit(
-                partial(
-                    self._compression.exchange,
-                    self._ring,
-                    number,
-                    bucket.buffer,
-                    self._sender.require_open,
-                )
+                partial(exchange_over, self._ring, script, self._sender.require_open)
             )
 
     def wait(self) -> None:

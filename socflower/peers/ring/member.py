@@ -16,11 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy.averaging import non_finite_tensors
+from socflower.hierarchy.exchange.gradients import gradient_coding
 from socflower.hierarchy.leader_topology import NONE
 from socflower.model_graph.random_state import RandomState, own_random_state
 from socflower.model_graph.torch_device import device_label, device_of
 from socflower.peers.collective import Collective, PeerLost, RingPeers, gather_json
-from socflower.peers.compression import GradientCompression, make_compression
 from socflower.peers.leaders.model_changes import Floats, MemberChanges, feedback_digest
 from socflower.peers.leaders.model_exchange import GroupLeader, GroupsModel, feedback_after
 from socflower.peers.membership import Generation, LeftOut, Membership, MemberState, NoModel
@@ -33,6 +33,8 @@ from socflower.peers.transports.grpc import GrpcRing
 from socflower.peers.transports.in_process import in_process_rings
 from socflower.peers.transports.port import RingPort
 from socflower.training.batches import BatchSchedule, Indices, sample_key
+from socflower.training.exchange.compression import GradientCompression
+from socflower.training.exchange.group_sum import exchanging, own_compression
 from socflower.training.model_state import load_trainable_state, trainable_state, untrained_names
 from socflower.training.trainer import (
     ExchangingSession,
@@ -87,8 +89,6 @@ def open_ring(
     return ring(port, ranks, generation, heartbeat_s)
 
 
-# The epochs of warm-up of deep gradient compression.
-_WARM_UP_EPOCHS = 4
 # The stages after the last step: members share statistics, then have the mean of all groups.
 _AVERAGED, _MET = (
     1,
@@ -459,35 +459,23 @@ class _MemberSession:
         )
         session = self._member.trainer.start(self._model, span, self._state)
         trainer = type(self._member.trainer).__name__
-        if isinstance(session, JointSession):
-            if self._ring.compression != "none":
+        coding = gradient_coding(group.compression, steps_per_epoch=group.steps_per_epoch)
+        if isinstance(session, JointSession) and coding.is_exact:
+            if group.num_buckets > 1:
                 raise ConfigError(
-                    f"ring: compression = {self._ring.compression!r} rounds what {trainer} has to sum "
-                    "exactly, int32 gradients; leave it out, or use MixedPrecisionTrainer"
-                )
-            if self._ring.num_buckets > 1:
-                raise ConfigError(
-                    f"ring: overlap_buckets = {self._ring.num_buckets}, but {trainer} exchanges its "
+                    f"ring: overlap_buckets = {group.num_buckets}, but {trainer} exchanges its "
                     "gradients after the backward pass, in which members agree on scales; leave it out"
                 )
             return session
-        if not isinstance(session, ExchangingSession):
-            raise ConfigError(
-                f"{trainer} cannot train in a ring: it does not hand out its gradients; use FP32Trainer, "
-                "Int8Trainer or MixedPrecisionTrainer on real clusters"
-            )
+        session = exchanging(session, coding, trainer)
         if self._exchange is None:
-            self._exchange = GradientExchange(self._model, self._ring.num_buckets)
-        momentum = session.disable_momentum() if self._ring.compression == "dgc" else 0.0
-        if self._compression is None:
-            self._compression = make_compression(
-                self._ring.compression,
-                seed=group.seed,
-                momentum=momentum,
-                warm_up_steps=_WARM_UP_EPOCHS * group.steps_per_epoch,
-            )
-            if self._compression is not None and self._member.compression_state is not None:
-                self._compression.restore(self._member.compression_state)
+            self._exchange = GradientExchange(self._model, group.num_buckets)
+        compression = own_compression(session, coding, group.seed)
+        # A session may start again during an interval, but the residuals stay.
+        if self._compression is None and compression is not None:
+            self._compression = compression
+            if self._member.compression_state is not None:
+                compression.restore(self._member.compression_state)
         if session.final_in_backward and not self._hooks:
             # A pass of a large model on a small SoC may take longer than its user wants to wait:
             # poll at every layer.

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from socflower.field_rules import OneOf, checked
-from socflower.wire.message_keys import COMPRESSIONS, TRANSPORTS
+from socflower.wire.message_keys import TRANSPORTS
 
 # About 116 days.
 _MAX_S = 1e7
@@ -16,9 +16,9 @@ class RingSettings:
     """How groups of real machines exchange gradients.
 
     `transport`: "gloo" for a trusted network, "grpc" with mutual TLS for any other; "auto" uses what the nodes are
-    configured for. `compression`: "none", "fp16", "int8", "int8-stochastic" or "dgc". A ring drops a member that does
-    not answer for `heartbeat_s`, and starts without one that does not join within `rendezvous_s`. If the member that
-    answers for a group is silent for `leader_grace_s` longer than the others, another member is asked for the model.
+    configured for. A ring drops a member that does not answer for `heartbeat_s`, and starts without one that does not
+    join within `rendezvous_s`. If the member that answers for a group is silent for `leader_grace_s` longer than the
+    others, another member is asked for the model.
     """
 
     transport: Annotated[
@@ -30,13 +30,6 @@ class RingSettings:
             )
         ),
     ] = "auto"
-    compression: Annotated[
-        str,
-        OneOf(COMPRESSIONS),
-        Field(
-            description=("what is [sent instead](guides/deployment.md#fewer-bytes) of FP32 sums")
-        ),
-    ] = "none"
     heartbeat_s: Annotated[
         float,
         Field(

@@ -64,8 +64,8 @@ from socflower.pipeline.runtime.trained_model import (
     saved,
 )
 from socflower.pipeline.schedule.order import Pass, ScheduledPass, operations
+from socflower.training.exchange.buckets import GradientBucket, make_bucket
 from socflower.training.fp32 import FP32Session, FP32Trainer
-from socflower.training.sum_order import GradientBucket, make_bucket
 from socflower.training.trainer import TrainingSpan, training_device
 from socflower.wire.arrays import pack_arrays, unpack_arrays
 from socflower.workloads.data_source import DataSource

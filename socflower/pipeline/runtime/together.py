@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from socflower.pipeline.runtime.messages import Receive, Reduce, Script, Send
-from socflower.training.sum_order import sum_in_ring_order
+from socflower.training.exchange.buckets import sum_in_ring_order
 
 _Result = TypeVar("_Result")
 

@@ -19,7 +19,7 @@ from socflower.engines.local.virtual_time_grid import VirtualTimeGrid
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import InfeasiblePlan, TrainingFailed
 from socflower.hierarchy import default_candidates
-from socflower.hierarchy.collectives import BUCKETS
+from socflower.hierarchy.exchange.collectives import BUCKETS
 from socflower.pipeline.planner.selection import PlannerSettings
 from socflower.pipeline.runtime.payloads import ActivationCoding
 from socflower.scenario.app.round_record import RoundRecord
@@ -125,6 +125,7 @@ def _groups(parts: RunParts, num_groups: int, num_epochs: int) -> SoCFlow:
         exchange=ExchangeSettings(
             uplink_turns=settings.uplink_turns,
             overlap_buckets=settings.overlap_buckets,
+            compression=settings.compression,
             leaders=scenario.leaders,
             leader_compression=settings.leader_compression,
             fusion=settings.fusion,

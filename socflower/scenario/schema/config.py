@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Self
 
 from pydantic import Field
@@ -34,6 +33,7 @@ from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfi
 from socflower.strategies.settings import (
     MOST_EPOCHS,
     BatchSize,
+    Compression,
     Epochs,
     ExchangeSettings,
     Fusion,
@@ -334,6 +334,12 @@ class StrategyConfig(Table):
             "computed; 1 means no overlap"
         ),
     )
+    compression: Compression = Field(
+        "none",
+        description=(
+            "what members of a group [exchange instead](guides/groups.md#fewer-bytes) of FP32 gradients"
+        ),
+    )
     leaders: Leaders = Field(
         "auto",
         description=(
@@ -419,12 +425,13 @@ class StrategyConfig(Table):
                 raise ConfigError(f"{key}: {why}")
 
     def under(self, name: str, **changes: Any) -> Self:
-        """Return the table under another strategy; with one group, without the keys that only several groups read."""
-        left_out = (
-            {}
-            if several_groups(name) or name == self.name
-            else {key: StrategyConfig.model_fields[key].default for key in ("outer", *_OF_LEADERS)}
-        )
+        """Return the table under another strategy, without the keys that only groups, or several groups, read."""
+        keys: tuple[str, ...] = () if several_groups(name) else ("outer", *_OF_LEADERS)
+        if not isinstance(STRATEGIES[name], GroupStrategy):
+            keys = (*keys, "compression")
+        if name == self.name:
+            keys = ()
+        left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
         return self.replaced(**{"name": name, **left_out, **changes})
 
 
@@ -617,6 +624,11 @@ class ScenarioFile(ClusterFile):
             for key in _OF_LEADERS:
                 why = f"it is for leaders of several groups, and {name}; leave it out"
                 yield is_set(strategy, key), self._at("strategy", key), why
+        yield (
+            strategy.compression != NONE and not self.has_groups,
+            self._at("strategy", "compression"),
+            f"{self._name} does not read it; leave it out",
+        )
         needs_models = self.hub_needs_models
         yield (
             needs_models and self.leaders != "star",
@@ -639,7 +651,6 @@ class ScenarioFile(ClusterFile):
             (in_integers and train.device not in ("auto", "cpu"), "device", "'cpu'"),
             (in_int8 and train.weight_decay, "weight_decay", "0"),
             (in_int8 and train.reduction != "auto", "reduction", "'auto'"),
-            (arithmetic == "mixed" and train.reduction == "ring", "reduction", "'always'"),
         ):
             yield broken, self._at("train", key), f"{said} does not know it; use {instead}"
         yield (
@@ -662,7 +673,6 @@ class ScenarioFile(ClusterFile):
         table, batch_size = self.pipeline or PipelineConfig(), self.train.batch_size
         said = f"{self._name} does not read it; leave it out"
         yield self.precision.arithmetic != "fp32", self._at("precision", "arithmetic"), said
-        yield self.ring.compression != NONE, self._at("ring", "compression"), said
         yield from self._unread(_READ_BY_PIPELINES)
         sample = f"[pipeline] {shown(table, 'sample')}"
         yield (
@@ -758,14 +768,8 @@ class ScenarioFile(ClusterFile):
         interval = own.sync_interval_epochs or self.strategy.sync_interval_epochs
         # Other strategies refuse the table of pipelines.
         pipeline = self.pipeline if STRATEGIES[strategy].is_pipeline else None
-        rings = (
-            self.ring
-            if isinstance(STRATEGIES[strategy], GroupStrategy)
-            else replace(self.ring, compression=NONE)
-        )
         return self.replaced(
             strategy=self.strategy.under(strategy, sync_interval_epochs=interval),
-            ring=rings,
             pipeline=pipeline,
             train=self.train.replaced(**_of_train(own)),
         )

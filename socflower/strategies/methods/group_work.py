@@ -19,6 +19,7 @@ from socflower.flower_adapter import log
 from socflower.hierarchy import (
     CapacitiesInUse,
     Exchanges,
+    GradientExchange,
     Group,
     GroupPlan,
     IntervalCosts,
@@ -27,6 +28,7 @@ from socflower.hierarchy import (
     SyncInterval,
     UplinkTurns,
     choose_exchanges,
+    gradient_coding,
     unpredicted_exchanges,
 )
 from socflower.hierarchy.leader_topology import KINDS, NONE
@@ -97,11 +99,20 @@ class DataParallelWork:
         steps_per_epoch: int,
         hub_decides: bool,
     ) -> None:
-        if exchange.overlap_buckets > 1 and getattr(costs.pricing, "arithmetic", "") == "int8":
+        in_int8 = getattr(costs.pricing, "arithmetic", "") == "int8"
+        if in_int8 and exchange.overlap_buckets > 1:
             raise ConfigError(
                 f"SoCFlow: overlap_buckets = {exchange.overlap_buckets}, but gradients in int8 are "
                 "exchanged after the backward pass; leave it out"
             )
+        if in_int8 and exchange.compression != NONE:
+            raise ConfigError(
+                f"SoCFlow: compression = {exchange.compression!r}, but gradients in int8 are summed "
+                "exactly; leave it out"
+            )
+        coding = gradient_coding(exchange.compression, steps_per_epoch=steps_per_epoch)
+        coding.require_size(max(len(group.members) for group in plan.groups))
+        self._gradients = GradientExchange(coding=coding)
         self.clock = costs.clock
         self.pricing = costs.pricing
         self._cluster, self._schedule, self._exchange = cluster, schedule, exchange
@@ -170,6 +181,7 @@ class DataParallelWork:
             reshuffle=schedule.reshuffle,
             uplink_turns=False,
             overlap_buckets=exchange.overlap_buckets,
+            gradients=self._gradients,
             pricing=self.pricing,
             rebalancing=self._rebalancing,
             fusion=exchange.fusion,

@@ -269,11 +269,6 @@ class GroupsMethod(Method[Round, SettledRound]):
             )
         if self.latest is not None:
             return
-        if not this.in_rings and self._rings.compression != NONE:
-            raise ConfigError(
-                f"SoCFlow: rings has compression = {self._rings.compression!r}, and its "
-                "nodes form no rings: a node sums its group's whole gradients; leave it out"
-            )
         if _CLIPPING_NORM in config:
             refuse_integers_clipped(arrays)
         if this.in_rings and not this.settled_by_grid:
@@ -296,7 +291,6 @@ class GroupsMethod(Method[Round, SettledRound]):
                 self._rings,
                 planner.registry.ring_address_of,
                 planner.participant_of,
-                num_buckets=self._exchange.overlap_buckets,
                 rebalance_steps=planner.balancer.ring_steps,
                 tolerate_errors=self._tolerates,
             )
@@ -349,6 +343,8 @@ class GroupsMethod(Method[Round, SettledRound]):
             num_samples=schedule.num_samples,
             npu_ratios=self.work.npu_ratios(group),
             proximal_mu=self._proximal_mu,
+            num_buckets=self._exchange.overlap_buckets,
+            compression=self._exchange.compression,
         )
 
     # ------------------------------------------------------------------------------------ settling a round

@@ -291,8 +291,6 @@ RING = {
     "addresses": ("127.0.0.1:1",),
     "token": "00",
     "transport": "grpc",
-    "num_buckets": 1,
-    "compression": "none",
     "heartbeat_s": 1.0,
     "rendezvous_s": 1.0,
 }

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from socflower.peers.collective import Collective, PeerLost, Poll, Work, no_poll
-from socflower.peers.compression import make_compression
 from socflower.peers.ring.gradient_exchange import GradientExchange, TurnCallbacks
 from socflower.peers.transports.in_process import in_process_rings
 from tests.one_line import refused
 from tests.seeded import built
+from tests.training.exchange.test_compression import compression as member_of
 
 NUM_MEMBERS = 3
 PATIENCE_S = 60.0
@@ -338,7 +338,7 @@ def test_a_step_that_fails_and_is_done_again_leaves_nothing_behind(
         def member(rank: int) -> list[Tensor | None]:
             own = copy.deepcopy(model)
             exchange = GradientExchange(own, 4)
-            compressed = make_compression(compression, momentum=0.0, ratio=0.3)
+            compressed = None if compression == "none" else member_of(compression, ratio=0.3)
             num_polls = 0
 
             def poll() -> None:
@@ -387,11 +387,7 @@ def compressed_step(model: nn.Module, compression: str) -> list[Tensor | None]:
     with rings_of() as rings:
 
         def member(rank: int) -> list[Tensor | None]:
-            own, compressed = (
-                copy.deepcopy(model),
-                make_compression(compression, momentum=0.0, ratio=0.3),
-            )
-            assert compressed is not None
+            own, compressed = copy.deepcopy(model), member_of(compression, ratio=0.3)
             compressed.start_step(0)
             return one_step(
                 GradientExchange(own, 4), own, rings[rank], images()[rank], compression=compressed
@@ -523,26 +519,6 @@ def test_what_fails_in_the_turn_is_raised_where_the_step_ends() -> None:
         assert not ring.buffers
 
 
-@pytest.mark.parametrize(
-    ("compression", "tolerance"), [("fp16", 2e-3), ("int8", 0.1), ("int8-stochastic", 0.2)]
-)
-def test_compressed_sums_are_close_and_equal_on_all_members(
-    compression: str, tolerance: float
-) -> None:
-    model = network()
-    with rings_of() as rings:
-
-        def member(rank: int) -> list[Tensor | None]:
-            own, compressed = copy.deepcopy(model), make_compression(compression, seed=1)
-            assert compressed is not None
-            compressed.start_step(0)
-            return one_step(
-                GradientExchange(own, 3), own, rings[rank], images()[rank], compression=compressed
-            )
-
-        require_sums(on_all(rings, member), model, images(), tolerance)
-
-
 def test_members_that_differ_are_told_so() -> None:
     with rings_of() as rings:
 
@@ -607,7 +583,7 @@ def test_frozen_parameters_are_in_no_part_and_stay_without_gradient() -> None:
             models: Any = models,
             exchanges: Any = exchanges,
         ) -> None:
-            compression = make_compression(kind)
+            compression = None if kind == "none" else member_of(kind)
             if compression is not None:
                 compression.start_step(0)
             exchanges[place].begin(ring, no_poll, compression=compression)

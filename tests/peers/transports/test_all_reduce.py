@@ -18,7 +18,7 @@ from socflower.peers.transports.all_reduce import (
     SEND_AHEAD,
     chunk_bytes,
 )
-from socflower.training.sum_order import sum_in_ring_order
+from socflower.training.exchange.buckets import sum_in_ring_order
 from socflower.wire.arrays import MalformedBytes
 
 PATIENCE_S = 30.0

@@ -16,11 +16,6 @@ def largest(values: Floats, count: int) -> Indices:
     return np.sort(found).astype("<u4")
 
 
-def encoded_bytes(count: int) -> int:
-    """Return the bytes that `count` values and their indices take."""
-    return 8 * count
-
-
 def encode_values(indices: Indices, values: Floats) -> bytes:
     """Return `values` (count,) and their indices as bytes."""
     return b"".join((indices.astype("<u4").tobytes(), values.astype("<f4").tobytes()))

@@ -1,10 +1,8 @@
-"""Compressed exchanges over real rings of threads: the same bits everywhere, bounded errors, nothing lost for good."""
+"""What codings lose and keep: bounded errors, nothing lost for good, the same bits at all members."""
 
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,107 +10,46 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from socflower.peers.collective import Collective, PeerLost, Poll, Work, no_poll
-from socflower.peers.compression import (
-    DeepGradientCompression,
+from socflower.hierarchy.exchange.gradients import CODINGS, LargestValues, gradient_coding
+from socflower.training.exchange.compression import (
     GradientCompression,
-    all_reduce_bytes,
     make_compression,
+    run_together,
 )
-from socflower.peers.transports.in_process import in_process_rings
-from socflower.wire.message_keys import COMPRESSIONS
 from tests.one_line import refused
 
-NAMES = [name for name in COMPRESSIONS if name != "none"]
-Result = TypeVar("Result")
+NAMES = [name for name in CODINGS if name != "none"]
 
 
-def together(rings: Sequence[Collective], member: Callable[[Collective], Result]) -> list[Result]:
-    """Run `member` with every end of a ring, each in a thread; close it and return the results by rank."""
-    with ThreadPoolExecutor(len(rings)) as threads:
-        try:
-            return on_all(rings, threads, member)
-        finally:
-            for ring in rings:
-                ring.close()
-
-
-def on_all(
-    rings: Sequence[Collective], threads: ThreadPoolExecutor, member: Callable[[Collective], Result]
-) -> list[Result]:
-    """Run `member` with every end of a ring and return the results by rank; the rings are closed if one fails."""
-
-    def run(ring: Collective) -> Result:
-        try:
-            return member(ring)
-        except BaseException:
-            ring.close()
-            raise
-
-    futures = [threads.submit(run, ring) for ring in rings]
-    failures = [error for future in futures if (error := future.exception(timeout=60)) is not None]
-    if failures:
-        raise next((error for error in failures if not isinstance(error, PeerLost)), failures[0])
-    return [future.result() for future in futures]
-
-
-class KeptRings:
-    """Rings of every size that stay open from one exchange to the next: starting threads takes longer than a sum."""
-
-    def __init__(self) -> None:
-        self._of_size: dict[int, tuple[list[Collective], ThreadPoolExecutor]] = {}
-
-    def run(self, size: int, member: Callable[[Collective], Result]) -> list[Result]:
-        """Run `member` with every end of a ring; one in which an exchange failed is not used again."""
-        if size not in self._of_size:
-            self._of_size[size] = in_process_rings(size), ThreadPoolExecutor(size)
-        try:
-            return on_all(*self._of_size[size], member)
-        except BaseException:
-            self._close(size)
-            raise
-
-    def close(self) -> None:
-        for size in list(self._of_size):
-            self._close(size)
-
-    def _close(self, size: int) -> None:
-        rings, threads = self._of_size.pop(size)
-        for ring in rings:
-            ring.close()
-        threads.shutdown()
-
-
-KEPT = KeptRings()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def rings_are_closed() -> Iterator[None]:
-    yield
-    KEPT.close()
+def compression(
+    name: str, seed: int = 0, momentum: float = 0.0, **largest: Any
+) -> GradientCompression:
+    """Return a member's side; `largest` are arguments of `LargestValues`, which other codings ignore."""
+    coding = LargestValues(**largest) if name == "dgc" else gradient_coding(name)
+    made = make_compression(coding, seed=seed, momentum=momentum)
+    assert made is not None
+    return made
 
 
 class Group:
     """The compressions of a group's members."""
 
-    def __init__(self, name: str, size: int, **options: object) -> None:
-        made = [make_compression(name, **options) for _ in range(size)]  # type: ignore[arg-type]
-        self.members: list[GradientCompression] = [one for one in made if one is not None]
-        assert len(self.members) == size
-        self.wrap: Callable[[Collective], Collective] = lambda ring: ring
+    def __init__(self, name: str, size: int, **options: Any) -> None:
+        self.members = [compression(name, **options) for _ in range(size)]
 
     def step(self, number: int, gradients: Sequence[Tensor], *, finish: bool = True) -> Tensor:
         """Exchange one bucket; return the sum, which is the same in all members to the bit."""
-
-        def exchange(ring: Collective) -> Tensor:
-            own, gradient = self.members[ring.rank], gradients[ring.rank].clone()
-            own.start_step(number)
-            own.exchange(ring, 0, gradient)
-            if finish:
-                own.finish_step()
-            return gradient
-
-        sums = KEPT.run(len(self.members), lambda ring: exchange(self.wrap(ring)))
+        sums = [gradient.clone() for gradient in gradients]
+        for member in self.members:
+            member.start_step(number)
+        run_together(
+            [
+                member.exchange(rank, len(sums), 0, sums[rank])
+                for rank, member in enumerate(self.members)
+            ]
+        )
+        for member in self.members if finish else ():
+            member.finish_step()
         assert len({one.numpy().tobytes() for one in sums}) == 1
         return sums[0]
 
@@ -184,23 +121,19 @@ def test_a_step_that_is_done_again_leaves_no_trace_of_the_first_attempt(name: st
 
 @pytest.mark.parametrize("name", ["int8", "dgc"])
 def test_an_abandoned_exchange_that_ends_late_leaves_no_trace(name: str) -> None:
-    members = [make_compression(name, ratio=0.02) for _ in range(2)]
-    assert members[0] is not None and members[1] is not None
-    rings = in_process_rings(2)
-    members[0].start_step(0)
-    late = threading.Thread(
-        target=members[0].exchange, args=(rings[0], 0, random_gradients(1, 500)[0])
-    )
-    late.start()
-    members[0].start_step(0)
-    members[1].start_step(0)
-    members[1].exchange(rings[1], 0, random_gradients(1, 500)[0])
-    late.join(timeout=60)
-    for ring in rings:
-        ring.close()
-    members[0].finish_step()
-    members[1].finish_step()
-    assert not members[0]._kept and members[1]._kept
+    group = Group(name, 2, ratio=0.02)
+    gradients = random_gradients(2, 500)
+    for member in group.members:
+        member.start_step(0)
+    late = [
+        member.exchange(rank, 2, 0, gradients[rank]) for rank, member in enumerate(group.members)
+    ]
+    for member in group.members:
+        member.start_step(0)
+    run_together(late)
+    for member in group.members:
+        member.finish_step()
+    assert not any(member._kept for member in group.members)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -208,66 +141,6 @@ def test_zeros_stay_zeros_and_an_empty_bucket_is_nothing(name: str) -> None:
     group = Group(name, 3, ratio=0.5)
     assert torch.equal(group.step(0, [torch.zeros(10)] * 3), torch.zeros(10))
     assert Group(name, 2).step(0, [torch.zeros(0)] * 2).numel() == 0
-    assert group.members[0].wire_bytes(0, 3) == 0
-
-
-class Counting(Collective):
-    """A ring that counts what its member sends."""
-
-    def __init__(self, ring: Collective) -> None:
-        self._ring = ring
-        self.rank, self.size, self.transport = ring.rank, ring.size, ring.transport
-        self.num_bytes = 0.0
-
-    def all_reduce(self, buffer: Tensor) -> Work:
-        self.num_bytes += 2 * (self.size - 1) / self.size * buffer.numel() * buffer.element_size()
-        return self._ring.all_reduce(buffer)
-
-    def all_gather(self, payload: bytes, poll: Poll = no_poll) -> list[bytes]:
-        payloads = self._ring.all_gather(payload, poll)
-        # A member passes on all payloads but the one that ends with it.
-        self.num_bytes += sum(map(len, payloads)) - len(payloads[(self.rank + 1) % self.size])
-        return payloads
-
-    def broadcast(self, payload: bytes | None, source: int, poll: Poll = no_poll) -> bytes:
-        raise AssertionError("no exchange broadcasts")
-
-    def close(self) -> None:
-        self._ring.close()
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("size", [1, 2, 4, 5])
-@pytest.mark.parametrize("num_elements", [1, 3, 4096, 9999])
-def test_wire_bytes_are_what_is_sent(name: str, size: int, num_elements: int) -> None:
-    for options in ({"ratio": 0.01}, {"ratio": 0.9}, {"ratio": 0.001, "warm_up_steps": 8}):
-        group = Group(name, size, **options)
-        counting: list[Counting] = []
-
-        def counted(ring: Collective, counting: list[Counting] = counting) -> Collective:
-            counting.append(Counting(ring))
-            return counting[-1]
-
-        group.wrap = counted
-        group.step(3, random_gradients(size, num_elements))
-        expected = group.members[0].wire_bytes(num_elements, size)
-        assert len(counting) == size and all(
-            math.ceil(ring.num_bytes - 1e-6) == expected for ring in counting
-        )
-
-
-def test_halves_are_half_of_the_bytes_and_eight_bits_a_quarter() -> None:
-    num_elements = 1_000_000
-    for size in (2, 5, 15):
-        float32 = all_reduce_bytes(4 * num_elements, size)
-        bytes_of = {
-            name: Group(name, 1).members[0].wire_bytes(num_elements, size) for name in NAMES
-        }
-        assert bytes_of["fp16"] == pytest.approx(float32 / 2, rel=0.001)
-        assert (
-            bytes_of["int8"] == bytes_of["int8-stochastic"] == pytest.approx(float32 / 4, rel=0.001)
-        )
-        assert bytes_of["dgc"] == (size - 1) * 8 * num_elements // 1000
 
 
 @pytest.mark.parametrize(
@@ -297,20 +170,6 @@ def test_least_squares_converge(name: str, options: dict[str, object], tolerance
     assert torch.linalg.vector_norm(weights - solution) < tolerance * torch.linalg.vector_norm(
         solution
     )
-
-
-def test_a_peer_that_leaves_ends_the_exchange() -> None:
-    for name in NAMES:
-        rings = in_process_rings(3)
-        rings[2].close()
-        for ring in rings[:2]:
-            own = make_compression(name)
-            assert own is not None
-            own.start_step(0)
-            with pytest.raises(PeerLost):
-                own.exchange(ring, 0, torch.ones(100))
-        for ring in rings:
-            ring.close()
 
 
 # --------------------------------------------------------------------------------------------- halves
@@ -370,22 +229,10 @@ def test_eight_bits_are_off_by_half_a_step_a_member(
 
 
 def test_the_largest_values_of_all_members_add_up_to_the_last_level() -> None:
+    gradient = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
     for size in (2, 15, 62):
-        members = [make_compression("int8") for _ in range(size)]
-
-        def exchange(
-            ring: Collective, members: list[GradientCompression | None] = members
-        ) -> Tensor:
-            own, gradient = members[ring.rank], torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
-            assert own is not None
-            own.start_step(0)
-            own.exchange(ring, 0, gradient)
-            return gradient
-
-        for exchanged in together(in_process_rings(size), exchange):
-            assert torch.allclose(
-                exchanged, size * torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]), rtol=0.51
-            )
+        exchanged = Group("int8", size).step(0, [gradient] * size)
+        assert torch.allclose(exchanged, size * gradient, rtol=0.51)
 
 
 def test_stochastic_rounding_is_right_on_average_and_repeats() -> None:
@@ -432,13 +279,7 @@ def test_blocks_keep_the_scale_of_small_layers() -> None:
 
 
 def test_groups_too_large_for_eight_bits_are_refused() -> None:
-    rings = in_process_rings(64)
-    own = make_compression("int8")
-    assert own is not None
-    own.start_step(0)
-    refused(lambda: own.exchange(rings[0], 0, torch.ones(4)), "63", "64", "fp16")
-    for ring in rings:
-        ring.close()
+    refused(lambda: Group("int8", 64).step(0, [torch.ones(4)] * 64), "63", "64", "fp16")
 
 
 # --------------------------------------------------------------------------------------------- largest values
@@ -496,7 +337,6 @@ def test_all_of_the_values_with_momentum_are_momentum_sgd() -> None:
 
 def test_momentum_is_corrected_and_masked() -> None:
     group = Group("dgc", 3, ratio=0.1, momentum=0.5)
-    assert group.members[0].applies_momentum
     first = [torch.tensor([8.0, 1.0] + 8 * [0.0])] + 2 * [torch.zeros(10)]
     assert group.step(0, first).tolist()[:2] == [8, 0]
     assert group.step(1, [torch.zeros(10)] * 3).tolist()[:2] == [
@@ -509,38 +349,13 @@ def test_momentum_is_corrected_and_masked() -> None:
     ]  # and both momenta ended when they were sent
 
 
-def test_the_warm_up_sends_less_and_less() -> None:
-    one = DeepGradientCompression(ratio=0.001, warm_up_steps=100)
-    sent = []
-    for step in range(0, 150, 5):
-        one.start_step(step)
-        sent.append(one.num_sent(1_000_000, 2))
-    assert sorted(set(sent), reverse=True) == [250_000, 62_500, 15_625, 3_907, 1_000]
-    assert sent == sorted(sent, reverse=True) and sent.index(1_000) == 100 // 5
-    assert one.num_sent(1, 2) == 1
-
-
-def test_where_sums_are_no_dearer_all_is_sent() -> None:
-    one = DeepGradientCompression(ratio=0.25)
-    assert [one.num_sent(1000, size) for size in (1, 2, 3, 4, 5)] == [1000, 250, 250, 1000, 1000]
-
-
 def test_members_that_disagree_find_out() -> None:
-    made = [DeepGradientCompression(ratio=ratio) for ratio in (0.01, 0.01, 0.02)]
-
-    def exchange(ring: Collective) -> None:
-        made[ring.rank].start_step(0)
-        made[ring.rank].exchange(ring, 0, torch.ones(1000))
-
-    refused(lambda: together(in_process_rings(3), exchange), "80", "160")
+    group = Group("dgc", 3, ratio=0.01)
+    group.members[2] = compression("dgc", ratio=0.02)
+    refused(lambda: group.step(0, [torch.ones(1000)] * 3), "80", "160")
 
 
 # --------------------------------------------------------------------------------------------- mistakes
-
-
-def test_none_is_no_compression_and_others_are_refused() -> None:
-    assert make_compression("none") is None
-    refused(lambda: make_compression("zip"), "zip", "fp16", "int8")
 
 
 @pytest.mark.parametrize(
@@ -556,7 +371,7 @@ def test_none_is_no_compression_and_others_are_refused() -> None:
     ],
 )
 def test_options_that_cannot_be_are_refused(option: str, value: float) -> None:
-    refused(lambda: make_compression("dgc", **{option: value}), option)  # type: ignore[arg-type]
+    refused(lambda: compression("dgc", **{option: value}), option)
 
 
 def test_a_state_of_something_else_is_refused() -> None:

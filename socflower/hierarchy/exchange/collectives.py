@@ -94,37 +94,35 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RingTasks:
-    """A ring all-reduce in the graph: its transfers, and those that end it by SoC."""
+    """Transfers around a ring in the graph: all of them, and those that end it by SoC."""
 
     transfers: tuple[int, ...]
     done: Mapping[int, tuple[int, ...]]
 
 
-def ring_all_reduce(
+def ring_rounds(
     builder: GraphBuilder,
     socs: Sequence[int],
-    exchange: Exchange,
+    sent: Exchange,
+    rounds: int,
     after: Dependencies,
     name: str,
 ) -> RingTasks:
-    """Add a ring all-reduce: 2(n-1) rounds in which each of n SoCs sends bytes/n to the next one.
+    """Add rounds in which each of several SoCs sends `sent` to the next one.
 
-    A SoC's send depends on its receive and its send of the round before. One SoC alone sends nothing.
+    A SoC's send depends on its receive and its send of the round before.
     """
-    size = len(socs)
-    if size == 1:
-        return RingTasks((), {socs[0]: tuple(after[socs[0]])})
     first = builder.next_index
     sends = tuple(
         builder.transfer(
             f"{name} ring",
             soc,
-            socs[(rank + 1) % size],
-            exchange.num_bytes / size,
-            num_messages=exchange.num_messages,
-            rounds=2 * (size - 1),
+            socs[(rank + 1) % len(socs)],
+            sent.num_bytes,
+            num_messages=sent.num_messages,
+            rounds=rounds,
             after=after[soc],
-            after_round=(first + (rank - 1) % size,),
+            after_round=(first + (rank - 1) % len(socs),),
         )
         for rank, soc in enumerate(socs)
     )
@@ -137,10 +135,13 @@ def server_exchange(
     exchange: Exchange,
     after: Dependencies,
     name: str,
-) -> dict[int, tuple[int, ...]]:
-    """Add an exchange with a parameter server, the first SoC: n-1 uploads and, after all of them, n-1 downloads."""
+) -> tuple[tuple[int, ...], tuple[int, ...], dict[int, tuple[int, ...]]]:
+    """Add an exchange with a parameter server, the first SoC: n-1 uploads and, after all of them, n-1 downloads.
+
+    Returns the uploads, the downloads, and the tasks that end the exchange by SoC.
+    """
     server, *others = socs
-    uploads = [
+    uploads = tuple(
         builder.transfer(
             f"{name} upload",
             soc,
@@ -150,11 +151,11 @@ def server_exchange(
             after=after[soc],
         )
         for soc in others
-    ]
+    )
     # The sum includes the server's own gradient.
     ready = (*after[server], *uploads)
-    downloads = {
-        soc: builder.transfer(
+    downloads = tuple(
+        builder.transfer(
             f"{name} download",
             server,
             soc,
@@ -163,11 +164,9 @@ def server_exchange(
             after=ready,
         )
         for soc in others
-    }
-    return {
-        server: (*ready, *downloads.values()),
-        **{soc: (index,) for soc, index in downloads.items()},
-    }
+    )
+    done = {soc: (index,) for soc, index in zip(others, downloads, strict=True)}
+    return uploads, downloads, {server: (*ready, *downloads), **done}
 
 
 def gather(

@@ -57,6 +57,16 @@ class GradientBucket:
         if self.gradients is not self.buffer:
             self.gradients.copy_(self.buffer)
 
+    def take_gradients(self) -> None:
+        """Move the parameters' gradients to the buffer; those of parameters without one are zeros."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                view.copy_(parameter.grad)
+            parameter.grad = None
+        self.to_host()
+
     def store_gradient(self, position: int) -> None:
         """Move a gradient to the buffer; without a gradient, as for a member without samples, zeros."""
         parameter = self.parameters[position]
@@ -69,41 +79,6 @@ class GradientBucket:
         parameter.grad = view
         self.stored[position] = True
         self.num_missing -= 1
-
-
-class RingOrderSum:
-    """Collects the members' gradients of a step, and sums them in the order of a ring.
-
-    `num_buckets` must equal the ring's, since the parts of each bucket start at different members.
-    """
-
-    def __init__(self, model: nn.Module, num_members: int, num_buckets: int) -> None:
-        self._members = [make_buckets(model, num_buckets) for _ in range(num_members)]
-
-    def begin(self) -> None:
-        """Start a step; members that are not added have gradients of zero."""
-        for buckets in self._members:
-            for bucket in buckets:
-                bucket.gradients.zero_()
-
-    def add_member(self, member: int) -> None:
-        """Store the parameters' gradients as those of a member, and clear them."""
-        for bucket in self._members[member]:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                if parameter.grad is not None:
-                    view.copy_(parameter.grad)
-                    parameter.grad = None
-            bucket.to_host()
-
-    def write_sums(self) -> None:
-        """Set the sums as the parameters' gradients."""
-        for alike in zip(*self._members, strict=True):
-            total = sum_in_ring_order([bucket.buffer.numpy() for bucket in alike])
-            first = alike[0]
-            first.buffer.copy_(torch.from_numpy(total))
-            first.from_host()
-            for parameter, view in zip(first.parameters, first.views, strict=True):
-                parameter.grad = view
 
 
 def sum_in_ring_order(buffers: Sequence[NDArray[Any]]) -> NDArray[Any]:
