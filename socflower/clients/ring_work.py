@@ -1,0 +1,90 @@
+"""Trains one member of a ring or a stage on its own machine: the client half of groups in deployments."""
+
+from dataclasses import replace
+
+from flwr.app import ArrayRecord, Message
+from torch import nn
+
+from socflower.clients.group_work import departures_of
+from socflower.clients.node_training import (
+    NodeTraining,
+    load_sent,
+    require_base_of,
+    unchecked,
+)
+from socflower.clients.pipeline_client import train_stage
+from socflower.clients.ring_client import (
+    MemberWork,
+    kept_model,
+    member_reply,
+    step_ledger,
+    train_member,
+)
+from socflower.clients.saved_training import ResidualState
+from socflower.errors import ConfigError
+from socflower.training.model_state import frozen_parameters, load_trainable_state
+from socflower.wire.message_keys import (
+    ARRAYS,
+    GROUP,
+    PIPELINE,
+    RING,
+    GroupTask,
+    PipelineTask,
+    RingTask,
+    decode,
+)
+
+
+def train_as_member(training: NodeTraining) -> Message:
+    """Train as one member; only the leader's message and the answering member's reply have the model (F8)."""
+    message, context, records = training.message, training.context, training.records
+    task, ring = GroupTask.decode(records[GROUP]), decode(RingTask, records[RING], "ring")
+    has_model = _load_as_member(training.model, message, kept_model(context, ring.model_sha256))
+    is_leader = ring.leader == ring.participant
+    state = training.state(task, is_leader=is_leader)
+    ledger = None if training.ring_ledger is None else training.ring_ledger(context)
+    position = task.partitions.index(ring.participant)
+    work = MemberWork(
+        context=context,
+        group=task,
+        ring=ring,
+        model=training.model,
+        has_model=has_model,
+        data=training.group_data(task, ring.participant),
+        trainer=training.trainer,
+        state=state.read(),
+        departs_at=departures_of(message, task).get(position),
+        on_step=step_ledger(ledger, message),
+    )
+    if PIPELINE in records:
+        pipeline = decode(PipelineTask, records[PIPELINE], "pipeline")
+        end = train_stage(replace(work, trainer=unchecked(training.trainer)), pipeline)
+    else:
+        files = training.state_files
+        residuals = ResidualState(task, ring.participant, message, context, files)
+        end = train_member(work, files, residuals)
+    if end.end is None:
+        return member_reply(message, context, task, end, None)
+    state.save(end.end.state, end.mean_loss, in_file=end.outcome.answers)
+    reply = member_reply(message, context, task, end, training.weights())
+    if PIPELINE not in records:
+        training.name_untrained(reply.content)
+    return reply
+
+
+def _load_as_member(model: nn.Module, message: Message, kept: ArrayRecord | None) -> bool:
+    """Load the model that was sent, or else the one that this node kept; return whether there was one."""
+    sent = message.content.array_records.get(ARRAYS)
+    if sent is None:
+        require_base_of(model, message)
+        if kept is not None:
+            load_trainable_state(model, kept.to_torch_state_dict())
+        return kept is not None
+    load_sent(model, message)
+    frozen = [name for name in frozen_parameters(model) if name in sent]
+    if frozen:
+        raise ConfigError(
+            f"{frozen[0]} is frozen and was sent, but only to the ring's leader; start the strategy with "
+            "ArrayRecord(trainable_state(model)), and load frozen parameters in model_fn"
+        )
+    return True
