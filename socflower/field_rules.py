@@ -178,8 +178,14 @@ def allowed(annotation: Any, limits: Sequence[Any] = ()) -> str:
             if len(values) == 1:
                 return json.dumps(values[0])
             return f"one of {', '.join(map(str, values))}"
-    if get_origin(annotation) is tuple:
+    if get_origin(annotation) in (tuple, Sequence):
         return f"a list of {_items(get_args(annotation)[0])}{_range(limits)}"
+    if (
+        isinstance(annotation, type)
+        and annotation not in _TYPES
+        and table_of(annotation)[0] is None
+    ):
+        return f"of type {annotation.__name__}"
     return f"{_TYPES.get(annotation, 'a table')}{_range(limits)}"
 
 
@@ -357,4 +363,6 @@ def _at(place: str, text: str) -> str:
 
 def _shown(value: object) -> str:
     text = str(value) if isinstance(value, date | time) else repr(value)
+    # The text of an array has several lines.
+    text = " ".join(map(str.strip, text.splitlines()))
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"

@@ -1,7 +1,8 @@
 """Types that check themselves: every rule of an annotation holds in a program and in a file."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field
+from enum import Enum
 from typing import Annotated, Protocol
 
 import numpy as np
@@ -19,6 +20,10 @@ class Clock(Protocol):
     def now(self) -> float: ...
 
 
+class Drive(Enum):
+    BELT = 1
+
+
 @checked
 class Fan:
     kind: Annotated[str, OneOf(("axial", "blower"))] = "axial"
@@ -27,6 +32,8 @@ class Fan:
     high_c: float = 80.0
     num_blades: Annotated[int, Field(ge=2)] | None = None
     points: tuple[tuple[float, float], ...] = ()
+    names: Sequence[str] = ()
+    drive: Drive = Drive.BELT
     rpm_by_mode: dict[str, Annotated[float, Field(gt=0)]] = field(default_factory=dict)
     rpm_by_level: Mapping[int, Annotated[float, Field(gt=0)]] = field(default_factory=dict)
 
@@ -105,6 +112,20 @@ def test_values_by_name_are_refused_with_the_name(key: str, values: object, line
     with pytest.raises(ConfigError) as caught:
         Fan(**{key: values})  # type: ignore[arg-type]
     assert str(caught.value) == f"Fan {line}"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("drive", 1, "drive = 1 must be of type Drive"),
+        ("names", 3, "names = 3 must be a list of names"),
+        ("drive", np.zeros((2, 1)), "drive = array([[0.], [0.]]) must be of type Drive"),
+    ],
+)
+def test_values_of_other_types_are_refused_in_one_line(key: str, value: object, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Fan(**{key: value})  # type: ignore[arg-type]
+    assert str(caught.value) == f"Fan: {line}"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

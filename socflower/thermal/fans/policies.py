@@ -320,7 +320,7 @@ def make_policy(name: str, settings: Mapping[str, object]) -> FanPolicy:
 
     Keys are the classes' fields; `rpm` for "fixed", and for "predictive" also those of its load.
     """
-    where = f"policy {name}:"
+    where = f"policy {name}"
     if name == "fixed":
         return FixedSpeed(fixed_rpm=read_table(_Fixed, settings, where).rpm)
     if name == "passive":
