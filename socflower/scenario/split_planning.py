@@ -10,7 +10,6 @@ from socflower.edgecloud.plan.device_costs import training_energy_j
 from socflower.edgecloud.plan.party import Party
 from socflower.edgecloud.plan.phases import phases, window_limit
 from socflower.quantities import counted
-from socflower.scenario.app.split_result import cut_text
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.split_setting import SplitSetting
@@ -19,10 +18,9 @@ from socflower.scenario.split_setting import SplitSetting
 def plan_split(scenario: Scenario) -> dict[str, Any]:
     """Return the plan document: each edge's cut, and T1 to T4, memory and batch time of every cut on the mean link."""
     setting = SplitSetting(scenario)
-    workload = setting.workload
     what = (
         f"{scenario.model.name} on {scenario.data.name}, {counted(scenario.train.epochs, 'epoch')} of "
-        f"{counted(workload.batches_per_epoch, 'batch', 'batches')} of {scenario.train.batch_size}"
+        f"{counted(setting.batches_per_epoch, 'batch', 'batches')} of {scenario.train.batch_size}"
     )
     edges = [_edge(setting, edge, party) for edge, party in enumerate(setting.parties())]
     notes = ["planned on each link's mean rates; a run follows the link as it changes"]
@@ -51,7 +49,7 @@ def plan_split(scenario: Scenario) -> dict[str, Any]:
 
 def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
     costs, rates = party.costs, setting.planned_rates(party.bandwidth_profile.mean_rates())
-    device, reverse = setting.cluster.device_of(edge), setting.workload.program.is_reverse
+    device, reverse = setting.cluster.device_of(edge), setting.is_reverse
     chosen = replace(party.split_plan, window=party.limit(0))
 
     def row(index: int) -> dict[str, Any]:
@@ -68,7 +66,7 @@ def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
         }
 
     served, limit = phases(costs, chosen, rates, reverse=reverse), window_limit(costs, chosen)
-    batches = setting.workload.batches_per_epoch
+    batches = setting.batches_per_epoch
     epoch_s = training_s(served, batches, limit)
     return {
         "device": device.name,
@@ -82,7 +80,7 @@ def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
             "cut_name": None if chosen.cut is None else costs.cuts[chosen.cut].name,
             "bits": chosen.bits,
             "window": chosen.window,
-            "text": cut_text(chosen, costs),
+            "text": costs.text_of(chosen),
         },
         "cuts": [row(index) for index in range(len(costs.cuts))],
         "edge_only_s": costs.edge_only_s,

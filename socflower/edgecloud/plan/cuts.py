@@ -144,6 +144,12 @@ class SplitCosts:
             decode_s_per_element=slowed(self.decode_s_per_element),
         )
 
+    def text_of(self, split_plan: SplitPlan) -> str:
+        """Return a plan's cut and feature width as text."""
+        if split_plan.cut is None:
+            return "edge alone"
+        return f"after {self.cuts[split_plan.cut].name}, {split_plan.bits} bits"
+
     def feature_bytes(self, cut: int, bits: int) -> float:
         """Return the bytes that one batch sends with its features, labels and header included."""
         payload_bytes = math.ceil(self.cuts[cut].feature_elements * bits / 8)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile
-from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
+from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.party import Party
 from socflower.strategies.split_replay import SplitRoundReport
 
@@ -25,7 +25,7 @@ class SplitHistory:
         self._links = links
         self._names = [cut.name for cut in parties[0].costs.cuts]
         kept = state or {}
-        self._start: str = kept.get("start") or cut_text(parties[0].split_plan, parties[0].costs)
+        self._start: str = kept.get("start") or parties[0].costs.text_of(parties[0].split_plan)
         self._moves: list[dict[str, Any]] = list(kept.get("moves", ()))
         self._cuts: list[list[float]] = list(
             kept.get("cuts") or [[0.0, self._index(parties[0].split_plan)]]
@@ -65,8 +65,8 @@ class SplitHistory:
                         "at_s": at_s,
                         "edge": edge,
                         "batch": move.batch,
-                        "from": cut_text(move.old, costs),
-                        "to": cut_text(move.new, costs),
+                        "from": costs.text_of(move.old),
+                        "to": costs.text_of(move.new),
                         "drain_s": move.drain_s,
                         "migration_s": move.migration_s,
                     }
@@ -88,7 +88,7 @@ class SplitHistory:
             "num_edges": self._num_parties,
             "cut_names": self._names,
             "start": self._start,
-            "end": cut_text(parties[0].split_plan, parties[0].costs),
+            "end": parties[0].costs.text_of(parties[0].split_plan),
             "num_moves": len(self._moves),
             "moves": self._moves,
             "cuts_over_time": [*self._cuts, [now_s, self._cuts[-1][1]]],
@@ -119,13 +119,6 @@ def staleness_by_edge(report: SplitRoundReport) -> dict[int, Counter[int]]:
 def staleness_of(report: SplitRoundReport) -> Counter[int]:
     """Return the number of gradients by staleness over all edges."""
     return sum(staleness_by_edge(report).values(), Counter[int]())
-
-
-def cut_text(split_plan: SplitPlan, costs: SplitCosts) -> str:
-    """Return a cut and its feature width as text."""
-    if split_plan.cut is None:
-        return "edge alone"
-    return f"after {costs.cuts[split_plan.cut].name}, {split_plan.bits} bits"
 
 
 def _mean(staleness: Counter[int]) -> float:

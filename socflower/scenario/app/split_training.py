@@ -23,7 +23,7 @@ from socflower.engines.run_folder import RunFolder
 from socflower.engines.trained_devices import TrainedDevices
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.scenario.app.round_record import RoundRecord, event_documents
-from socflower.scenario.app.split_result import SplitHistory, cut_text, staleness_of
+from socflower.scenario.app.split_result import SplitHistory, staleness_of
 from socflower.scenario.arithmetic import kernels
 from socflower.scenario.heat import heat_document, rack_dynamics, unthrottled_training_s
 from socflower.scenario.prepared_run import PreparedRun
@@ -195,7 +195,7 @@ def _strategy(setting: SplitSetting, clock: EventClock, cloud: CloudClient | Non
         parties=setting.parties(),
         edge_names=program.edge_names,
         mode=setting.mode,
-        batches_per_epoch=setting.workload.batches_per_epoch,
+        batches_per_epoch=setting.batches_per_epoch,
         num_epochs=scenario.train.epochs,
         clock=clock,
         cloud=cloud,
@@ -215,7 +215,7 @@ def _cuts_and_staleness(strategy: SplitReplay) -> dict[str, Any]:
     return {
         "mean_staleness": sum(value * count for value, count in stale.items())
         / max(1, stale.total()),
-        "cuts": [cut_text(party.split_plan, party.costs) for party in strategy.parties],
+        "cuts": [party.costs.text_of(party.split_plan) for party in strategy.parties],
     }
 
 
