@@ -17,7 +17,9 @@ from pydantic_core import PydanticUndefined
 
 import socflower
 from socflower.cli.main import app
+from socflower.edgecloud.split_program import cut_shapes
 from socflower.field_rules import allowed, keys_of, table_of
+from socflower.model_graph.cut_points import capture_split
 from socflower.model_graph.layer_profile import profile_module
 from socflower.scenario.schema.config import (
     CompareConfig,
@@ -121,29 +123,28 @@ def stub() -> str:
 
 
 def profiles() -> str:
-    """Return the layers of every built-in model on the images of the built-in data, a line for each layer."""
+    """Return layers and cuts of every built-in model on the images of the built-in data, a line for each."""
     shapes = {(shape.channels, shape.size) for shape in map(data_shape, data_names())}
     models = {
         name: {
-            f"{channels}x{size}": layer_rows(name, channels, size)
+            f"{channels}x{size}": model_rows(name, channels, size)
             for channels, size in sorted(shapes)
         }
         for name in BUILDERS
     }
     text = json.dumps(models, indent=1)
-    # Only rows of layers begin with a text.
+    # Only rows begin with a text.
     return re.sub(r'\[\s+(?=")[^]]*]', lambda row: re.sub(r"\s+", " ", row[0]), text) + "\n"
 
 
-def layer_rows(name: str, channels: int, size: int) -> list[list[Any]]:
-    """Return each layer's name, kind, operations, bytes of its output, and bytes of each of its tensors."""
-    model = build_model(
-        name, in_channels=channels, image_size=size, num_classes=NUM_CLASSES, seed=0
-    )
-    rows = []
-    for layer in profile_module(model, (channels, size, size), name).layers:
+def model_rows(name: str, channels: int, size: int) -> dict[str, list[list[Any]]]:
+    """Return a model's rows, as `socflower.workloads.models.built_in` reads them."""
+    sizes = {"in_channels": channels, "image_size": size, "num_classes": NUM_CLASSES}
+    model, example = build_model(name, **sizes, seed=0), (channels, size, size)
+    profile, layers = profile_module(model, example, name), []
+    for layer in profile.layers:
         weights = model.get_submodule(layer.name).parameters(recurse=False)
-        rows.append(
+        layers.append(
             [
                 layer.name,
                 layer.kind,
@@ -152,7 +153,11 @@ def layer_rows(name: str, channels: int, size: int) -> list[list[Any]]:
                 *(weight.nbytes for weight in weights),
             ]
         )
-    return rows
+    cuts = [
+        [cut.name, cut.num_layers, cut.feature_elements_per_sample, int(cut.front_state_bytes)]
+        for cut in cut_shapes(capture_split(model, example), profile)
+    ]
+    return {"layers": layers, "cuts": cuts}
 
 
 def api_page() -> str:

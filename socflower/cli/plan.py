@@ -109,15 +109,11 @@ def _plan_cluster(scenario: "Scenario", as_json: bool) -> None:
     from socflower.scenario.heat import predicted_heat
     from socflower.scenario.planning import plan_scenario
     from socflower.scenario.schema.file import scenario_cluster
+    from socflower.scenario.split_planning import plan_split
 
     with prints_to_stderr():
         cluster = scenario_cluster(scenario)
-        if scenario.is_split:
-            from socflower.scenario.split_planning import plan_split
-
-            planned = plan_split(scenario)
-        else:
-            planned = plan_scenario(scenario)
+        planned = plan_split(scenario) if scenario.is_split else plan_scenario(scenario)
         document = {**planned, "heat": predicted_heat(scenario, cluster)}
     if as_json:
         print_json(document)

@@ -10,6 +10,7 @@ from socflower.quantities import human_seconds
 from socflower.scenario.planning import planned_intervals, planned_training, planned_work, with_plan
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
+from socflower.scenario.split_setting import SplitSetting
 from socflower.sim import EventClock
 from socflower.strategies.balancer import Balancer
 from socflower.thermal.fans.fan_curve import rack_fans
@@ -108,7 +109,7 @@ def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | Non
         raise scenario.mistake("train", "epochs", why)
     clock = EventClock(cluster, dynamics=rack)
     if scenario.is_split:
-        _run_split(scenario, clock)
+        SplitSetting(scenario).run(clock)
     else:
         _run_groups(scenario, cluster, clock)
     return {
@@ -116,14 +117,6 @@ def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | Non
         "energy_j": clock.usage.total_energy_j,
         **heat_document(scenario, rack, clock.now_s, unthrottled_s),
     }
-
-
-def _run_split(scenario: Scenario, clock: EventClock) -> None:
-    """Let the planned split training pass on a clock."""
-    # Cuts are read from the model, which needs torch.
-    from socflower.scenario.split_setting import SplitSetting
-
-    SplitSetting(scenario).run(clock)
 
 
 def _run_groups(scenario: Scenario, cluster: Cluster, clock: EventClock) -> None:
@@ -150,7 +143,7 @@ def unthrottled_training_s(scenario: Scenario, cluster: Cluster) -> float | None
     """Return the virtual seconds of the planned training without heat and users; None for fedavg and pipelines."""
     if scenario.is_split:
         clock = EventClock(cluster)
-        _run_split(scenario, clock)
+        SplitSetting(scenario).run(clock)
         return clock.now_s
     if not scenario.has_groups:
         return None

@@ -1,7 +1,6 @@
 """A scenario with the objects built from it: checked before anything starts, and run with the same objects."""
 
 import math
-from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -22,13 +21,12 @@ from socflower.scenario.heat import check_boards
 from socflower.scenario.planning import group_work
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import num_participants, scenario_cluster
-from socflower.workloads.sources import load_data
+from socflower.scenario.split_setting import SplitSetting
+from socflower.workloads.sources import data_names, load_data
 
 # Checks that need no torch come first: importing it takes longer than all of them.
 if TYPE_CHECKING:
     from torch import nn
-
-    from socflower.scenario.split_setting import SplitSetting
 
 
 class PreparedRun:
@@ -44,10 +42,8 @@ class PreparedRun:
         return scenario_cluster(self.scenario)
 
     @cached_property
-    def split_setting(self) -> "SplitSetting":
+    def split_setting(self) -> SplitSetting:
         """The edges and the cloud of a split scenario."""
-        from socflower.scenario.split_setting import SplitSetting
-
         return SplitSetting(self.scenario)
 
     def take_model(self) -> "nn.Module":
@@ -71,6 +67,8 @@ class PreparedRun:
         check_boards(scenario, self.cluster)
         if scenario.is_split:
             _check_shared(scenario, engine)
+            if trains_here:
+                self._check_split()
         else:
             self._check_groups(num_socs)
             check_names(scenario)
@@ -82,13 +80,15 @@ class PreparedRun:
     def _check_here(self, num_socs: int) -> None:
         """Raise if data, device, kernels, or a model or data of the user's do not allow to train on this machine."""
         scenario = self.scenario
-        if not scenario.data.factory and not scenario.is_split:
+        # All other data of split training are made from a seed.
+        if scenario.data.name in data_names() and not scenario.data.factory:
             load_data(scenario.data.name)
         from socflower.model_graph.torch_device import resolve_device
 
         resolve_device(scenario.train.device, f"{scenario.name} [train] device")
         if scenario.is_split:
-            self._check_split()
+            if scenario.precision.arithmetic != "fp32":
+                self._check_int8_front()
             return
         if scenario.factories:
             from socflower.scenario.workload import check_workload
@@ -101,15 +101,12 @@ class PreparedRun:
             self._check_int8()
 
     def _check_split(self) -> None:
-        """Raise if model, data, cuts and links do not fit together, or int8 cannot train the edges' part."""
-        scenario = self.scenario
-        cuts = [party.split_plan.cut for party in self.split_setting.parties()]
-        is_joined = self.split_setting.workload.is_joined
-        if scenario.split.cloud_processors is not None and is_joined:
+        """Raise if model, data, cuts and links do not fit together."""
+        setting = self.split_setting
+        setting.parties()
+        if self.scenario.split.cloud_processors is not None and setting.is_joined:
             why = "parties share the cloud's half; leave it out"
-            raise scenario.mistake("edgecloud", "cloud_processors", why)
-        if scenario.precision.arithmetic != "fp32":
-            self._check_int8_front(cuts)
+            raise self.scenario.mistake("edgecloud", "cloud_processors", why)
 
     def _check_groups(self, num_socs: int) -> None:
         scenario = self.scenario
@@ -167,13 +164,14 @@ class PreparedRun:
             why = f"{error.what}; set [precision] unsupported = 'fp32', {instead}"
             raise scenario.mistake("model", "name", why) from None
 
-    def _check_int8_front(self, cuts: Sequence[int | None]) -> None:
+    def _check_int8_front(self) -> None:
         """Raise if int8 cannot train the edges' layers, also after the cut has moved."""
         from socflower.edgecloud.split_program import LayeredProgram
 
         scenario, program = self.scenario, self.split_setting.workload.program
         assert isinstance(program, LayeredProgram)
         split, moves = program.split, self.split_setting.can_move_cuts
+        cuts = [party.split_plan.cut for party in self.split_setting.parties()]
         # The cut may move to any place, so the longest front half must be trainable.
         if None in cuts or (moves and scenario.split.allow_edge_only):
             last = split.num_cuts

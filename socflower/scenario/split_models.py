@@ -30,7 +30,7 @@ from socflower.edgecloud.split_program import (
 from socflower.errors import ConfigError
 from socflower.model_graph.batch_form import pair_of
 from socflower.model_graph.layer_profile import profile_module
-from socflower.precision.processor_costs import MERGE_PASSES, REQUANTISE_PASSES, MixedPricing
+from socflower.precision.processor_costs import MixedPricing
 from socflower.scenario.arithmetic import (
     evaluation_device,
     held_out_split,
@@ -41,7 +41,8 @@ from socflower.scenario.arithmetic import (
 from socflower.scenario.costs import num_training_samples
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
-from socflower.scenario.schema.split import CLICK_MODEL, GENERATOR
+from socflower.scenario.schema.split import CLICK_MODEL, CLICKS, GENERATOR
+from socflower.scenario.split_costs import layered_costs
 from socflower.scenario.workload import ModelMetrics, image_shape, initial_model, scenario_data
 from socflower.training.fp32 import LossFn
 from socflower.training.int8 import Int8Trainer
@@ -55,15 +56,11 @@ from socflower.workloads.partition import partition
 from socflower.workloads.sample_tensors import GeneratorSamples
 from socflower.workloads.transfer import class_subset, load_weights
 
-CLICKS = "clicks"
 _EVALUATION_BATCH = 2000
 
 
 class SplitWorkload(ABC):
     """The model and the data of a scenario; edges are numbered from 0."""
-
-    is_joined = False
-    """Whether edges hold different features of the same samples."""
 
     def __init__(self, scenario: Scenario, num_edges: int) -> None:
         self.scenario, self.num_edges = scenario, num_edges
@@ -94,25 +91,14 @@ class SplitWorkload(ABC):
         program = self.program
         assert isinstance(program, LayeredProgram)
         profile = profile_module(program.model(), program.example, self.scenario.model.name)
-        shapes = cut_shapes(program.split, profile)
-        frozen = sum(not cut.front_trains for cut in program.split.cuts)
-        return split_costs(
+        return layered_costs(
+            self.scenario,
             profile,
-            shapes,
+            cut_shapes(program.split, profile),
             device,
             cloud,
-            self.scenario.train.batch_size,
+            num_frozen=sum(not cut.front_trains for cut in program.split.cuts),
             reverse=program.reverse,
-            edge_processor=device.int8_processor if self._in_int8 else None,
-            edge_value_bytes=1.0 if self._in_int8 else 4.0,
-            edge_shares=MixedPricing(rule=self.scenario.precision.rule).samples(
-                self.scenario.model.name, device, self.scenario.train.batch_size
-            )
-            if self._is_mixed
-            else None,
-            merge_passes=MERGE_PASSES + REQUANTISE_PASSES,
-            frozen_layers=shapes[frozen - 1].num_layers if frozen else 0,
-            gradient_bits=self._gradient_bits,
         )
 
     @property
@@ -191,11 +177,6 @@ class SplitWorkload(ABC):
         """Return the inputs on which mixed training measures alpha."""
         return None
 
-    @property
-    def _gradient_bits(self) -> int:
-        settings = self.scenario.split
-        return gradient_bits(self.scenario.strategy.name, settings.gradient_bits)
-
 
 class ImageWorkload(SplitWorkload):
     """Images, divided among the edges; a classifier whose first layers are at the edge."""
@@ -254,8 +235,6 @@ class ImageWorkload(SplitWorkload):
 
 class ClickWorkload(SplitWorkload):
     """Clicks on movies: two parties hold different features of the same samples, and the cloud joins them."""
-
-    is_joined = True
 
     @cached_property
     def program(self) -> JoinedProgram:
@@ -319,7 +298,9 @@ class ClickWorkload(SplitWorkload):
             device,
             cloud,
             self.scenario.train.batch_size,
-            gradient_bits=self._gradient_bits,
+            gradient_bits=gradient_bits(
+                self.scenario.strategy.name, self.scenario.split.gradient_bits
+            ),
             label_bytes_per_sample=8.0 if edge == 0 else 0.0,
         )
 

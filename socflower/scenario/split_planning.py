@@ -18,10 +18,9 @@ from socflower.scenario.split_setting import SplitSetting
 def plan_split(scenario: Scenario) -> dict[str, Any]:
     """Return the plan document: each edge's cut, and T1 to T4, memory and batch time of every cut on the mean link."""
     setting = SplitSetting(scenario)
-    workload = setting.workload
     what = (
         f"{scenario.model.name} on {scenario.data.name}, {counted(scenario.train.epochs, 'epoch')} of "
-        f"{counted(workload.batches_per_epoch, 'batch', 'batches')} of {scenario.train.batch_size}"
+        f"{counted(setting.batches_per_epoch, 'batch', 'batches')} of {scenario.train.batch_size}"
     )
     edges = [_edge(setting, edge, party) for edge, party in enumerate(setting.parties())]
     notes = ["planned on each link's mean rates; a run follows the link as it changes"]
@@ -50,7 +49,7 @@ def plan_split(scenario: Scenario) -> dict[str, Any]:
 
 def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
     costs, rates = party.costs, setting.planned_rates(party.bandwidth_profile.mean_rates())
-    device, reverse = setting.cluster.device_of(edge), setting.workload.program.is_reverse
+    device, reverse = setting.cluster.device_of(edge), setting.is_reverse
     chosen = replace(party.split_plan, window=party.limit(0))
 
     def row(index: int) -> dict[str, Any]:
@@ -67,7 +66,7 @@ def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
         }
 
     served, limit = phases(costs, chosen, rates, reverse=reverse), window_limit(costs, chosen)
-    batches = setting.workload.batches_per_epoch
+    batches = setting.batches_per_epoch
     epoch_s = training_s(served, batches, limit)
     return {
         "device": device.name,

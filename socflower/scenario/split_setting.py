@@ -1,11 +1,14 @@
 """The edges and the cloud of a split scenario, built once for checks, plans, training and predictions."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from socflower.cluster import Device
 from socflower.cluster.device_catalog import device, usable_memory_bytes
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates, constant
 from socflower.edgecloud.plan import baselines
@@ -15,12 +18,18 @@ from socflower.edgecloud.plan.device_costs import require_edge_memory
 from socflower.edgecloud.plan.party import CloudMode, Party
 from socflower.edgecloud.plan.split_pipeline import moved, round_ends, simulate_split
 from socflower.errors import ConfigError
+from socflower.scenario.costs import num_samples, num_training_samples
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.links import edge_links
-from socflower.scenario.split_measuring import measured_costs
-from socflower.scenario.split_models import SplitWorkload, split_workload
+from socflower.scenario.schema.split import CLICKS, GENERATOR
+from socflower.scenario.split_costs import built_in_costs, is_built_in
 from socflower.sim import EventClock
+from socflower.workloads.partition import iid_partition
+
+# Importing torch takes long.
+if TYPE_CHECKING:
+    from socflower.scenario.split_models import SplitWorkload
 
 
 class SplitSetting:
@@ -30,18 +39,50 @@ class SplitSetting:
         self.scenario = scenario
         self.cluster = scenario_cluster(scenario)
         self.num_edges = scenario.strategy.socs or self.cluster.num_socs
-        self.workload: SplitWorkload = split_workload(scenario, self.num_edges)
         self.links = edge_links(scenario, self.num_edges)
         cloud = device(scenario.split.cloud_device)
-        catalogue_costs = [
-            self.workload.costs(edge, self.cluster.device_of(edge), cloud)
-            for edge in range(self.num_edges)
-        ]
-        self.costs = tuple(
-            measured_costs(Path(scenario.split.costs), costs) if scenario.split.costs else costs
-            for costs in catalogue_costs
-        )
-        self.total_batches = self.workload.batches_per_epoch * scenario.train.epochs
+        self.costs = tuple(self._edge_costs(edge, cloud) for edge in range(self.num_edges))
+        self.total_batches = self.batches_per_epoch * scenario.train.epochs
+
+    def _edge_costs(self, edge: int, cloud: Device) -> SplitCosts:
+        """Return the costs of an edge by the catalogue, or those of `[edgecloud] costs`, which has the same cuts."""
+        scenario, edge_device = self.scenario, self.cluster.device_of(edge)
+        if is_built_in(scenario):
+            costs = built_in_costs(scenario, edge_device, cloud)
+        else:
+            costs = self.workload.costs(edge, edge_device, cloud)
+        if not scenario.split.costs:
+            return costs
+        from socflower.scenario.split_measuring import measured_costs
+
+        return measured_costs(Path(scenario.split.costs), costs)
+
+    @cached_property
+    def workload(self) -> "SplitWorkload":
+        """The model and the data; the plan of a built-in model with an even partition needs neither."""
+        from socflower.scenario.split_models import split_workload
+
+        return split_workload(self.scenario, self.num_edges)
+
+    @cached_property
+    def batches_per_epoch(self) -> int:
+        """Batches of every edge in an epoch; see `SplitWorkload.batches_per_epoch`."""
+        scenario = self.scenario
+        if not is_built_in(scenario) or scenario.data.partition != "iid":
+            return self.workload.batches_per_epoch
+        num_left = num_training_samples(scenario, num_samples(scenario))
+        sizes = map(len, iid_partition(num_left, self.num_edges, scenario.seed))
+        return math.ceil(max(sizes) / scenario.train.batch_size)
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether edges hold different features of the same samples."""
+        return self.scenario.data.name == CLICKS
+
+    @property
+    def is_reverse(self) -> bool:
+        """Whether the front half is in the cloud."""
+        return self.scenario.model.name == GENERATOR
 
     @property
     def is_sequential(self) -> bool:
@@ -52,7 +93,7 @@ class SplitSetting:
     @property
     def mode(self) -> CloudMode:
         """How the cloud's halves serve the edges."""
-        if self.workload.is_joined:
+        if self.is_joined:
             return "joined"
         # Edges that train alone have no cloud half to share; their models are averaged.
         shared = (
@@ -80,7 +121,7 @@ class SplitSetting:
             self.scenario.strategy.name == "split-replay"
             and self.scenario.split.adapt
             and (self.num_edges == 1 or self.mode == "own")
-            and not self.workload.is_joined
+            and not self.is_joined
         )
 
     @property
@@ -99,7 +140,7 @@ class SplitSetting:
         """Yield each round's first batch and number of batches."""
         ends = round_ends(
             self.scenario.split.round_epochs,
-            self.workload.batches_per_epoch,
+            self.batches_per_epoch,
             self.scenario.train.epochs,
         )
         for first, end in pairwise((0, *ends)):
@@ -120,7 +161,7 @@ class SplitSetting:
                     cloud=self.mode,
                     uplink=self.uplink,
                     cloud_processors=self.scenario.split.cloud_processors,
-                    reverse=self.workload.program.is_reverse,
+                    reverse=self.is_reverse,
                 ),
             )
 
@@ -133,7 +174,7 @@ class SplitSetting:
                 settings.bits,
                 num_batches=self.total_batches,
                 edge_memory_bytes=self._memory_bytes(edge),
-                reverse=self.workload.program.is_reverse,
+                reverse=self.is_reverse,
             )
             if self.can_move_cuts
             else None
@@ -212,21 +253,21 @@ class SplitSetting:
             settings.bits,
             allow_edge_only=settings.allow_edge_only,
             num_batches=self.total_batches,
-            reverse=self.workload.program.is_reverse,
+            reverse=self.is_reverse,
             edge_memory_bytes=self._memory_bytes(edge),
         )
 
     def _initial_plan(self, edge: int) -> SplitPlan:
         costs, link, engine = self.costs[edge], self.links[edge], self._engine(edge)
         name, window = self.scenario.strategy.name, self.window(0)
-        if name == "edge-only" and self.workload.is_joined:
+        if name == "edge-only" and self.is_joined:
             why = "parties with different features cannot train alone"
             raise self.scenario.mistake("strategy", "name", why)
         first = self.planned_rates(initial_rates(link))
         # A run begins with the link's first rates, before anything is measured.
         best = engine.best(first, window)
         # There is one cut, and no edge can train alone.
-        if self.workload.is_joined:
+        if self.is_joined:
             bits = baselines.BASELINES[name].bits if name in baselines.BASELINES else best.bits
             return SplitPlan(cut=0, bits=bits, window=window)
         cut = self._configured_cut(costs)
@@ -239,7 +280,7 @@ class SplitSetting:
                 window=window,
                 cut=cut,
                 allow_edge_only=self.scenario.split.allow_edge_only,
-                reverse=self.workload.program.is_reverse,
+                reverse=self.is_reverse,
             )
         if cut is None:
             return best
@@ -247,7 +288,7 @@ class SplitSetting:
         given = DecisionEngine(
             replace(costs, cuts=costs.cuts[cut : cut + 1]),
             self.scenario.split.bits,
-            reverse=self.workload.program.is_reverse,
+            reverse=self.is_reverse,
         ).best(first, window)
         return SplitPlan(cut=cut, bits=given.bits, window=window)
 

@@ -47,13 +47,16 @@ def statuses(commands: list[list[str]], folder: Path) -> dict[str, int]:
 def test_a_plan_of_a_built_in_model_loads_no_torch(tmp_path: Path) -> None:
     from socflower.scenario.schema.file import load_scenario
     from socflower.scenario.shipped import scenario_files
+    from socflower.scenario.split_costs import is_built_in
 
+    loaded = {name: load_scenario(path) for name, path in scenario_files().items()}
     planned = [
         ["plan", name, "--json"]
-        for name, path in scenario_files().items()
-        if (scenario := load_scenario(path)).has_groups and not scenario.factories
+        for name, scenario in loaded.items()
+        if (scenario.has_groups and not scenario.factories)
+        or (scenario.is_split and is_built_in(scenario))
     ]
-    assert len(planned) > 25
+    assert len(planned) > 35
     assert set(statuses(planned, tmp_path).values()) == {0}
 
 
@@ -90,6 +93,7 @@ def test_a_refusal_loads_no_torch(tmp_path: Path) -> None:
         ["run", "digits_demo", "--log", "none"],
         ["run", "digits_demo", "--unknown"],
         ["run", "split_on_a_tram", "--set", "edgecloud.nothing=1"],
+        ["run", "split_on_a_tram", "--set", "edgecloud.cut=none"],
         ["run", "pipeline_of_pis", "--set", "pipeline.nothing=1"],
         ["run", "empty"],
         ["plan", "empty"],

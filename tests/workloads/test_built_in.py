@@ -1,7 +1,9 @@
 import pytest
 
+from socflower.edgecloud.split_program import cut_shapes
+from socflower.model_graph.cut_points import capture_split
 from socflower.model_graph.layer_profile import profile_module
-from socflower.workloads.models.built_in import built_in_profile, model_names
+from socflower.workloads.models.built_in import built_in_cuts, built_in_profile, model_names
 from socflower.workloads.models.classifiers import BUILDERS, build_model
 from socflower.workloads.sources import data_names, data_shape
 from tests.one_line import refused
@@ -9,7 +11,7 @@ from tests.one_line import refused
 
 @pytest.mark.parametrize("data", data_names())
 @pytest.mark.parametrize("name", BUILDERS)
-def test_a_profile_without_torch_is_that_of_the_model(name: str, data: str) -> None:
+def test_profile_and_cuts_without_torch_are_those_of_the_model(name: str, data: str) -> None:
     shape = data_shape(data)
     model = build_model(
         name,
@@ -22,6 +24,11 @@ def test_a_profile_without_torch_is_that_of_the_model(name: str, data: str) -> N
     shipped = built_in_profile(name, shape.channels, shape.size)
     assert shipped == captured
     assert shipped.ran_on == captured.ran_on
+    cuts = cut_shapes(capture_split(model, (shape.channels, shape.size, shape.size)), captured)
+    assert built_in_cuts(name, shape.channels, shape.size) == [
+        (cut.name, cut.num_layers, cut.feature_elements_per_sample, cut.front_state_bytes)
+        for cut in cuts
+    ]
 
 
 def test_every_model_has_a_profile() -> None:

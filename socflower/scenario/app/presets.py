@@ -275,7 +275,7 @@ def _split(parts: RunParts) -> Preset:
         parties=setting.parties(),
         edge_names=program.edge_names,
         mode=setting.mode,
-        batches_per_epoch=setting.workload.batches_per_epoch,
+        batches_per_epoch=setting.batches_per_epoch,
         num_epochs=scenario.train.epochs,
         clock=parts.clock,
         cloud=cloud_of(parts.folder, setting),

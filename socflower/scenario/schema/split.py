@@ -22,6 +22,9 @@ SPLIT_STRATEGIES = ("split-replay", "pipelined", "joint-dnn", "split", "splitfed
 CLICK_MODEL, GENERATOR = "click-model", "digit-generator"
 """Models of parties with different features, and of a reverse split."""
 
+CLICKS = "clicks"
+"""The data of parties with different features."""
+
 # The most batches that may be in flight at the same time.
 _MAX_BATCHES = 10_000
 

@@ -1,6 +1,6 @@
-"""The built-in classifiers by name, with their layers on built-in images of ten classes; needs no torch.
+"""The built-in classifiers by name, with layers and cuts on built-in images of ten classes; needs no torch.
 
-`profiles.json` has what `profile_module` finds in them. `make api` writes it, and a test compares.
+`profiles.json` has what `profile_module` and `cut_shapes` find in them. `make api` writes it, and a test compares.
 """
 
 import json
@@ -27,7 +27,7 @@ def built_in_profile(name: str, channels: int, size: int) -> ModelProfile:
     """
     require_known("model.name", name, _rows())
     layers, weights = [], []
-    for layer, kind, flops, output_bytes, *tensors in _rows()[name][f"{channels}x{size}"]:
+    for layer, kind, flops, output_bytes, *tensors in _rows()[name][f"{channels}x{size}"]["layers"]:
         layers.append(
             LayerProfile(
                 name=layer,
@@ -47,6 +47,12 @@ def built_in_profile(name: str, channels: int, size: int) -> ModelProfile:
     )
 
 
+def built_in_cuts(name: str, channels: int, size: int) -> list[tuple[str, int, int, int]]:
+    """Return the cuts of such a model: name, layers in front, elements that cross it, and bytes of the front half."""
+    require_known("model.name", name, _rows())
+    return [(*row,) for row in _rows()[name][f"{channels}x{size}"]["cuts"]]
+
+
 def _gradients(layers: list[LayerProfile], weights: list[list[int]]) -> tuple[Gradient, ...]:
     """Return the gradients from the last tensor to the first, each complete with its layer's backward pass."""
     backward_flops = [layer.training_flops - layer.forward_flops for layer in layers]
@@ -61,7 +67,12 @@ def _gradients(layers: list[LayerProfile], weights: list[list[int]]) -> tuple[Gr
 
 
 @cache
-def _rows() -> dict[str, dict[str, list[list[Any]]]]:
-    """Return by model and images a row for each layer: name, kind, operations, output bytes, each tensor's bytes."""
-    models: dict[str, dict[str, list[list[Any]]]] = json.loads(PROFILES.read_text("utf-8"))
+def _rows() -> dict[str, dict[str, dict[str, list[list[Any]]]]]:
+    """Return by model and images a row for each cut, and for each layer: name, kind, operations, bytes of its output.
+
+    A layer's row ends with the bytes of each tensor.
+    """
+    models: dict[str, dict[str, dict[str, list[list[Any]]]]] = json.loads(
+        PROFILES.read_text("utf-8")
+    )
     return models
