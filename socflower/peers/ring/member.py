@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy.averaging import non_finite_tensors
 from socflower.hierarchy.exchange.gradients import gradient_coding
-from socflower.hierarchy.leader_topology import NONE
+from socflower.hierarchy.exchange.models import NONE
 from socflower.model_graph.random_state import RandomState, own_random_state
 from socflower.model_graph.torch_device import device_label, device_of
 from socflower.peers.collective import Collective, PeerLost, RingPeers, gather_json

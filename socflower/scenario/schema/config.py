@@ -10,7 +10,7 @@ from socflower.cluster.cluster_file import ClusterFile
 from socflower.errors import ConfigError, SocflowerError
 from socflower.field_rules import OneOf
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
-from socflower.hierarchy.leader_topology import NONE
+from socflower.hierarchy.exchange.models import NONE
 from socflower.peers.ring.settings import RingSettings
 from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.scenario.schema.key_rules import is_set, require_reader, shown

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from socflower.cluster import Cluster, Usage
 from socflower.errors import ConfigError
 from socflower.hierarchy import Exchanges, Group, GroupPlan, SyncInterval
-from socflower.hierarchy.leader_topology import AUTO, KINDS, NONE, STAR
+from socflower.hierarchy.exchange.models import AUTO, KINDS, NONE, STAR
 from socflower.peers.ring.settings import RingSettings
 from socflower.plain_numbers import plain_numbers
 from socflower.quantities import counted
