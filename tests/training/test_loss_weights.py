@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from socflower.hierarchy.exchange.gradients import EXACT
 from socflower.model_graph.batch_form import num_samples, split
-from socflower.peers.ring.gradient_exchange import GradientExchange
+from socflower.peers.ring.bucket_exchange import BucketExchange
 from socflower.peers.transports.in_process import in_process_rings
 from socflower.pipeline.runtime.member import Mini
 from socflower.training.exchange.group_sum import GroupSum
@@ -307,7 +307,7 @@ def in_a_ring(trainer: FP32Trainer, data: DataSource) -> list[nn.Module]:
         ring = rings[rank]
         model = models[rank]
         session = trainer.start(model, TrainingSpan(total_steps=4))
-        exchange = GradientExchange(model, 2)
+        exchange = BucketExchange(model, 2)
         for parts in in_parts(data):
             own = [parts[rank]]
             weight = session.batch_weight(own)

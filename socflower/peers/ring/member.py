@@ -26,7 +26,7 @@ from socflower.peers.leaders.model_exchange import GroupLeader, GroupsModel, fee
 from socflower.peers.membership import Generation, LeftOut, Membership, MemberState, NoModel
 from socflower.peers.preemption import Preempted, PreemptionSwitch
 from socflower.peers.ring.balance import RingBalance, StepTimer
-from socflower.peers.ring.gradient_exchange import GradientExchange, TurnCallbacks
+from socflower.peers.ring.bucket_exchange import BucketExchange, TurnCallbacks
 from socflower.peers.ring.turn_signals import Neighbours, TurnSignals
 from socflower.peers.transports.gloo import GlooRing
 from socflower.peers.transports.grpc import GrpcRing
@@ -236,7 +236,7 @@ class _MemberSession:
             rendezvous_s=ring.rendezvous_s,
         )
         # None for sessions that exchange their gradients themselves.
-        self._exchange: GradientExchange | None = None
+        self._exchange: BucketExchange | None = None
         self._turns = _turns(member.port, group, ring)
         self._compression: GradientCompression | None = None
         self._collective: Collective | None = None
@@ -469,7 +469,7 @@ class _MemberSession:
             return session
         session = exchanging(session, coding, trainer)
         if self._exchange is None:
-            self._exchange = GradientExchange(self._model, group.num_buckets)
+            self._exchange = BucketExchange(self._model, group.num_buckets)
         compression = own_compression(session, coding, group.seed)
         # A session may start again during an interval, but the residuals stay.
         if self._compression is None and compression is not None:

@@ -96,21 +96,6 @@ def test_what_is_not_finite_is_seen_by_all(name: str, bad: float, ratio: float) 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_restored_state_goes_on_bit_for_bit(name: str) -> None:
-    first, second = (
-        Group(name, 3, ratio=0.02, momentum=0.9),
-        Group(name, 3, ratio=0.02, momentum=0.9),
-    )
-    for step in range(3):
-        first.step(step, random_gradients(3, 700, seed=step))
-    for before, after in zip(first.members, second.members, strict=True):
-        after.restore(before.state())
-    for step in range(3, 6):
-        gradients = random_gradients(3, 700, seed=step)
-        assert torch.equal(first.step(step, gradients), second.step(step, gradients))
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_a_step_that_is_done_again_leaves_no_trace_of_the_first_attempt(name: str) -> None:
     once, twice = Group(name, 2, ratio=0.02, momentum=0.9), Group(name, 2, ratio=0.02, momentum=0.9)
     for step in range(4):
