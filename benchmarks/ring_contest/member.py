@@ -84,7 +84,7 @@ class Ours:
         self._session = trainer.start(model, TrainingSpan())
         # Without the warm-up, in which compression starts gently.
         coding = gradient_coding(entry.compression)
-        self._compression = own_compression(self._session, coding, 0)
+        self._compression = None if coding.is_exact else own_compression(self._session, coding, 0)
         self._port, self._size, self._num_steps = port, size, 0
         self._ring = open_ring(entry.transport, port, range(size), 0, _PATIENCE_S)
 

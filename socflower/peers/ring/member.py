@@ -470,12 +470,13 @@ class _MemberSession:
         session = exchanging(session, coding, trainer)
         if self._exchange is None:
             self._exchange = BucketExchange(self._model, group.num_buckets)
-        compression = own_compression(session, coding, group.seed)
-        # A session may start again during an interval, but the residuals stay.
-        if self._compression is None and compression is not None:
-            self._compression = compression
-            if self._member.compression_state is not None:
-                compression.restore(self._member.compression_state)
+        if not coding.is_exact:
+            compression = own_compression(session, coding, group.seed)
+            # A session may start again during an interval, but the residuals stay.
+            if self._compression is None:
+                self._compression = compression
+                if self._member.compression_state is not None:
+                    compression.restore(self._member.compression_state)
         if session.final_in_backward and not self._hooks:
             # A pass of a large model on a small SoC may take longer than its user wants to wait:
             # poll at every layer.

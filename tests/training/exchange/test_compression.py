@@ -26,9 +26,7 @@ def compression(
 ) -> GradientCompression:
     """Return a member's side; `largest` are arguments of `LargestValues`, which other codings ignore."""
     coding = LargestValues(**largest) if name == "dgc" else gradient_coding(name)
-    made = make_compression(coding, seed=seed, momentum=momentum)
-    assert made is not None
-    return made
+    return make_compression(coding, seed=seed, momentum=momentum)
 
 
 class Group:
