@@ -23,9 +23,8 @@ from benchmarks.harness import Row, main
 from benchmarks.ring_contest.launch import on_link, on_loopback
 from benchmarks.ring_contest.plan import Contest, Entry, Times
 from socflower.cluster import StepCost
-from socflower.hierarchy import Exchange, gradient_coding, step_graph
-from socflower.hierarchy import GradientExchange as HowExchanged
-from socflower.peers.ring.gradient_exchange import GradientExchange
+from socflower.hierarchy import Exchange, GradientExchange, gradient_coding, step_graph
+from socflower.peers.ring.bucket_exchange import BucketExchange
 from socflower.sim import EventClock
 from socflower.workloads.models.classifiers import build_model
 from tests.testbed.prediction import plan_of
@@ -162,8 +161,8 @@ def _byte_rows(place: str, contest: Contest, times: Sequence[Times], num_members
     rows = []
     for entry, own in zip(contest.entries, times, strict=True):
         if entry == GLOO or entry in COMPRESSED:
-            exchange = GradientExchange(model, entry.num_buckets)
-            described = HowExchanged(coding=gradient_coding(entry.compression))
+            exchange = BucketExchange(model, entry.num_buckets)
+            described = GradientExchange(coding=gradient_coding(entry.compression))
             limit = sum(
                 described.wire_bytes(4.0 * size, num_members) for size in exchange.bucket_sizes
             )

@@ -17,6 +17,7 @@ FIXED_TIME = {
     **dict.fromkeys(
         (
             "broken_reply",
+            "compressed_gradients",
             "compressed_leaders",
             "data_stays",
             "dead_client",

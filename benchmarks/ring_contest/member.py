@@ -24,7 +24,7 @@ from benchmarks.harness import from_json
 from benchmarks.ring_contest.plan import Contest, Entry, Times
 from socflower.hierarchy import gradient_coding
 from socflower.peers.collective import no_poll
-from socflower.peers.ring.gradient_exchange import GradientExchange
+from socflower.peers.ring.bucket_exchange import BucketExchange
 from socflower.peers.ring.member import open_ring
 from socflower.peers.transports.port import RingPort
 from socflower.training.exchange.group_sum import own_compression
@@ -79,12 +79,12 @@ class Ours:
 
     def __init__(self, model: nn.Module, entry: Entry, port: RingPort, size: int) -> None:
         self.model = model
-        self._exchange = GradientExchange(model, entry.num_buckets)
+        self._exchange = BucketExchange(model, entry.num_buckets)
         trainer = FP32Trainer(optimizer=sgd(LEARNING_RATE, MOMENTUM), channels_last=True)
         self._session = trainer.start(model, TrainingSpan())
         # Without the warm-up, in which compression starts gently.
         coding = gradient_coding(entry.compression)
-        self._compression = own_compression(self._session, coding, 0)
+        self._compression = None if coding.is_exact else own_compression(self._session, coding, 0)
         self._port, self._size, self._num_steps = port, size, 0
         self._ring = open_ring(entry.transport, port, range(size), 0, _PATIENCE_S)
 

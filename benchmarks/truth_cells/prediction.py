@@ -19,6 +19,7 @@ from socflower.hierarchy import (
     plan_groups,
 )
 from socflower.hierarchy.exchange.collectives import BUCKETS
+from socflower.hierarchy.exchange.models import ModelExchange
 from socflower.model_graph.layer_profile import profile_module
 from socflower.sim import EventClock
 from tests.testbed.topology import GOODPUT, Rack
@@ -144,7 +145,7 @@ def _costs(cell: Cell, plan: GroupPlan, cluster: Cluster) -> IntervalCosts:
         steps_per_epoch=1,
         uplink_turns=cell.in_turn,
         overlap_buckets=cell.overlap_buckets,
-        leaders=cell.leaders,
+        models=ModelExchange(kind=cell.leaders),
         fusion=BUCKETS,
     )
 

@@ -20,7 +20,7 @@ from socflower.cli.options import (
 from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import OUT, print_json, print_text
 from socflower.errors import ConfigError
-from socflower.hierarchy.leader_topology import COMPRESSING, NONE, STAR
+from socflower.hierarchy.exchange.models import COMPRESSING, NONE, STAR
 from socflower.quantities import counted, human_bytes, human_joules, human_seconds, percent
 
 # Importing the planners takes long, so only the command does.

@@ -12,9 +12,9 @@ from socflower.hierarchy.delayed_sync import (
     sync_schedule,
     sync_shapes,
 )
+from socflower.hierarchy.exchange.choice import Exchanges, choose_exchanges, unpredicted_exchanges
 from socflower.hierarchy.exchange.collectives import Exchange
 from socflower.hierarchy.exchange.gradients import GradientExchange, gradient_coding
-from socflower.hierarchy.exchange_choice import Exchanges, choose_exchanges, unpredicted_exchanges
 from socflower.hierarchy.group_count import GroupCountChoice, choose_group_count, default_candidates
 from socflower.hierarchy.interval_costs import IntervalCosts, Phase
 from socflower.hierarchy.mapping.integrity_greedy import integrity_greedy, map_groups

@@ -22,7 +22,7 @@ from socflower.hierarchy.batch_shares import split_batch
 from socflower.hierarchy.delayed_sync import SyncInterval
 from socflower.hierarchy.exchange.collectives import BUCKETS, PER_TENSOR, Exchange
 from socflower.hierarchy.exchange.gradients import EXACT_RING, GradientExchange
-from socflower.hierarchy.leader_topology import NONE, RING, STAR
+from socflower.hierarchy.exchange.models import RING, STAR_EXCHANGE, ModelExchange
 from socflower.hierarchy.plan import GroupPlan
 from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, without_members
 from socflower.hierarchy.task_graphs import deal_graph, step_graph, synchronisation_graph
@@ -54,13 +54,10 @@ class IntervalCosts:
     # Of the arithmetic in which members train.
     pricing: Pricing = FP32
     rebalancing: Rebalancing | None = None
-    # How leaders exchange models; `choose_leaders` says how they should.
-    leaders: str = STAR
-    leader_compression: str = NONE
+    # How groups exchange models; `choose_leaders` says how they should.
+    models: ModelExchange = STAR_EXCHANGE
     # How tensors are sent.
     fusion: str = PER_TENSOR
-    # Whether an outer strategy makes the next model.
-    hub_decides: bool = False
 
     @cached_property
     def _rates(self) -> tuple[float, ...]:
@@ -162,10 +159,8 @@ class IntervalCosts:
             self.plan,
             self.exchange,
             self.cluster,
-            leaders=leaders or self.leaders,
+            models=replace(self.models, kind=leaders or self.models.kind),
             across_servers=across_servers,
-            hub_decides=self.hub_decides,
-            compression=self.leader_compression,
             delays_s=delays_s,
         )
 
@@ -213,7 +208,7 @@ class IntervalCosts:
         synchronisation = self.synchronisation(across_servers=interval.across_servers)
         if synchronisation is None:
             return usage + steps.run(num_steps, labels[0])
-        graph = steps.steady_graph() if self.leaders != RING else None
+        graph = steps.steady_graph() if self.models.kind != RING else None
         # Simulated as a whole, so that models share links with the exchanges of slower groups.
         if graph is not None:
             waits = {group.leader: group.members for group in self.plan.groups}
@@ -226,7 +221,7 @@ class IntervalCosts:
         begin_s = clock.now_s
         usage += steps.run(num_steps, labels[0])
         head_start_s = 0.0
-        if self.leaders != RING:
+        if self.models.kind != RING:
             delays_s, head_start_s = self._delays_s(steps.ended_s(), begin_s, clock.now_s)
         if head_start_s:
             synchronisation = self.synchronisation(

@@ -4,10 +4,8 @@ The graphs define dependencies and costs; the clock determines the times.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import TypeAlias
 
 from socflower.cluster import HUB, Activity, Cluster, GraphBuilder, StepCost, TaskGraph
 from socflower.errors import ConfigError, require_range
@@ -17,11 +15,9 @@ from socflower.hierarchy.exchange.collectives import (
     Dependencies,
     Exchange,
     broadcast,
-    gather,
-    scatter,
 )
 from socflower.hierarchy.exchange.gradients import EXACT_RING, ExchangeTasks, GradientExchange
-from socflower.hierarchy.leader_topology import NONE, RING, STAR, exchanged_bytes, tree_levels
+from socflower.hierarchy.exchange.models import RING, STAR_EXCHANGE, Arrivals, ModelExchange
 from socflower.hierarchy.plan import Group, GroupPlan
 
 
@@ -179,44 +175,26 @@ def synchronisation_graph(
     exchange: Exchange,
     cluster: Cluster,
     *,
-    leaders: str = STAR,
+    models: ModelExchange = STAR_EXCHANGE,
     across_servers: bool = True,
-    hub_decides: bool = False,
-    compression: str = NONE,
     delays_s: Mapping[int, float] | None = None,
 ) -> TaskGraph:
     """Return a synchronisation between groups (F8): leaders exchange models, then each sends the mean to its group.
 
-    `leaders` is the kind of exchange. "ring": an all-reduce in the order of the plan. "tree": uploads to the first
-    leader of each board, of each server and of all, and downloads the same way back. "star": at the hub; if groups are
-    in several servers, the leader of each server's first group replaces the hub for its server.
-
-    With `across_servers` servers exchange too, and the hub gets one model from a ring or tree. With `hub_decides` the
-    hub makes the next model of it, as an outer strategy does, and sends it back to all leaders. `compression` applies
-    to what leaders exchange among themselves, not to models to or from the hub or in groups.
-
-    A leader has its model `delays_s` after the start; without an entry, and in a ring, it has it at once.
+    With `across_servers` servers exchange too. A leader has its model `delays_s` after the start; without an entry, and
+    in a ring, it has it at once.
     """
     builder = GraphBuilder()
     # Delays are tasks of the hub, where they cost no energy, each on a processor of its own.
     ready: Arrivals = {
         leader: (builder.compute("steps", HUB, delay_s, processor=f"waits for SoC {leader}"),)
         for leader, delay_s in (delays_s or {}).items()
-        if leaders != RING and delay_s > 0.0
+        if models.kind != RING and delay_s > 0.0
     }
     by_server = [[group.leader for group in groups] for groups in plan.by_server.values()]
-    whole = across_servers or len(by_server) == 1
-    if leaders == STAR:
-        arrived = _star(builder, by_server, exchange, cluster, ready, across_servers=across_servers)
-    else:
-        each = _ring if leaders == RING else _tree
-        parts = [[leader for own in by_server for leader in own]] if whole else by_server
-        arrived = {}
-        between = replace(exchange, num_bytes=exchanged_bytes(exchange.num_bytes, compression))
-        for own in parts:
-            arrived |= each(builder, own, between, cluster, ready)
-        if whole:
-            arrived = _through_hub(builder, parts[0], exchange, arrived, hub_decides=hub_decides)
+    arrived = models.lower(
+        builder, by_server, exchange, cluster, ready, across_servers=across_servers
+    )
     for group in plan.groups:
         start = group.members.index(group.leader)
         # From the leader along the ring, so that the tree stays on the leader's board as long as possible.
@@ -228,130 +206,6 @@ def synchronisation_graph(
             f"group {group.group_id}",
         )
     return builder.build(plan.participants)
-
-
-Arrivals: TypeAlias = dict[int, tuple[int, ...]]
-"""The tasks after which a leader has the mean of all models, by leader."""
-
-
-def _star(
-    builder: GraphBuilder,
-    by_server: Sequence[Sequence[int]],
-    exchange: Exchange,
-    cluster: Cluster,
-    ready: Arrivals,
-    *,
-    across_servers: bool,
-) -> Arrivals:
-    if len(by_server) == 1:
-        uploaded = gather(builder, HUB, by_server[0], exchange, ready, "sync")
-        return _ends(scatter(builder, HUB, by_server[0], exchange, uploaded, "sync"))
-    centers = [leaders[0] for leaders in by_server]
-    averaged = {
-        leaders[0]: gather(
-            builder, leaders[0], leaders, exchange, ready, "sync", _processor(cluster, leaders[0])
-        )
-        for leaders in by_server
-    }
-    if across_servers:
-        uploaded = gather(
-            builder,
-            HUB,
-            centers,
-            exchange,
-            {center: (averaged[center],) for center in centers},
-            "sync of servers",
-        )
-        averaged = scatter(builder, HUB, centers, exchange, uploaded, "sync of servers")
-    arrived: Arrivals = {}
-    for leaders in by_server:
-        arrived |= _ends(
-            scatter(builder, leaders[0], leaders, exchange, averaged[leaders[0]], "sync")
-        )
-    return arrived
-
-
-def _ring(
-    builder: GraphBuilder,
-    leaders: Sequence[int],
-    exchange: Exchange,
-    cluster: Cluster,
-    ready: Arrivals,
-) -> Arrivals:
-    return dict(
-        GradientExchange()
-        .lower(builder, leaders, exchange, dict.fromkeys(leaders, ()), "sync")
-        .done
-    )
-
-
-def _tree(
-    builder: GraphBuilder,
-    leaders: Sequence[int],
-    exchange: Exchange,
-    cluster: Cluster,
-    ready: Arrivals,
-) -> Arrivals:
-    boards = [cluster.board_of(leader) for leader in leaders]
-    climbed = [
-        [[leaders[position] for position in own] for own in level]
-        for level in tree_levels([(board, cluster.server_of(board)) for board in boards])
-    ]
-    sums = dict(ready)
-    for level in climbed:
-        sums |= {
-            own[0]: (
-                gather(builder, own[0], own, exchange, sums, "sync", _processor(cluster, own[0])),
-            )
-            for own in level
-            if len(own) > 1
-        }
-    arrived: Arrivals = {leaders[0]: sums.get(leaders[0], ())}
-    for meeting in reversed(climbed):
-        for own in meeting:
-            if len(own) > 1:
-                (after,) = arrived[own[0]]
-                arrived |= _ends(scatter(builder, own[0], own, exchange, after, "sync"))
-    return arrived
-
-
-def _processor(cluster: Cluster, soc: int) -> str:
-    return next(iter(cluster.device_of(soc).processors))
-
-
-def _through_hub(
-    builder: GraphBuilder,
-    leaders: Sequence[int],
-    exchange: Exchange,
-    arrived: Arrivals,
-    *,
-    hub_decides: bool,
-) -> Arrivals:
-    """Add the upload of the mean by the first leader and, if the hub decides, the download of the next model to all."""
-    first = leaders[0]
-    uploaded = builder.transfer(
-        "model to the hub",
-        first,
-        HUB,
-        exchange.num_bytes,
-        num_messages=exchange.num_messages,
-        after=arrived[first],
-    )
-    if not hub_decides:
-        return arrived
-    back = builder.transfer(
-        "model of the hub",
-        HUB,
-        first,
-        exchange.num_bytes,
-        num_messages=exchange.num_messages,
-        after=(uploaded,),
-    )
-    return broadcast(builder, leaders, exchange, (back,), "sync")
-
-
-def _ends(tasks: Mapping[int, int]) -> Arrivals:
-    return {leader: (task,) for leader, task in tasks.items()}
 
 
 def deal_graph(plan: GroupPlan, bytes_per_soc: float) -> TaskGraph:

@@ -22,7 +22,7 @@ from socflower.hierarchy import (
     sync_shapes,
 )
 from socflower.hierarchy.exchange.collectives import FUSIONS
-from socflower.hierarchy.leader_topology import KINDS
+from socflower.hierarchy.exchange.models import KINDS, ModelExchange
 from socflower.precision.cpu_share import RULES_BY_THROUGHPUT
 from socflower.precision.processor_costs import MixedPricing
 from socflower.quantities import counted, human_joules, human_ratio, human_seconds, percent
@@ -308,8 +308,10 @@ def _work_of(
         pricing=cost,
         rebalancing=rebalancing(scenario),
         fusion=settings.fusion,
-        hub_decides=settings.outer is not None,
-        leader_compression=settings.leader_compression,
+        models=ModelExchange(
+            coding=gradient_coding(settings.leader_compression),
+            hub_decides=settings.outer is not None,
+        ),
         steps_per_epoch=steps_per_epoch,
     )
 

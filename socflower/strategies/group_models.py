@@ -8,7 +8,7 @@ from flwr.app import ArrayRecord, Message
 
 from socflower.hierarchy import Group
 from socflower.hierarchy.averaging import non_finite_tensors
-from socflower.hierarchy.leader_topology import NONE
+from socflower.hierarchy.exchange.models import NONE
 from socflower.peers.leaders.model_changes import ChangeCompression, Floats
 from socflower.peers.leaders.model_exchange import GroupsModel, exchange_in_process, feedback_after
 from socflower.strategies.mixed_replies import group_id_of

@@ -3,7 +3,7 @@
 from socflower.cluster import FP32, VirtualClock, sustained_rates
 from socflower.errors import ConfigError, require_range, require_type
 from socflower.hierarchy import Rebalancing, plan_groups
-from socflower.hierarchy.leader_topology import STAR
+from socflower.hierarchy.exchange.models import STAR
 from socflower.peers.ring.settings import RingSettings
 from socflower.pipeline.plan import Plan
 from socflower.pipeline.planner.selection import Planned, PlannerSettings

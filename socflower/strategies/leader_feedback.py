@@ -12,7 +12,7 @@ import numpy as np
 from flwr.app import Message
 from numpy.typing import NDArray
 
-from socflower.hierarchy.leader_topology import INT8
+from socflower.hierarchy.exchange.models import INT8
 from socflower.strategies.group_models import GroupMean
 from socflower.strategies.mixed_replies import group_id_of
 from socflower.strategies.replies import outcome_of

@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from socflower.hierarchy import Exchanges, Group, GroupPlan, IntervalCosts, SyncInterval, conflicts
-from socflower.hierarchy.leader_topology import STAR, TREE
+from socflower.hierarchy.exchange.models import STAR, TREE
 from socflower.peers.ring.settings import RingSettings
 from socflower.wire.message_keys import GRPC_WITH_TLS, RingTask
 

@@ -11,7 +11,7 @@ from socflower.errors import ConfigError, require_type
 from socflower.field_rules import OneOf, checked
 from socflower.hierarchy.exchange.collectives import BUCKETS, FUSIONS
 from socflower.hierarchy.exchange.gradients import CODINGS
-from socflower.hierarchy.leader_topology import (
+from socflower.hierarchy.exchange.models import (
     COMPRESSIONS,
     NONE,
     RING,

@@ -15,6 +15,7 @@ from socflower.hierarchy.exchange.gradients import (
     LargestValues,
     gradient_coding,
 )
+from socflower.hierarchy.exchange.models import ModelExchange
 from socflower.precision.processor_costs import MixedPricing
 from socflower.sim import EventClock
 from tests.hierarchy.toy_trainings import interval_costs
@@ -56,7 +57,7 @@ def test_two_phases_cost_the_sum_of_both_and_one_synchronisation(
     cut: int,
 ) -> None:
     """Against the two phases on the clock by hand; pipelines drain between them, and leaders wait for each other."""
-    of, clock = work(leaders="ring"), EventClock(CLUSTER)
+    of, clock = work(models=ModelExchange(kind="ring")), EventClock(CLUSTER)
     pricings = [
         {group_id: MixedPricing(rule="paper", alpha=alpha) for group_id, alpha in enumerate(alphas)}
         for alphas in (first, second)
@@ -78,7 +79,7 @@ def test_one_slow_group_does_not_slow_the_others_steps() -> None:
     on_cpu = MixedPricing(rule="paper", cpu_share=1.0)
     slow, all_slow = [(10, {1: on_cpu})], [(10, {0: on_cpu, 1: on_cpu})]
     for leaders, saved in (("ring", 0.0), ("star", 1.0)):
-        of = work(leaders=leaders)
+        of = work(models=ModelExchange(kind=leaders))
         exchange = of.exchange
         upload_s = exchange.num_messages * CLUSTER.message_s
         upload_s += exchange.num_bytes / CLUSTER.hub_bytes_per_s
@@ -106,7 +107,7 @@ def test_steps_of_a_warm_up_cost_what_each_stage_sends(
 ) -> None:
     """Against the stages on the clock by hand."""
     coding = LargestValues(ratio=0.01, warm_up_steps=warm_up_steps)
-    of = work(gradients=GradientExchange(coding=coding), leaders="ring")
+    of = work(gradients=GradientExchange(coding=coding), models=ModelExchange(kind="ring"))
     interval = replace(INTERVAL, first_step=first, num_steps=num_steps)
     clock, expected = EventClock(CLUSTER), Usage()
     for ratio, steps in groupby(range(first, first + num_steps), coding.ratio_at):

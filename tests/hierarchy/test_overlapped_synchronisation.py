@@ -13,6 +13,7 @@ from socflower.cluster import Cluster, Endpoint, TaskGraph, Transfer, Usage, par
 from socflower.cluster.task_graph import Task
 from socflower.cluster.topology import Server
 from socflower.hierarchy import IntervalCosts, Rebalancing, SyncInterval
+from socflower.hierarchy.exchange.models import ModelExchange
 from socflower.hierarchy.rebalancing import CapacitiesInUse
 from socflower.sim import EventClock, Trace, steady_state
 from socflower.sim.symmetry import reduce_program
@@ -105,7 +106,7 @@ def works(draw: st.DrawFn) -> IntervalCosts:
         draw(st.integers(1, cluster.num_socs)),
         profile=profile,
         uplink_turns=draw(st.booleans()),
-        leaders=draw(st.sampled_from(["star", "tree"])),
+        models=ModelExchange(kind=draw(st.sampled_from(["star", "tree"]))),
         fusion=draw(st.sampled_from(["buckets", "per-tensor"])),
         overlap_buckets=draw(st.sampled_from([1, 2])),
     )
@@ -161,14 +162,14 @@ def test_equal_groups_take_the_time_of_a_barrier(
 ) -> None:
     """One group to a board: all are done at once, and the numbers are the same to the last bit."""
     cluster = parse_cluster({"boards": [slots] * num_boards})
-    of = interval_costs(cluster, num_boards, leaders=leaders, fusion=fusion)
+    of = interval_costs(cluster, num_boards, models=ModelExchange(kind=leaders), fusion=fusion)
     assert of.run(interval(num_steps), EventClock(cluster)) == with_barrier(of, interval(num_steps))
 
 
 @settings(max_examples=30)
 @given(of=works(), num_steps=st.integers(1, 30))
 def test_a_ring_waits_for_all(of: IntervalCosts, num_steps: int) -> None:
-    ring = replace(of, leaders="ring")
+    ring = replace(of, models=ModelExchange(kind="ring"))
     this = interval(num_steps)
     assert ring.run(this, EventClock(of.cluster)) == with_barrier(ring, this)
 
@@ -179,7 +180,7 @@ HEAVY = toy_profile(1e9, 4e7, 2)
 def uneven(leaders: str = "star") -> IntervalCosts:
     """Three boards of three devices, a group on each: nothing that one exchanges crosses another's links."""
     cluster = parse_cluster({}, [{"socs": 2, "device": device} for device in DEVICES[:3]])
-    return interval_costs(cluster, 3, leaders=leaders, profile=HEAVY)
+    return interval_costs(cluster, 3, models=ModelExchange(kind=leaders), profile=HEAVY)
 
 
 def test_quick_groups_have_sent_their_models_when_the_slowest_is_done() -> None:

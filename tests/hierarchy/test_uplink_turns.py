@@ -23,6 +23,7 @@ from socflower.hierarchy import (
     step_times,
     sync_schedule,
 )
+from socflower.hierarchy.exchange.models import ModelExchange
 from socflower.hierarchy.uplink_turns import (
     ASKED,
     NO_SHARED_UPLINK,
@@ -105,7 +106,7 @@ def test_what_is_chosen_is_never_slower_than_either_way(
 ) -> None:
     """Steps are compared: that a star may overlap a little more with turns, or without, is left out."""
     work, intervals = training
-    work = replace(work, leaders="ring")
+    work = replace(work, models=ModelExchange(kind="ring"))
     turns = chosen(work, intervals)
     assert turns.decided_by == PREDICTED
     both_s = {way: training_s(replace(work, uplink_turns=way), intervals) for way in (True, False)}

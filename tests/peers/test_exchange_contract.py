@@ -15,7 +15,6 @@ from socflower.peers.collective import Collective, PeerLost, exchange_over
 from socflower.peers.transports.in_process import in_process_rings
 from socflower.peers.transports.links import LinkedRing
 from socflower.training.exchange.compression import (
-    GradientCompression,
     Script,
     make_compression,
     run_together,
@@ -45,32 +44,22 @@ class Group:
 
     def scripts(self, step: int, gradients: Sequence[Tensor]) -> list[Script[None]]:
         """Return each member's script of a step, which replaces its gradient."""
+        for member in self.members:
+            member.start_step(step)
         return [
-            _script(member, rank, len(gradients), step, gradients[rank])
+            member.exchange(rank, len(gradients), 0, gradients[rank])
             for rank, member in enumerate(self.members)
         ]
 
     def finish(self) -> list[bytes]:
         """End the step; return the members' residuals."""
-        kept = [member for member in self.members if member is not None]
-        for member in kept:
+        for member in self.members:
             member.finish_step()
-        return [member.state() for member in kept]
+        return [member.state() for member in self.members]
 
     def restore(self, states: Sequence[bytes]) -> None:
-        for member, state in zip(self.members, states, strict=False):
-            if member is not None:
-                member.restore(state)
-
-
-def _script(
-    member: GradientCompression | None, rank: int, size: int, step: int, gradient: Tensor
-) -> Script[None]:
-    if member is None:
-        yield gradient
-    else:
-        member.start_step(step)
-        yield from member.exchange(rank, size, 0, gradient)
+        for member, state in zip(self.members, states, strict=True):
+            member.restore(state)
 
 
 class Wires:

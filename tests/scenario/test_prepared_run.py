@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.config import Scenario, TrainConfig
 from tests.command_line import Socflower, is_mistake
 from tests.one_line import refused
 from tests.scenario.small_runs import small
@@ -21,8 +21,11 @@ def compressed(name: str = "socflow", **changes: str) -> Scenario:
 
 def test_compression_of_gradients_is_refused_without_groups_but_dormant_in_a_comparison() -> None:
     refused(lambda: compressed("fedavg"), "compression = 'int8'", "name = 'fedavg'")
-    assert compressed().under("fedavg").strategy.compression == "none"
-    assert compressed().under("ring").strategy.compression == "int8"
+    for name, kept in (("fedavg", "none"), ("sgd", "none"), ("ring", "int8")):
+        assert compressed().under(name).strategy.compression == kept
+    adam = TrainConfig(optimizer="adam")
+    largest = compressed(compression="dgc")
+    refused(lambda: largest.replaced(train=adam), "compression = 'dgc'", "optimizer = 'adam'")
     refused(lambda: compressed(compression="zip"), "zip", "dgc")
 
 

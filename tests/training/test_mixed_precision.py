@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from socflower.errors import TrainingFailed
+from socflower.hierarchy.exchange.gradients import EXACT
 from socflower.model_graph.random_state import forked_generator
 from socflower.precision import NITI, Int8Backend, NativeInt8Backend
 from socflower.precision.cpu_share import accuracy_floor, cpu_samples, cpu_share
 from socflower.precision.int8.model import StepResult
+from socflower.training.exchange.group_sum import GroupSum
 from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.training.mixed_precision import MixedPrecisionTrainer
 from socflower.training.trainer import Part, SessionResult, TrainingSpan
@@ -823,3 +825,18 @@ def test_a_pass_that_is_repeated_counts_once() -> None:
         counts = session._counts
         counted = counts.int8_since_average, counts.since_average
         assert counted == (6, 14)
+
+
+def test_members_that_compute_one_by_one_train_and_count_as_the_group() -> None:
+    """As their gradients are summed in a ring's order, or compressed."""
+    trainer, ours, reference = trainer_of(), network(), network()
+    steps = batches(3, (4, 2, 6))
+    span = TrainingSpan(num_members=3, total_steps=12, steps_per_epoch=100)
+    session = trainer.start(ours, span)
+    group = GroupSum(session, ours, EXACT, range(3), num_buckets=2, seed=0, residuals={})
+    for step, parts in enumerate(steps):
+        group.step(parts, range(3), step)
+    found = session.finish().metrics
+    _, expected = run(trainer, reference, steps)
+    assert_close(ours, reference)
+    assert found["cpu-share"] == expected.metrics["cpu-share"]

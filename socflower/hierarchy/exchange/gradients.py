@@ -285,12 +285,14 @@ class GradientExchange:
             return ExchangeTasks((), (), {members[0]: tuple(after[members[0]])})
         if self.kind == SERVER:
             return ExchangeTasks(*server_exchange(builder, members, bucket, after, name))
+        # Codings work on the whole bucket.
+        fused = bucket.fused or not self.coding.is_exact
         first: tuple[int, ...] = ()
         for operation in self.coding.operations(bucket.num_bytes, size, step):
             ring = ring_rounds(
                 builder,
                 members,
-                replace(bucket, num_bytes=operation.send_bytes(size)),
+                replace(bucket, num_bytes=operation.send_bytes(size), fused=fused),
                 operation.num_sends(size),
                 after,
                 name,

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from socflower.hierarchy.leader_topology import FP16
+from socflower.hierarchy.exchange.models import FP16
 from socflower.training.exchange.compression import (
     Script,
     agree_on_steps,

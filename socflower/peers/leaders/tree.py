@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from socflower.hierarchy.leader_topology import tree_levels
+from socflower.hierarchy.exchange.models import tree_levels
 from socflower.peers.collective import Collective, PeerLost, Poll, no_poll
 from socflower.peers.transports.grpc import GrpcRing
 from socflower.peers.transports.in_process import in_process_rings

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy.averaging import non_finite_tensors
 from socflower.hierarchy.exchange.gradients import gradient_coding
-from socflower.hierarchy.leader_topology import NONE
+from socflower.hierarchy.exchange.models import NONE
 from socflower.model_graph.random_state import RandomState, own_random_state
 from socflower.model_graph.torch_device import device_label, device_of
 from socflower.peers.collective import Collective, PeerLost, RingPeers, gather_json
@@ -26,7 +26,7 @@ from socflower.peers.leaders.model_exchange import GroupLeader, GroupsModel, fee
 from socflower.peers.membership import Generation, LeftOut, Membership, MemberState, NoModel
 from socflower.peers.preemption import Preempted, PreemptionSwitch
 from socflower.peers.ring.balance import RingBalance, StepTimer
-from socflower.peers.ring.gradient_exchange import GradientExchange, TurnCallbacks
+from socflower.peers.ring.bucket_exchange import BucketExchange, TurnCallbacks
 from socflower.peers.ring.turn_signals import Neighbours, TurnSignals
 from socflower.peers.transports.gloo import GlooRing
 from socflower.peers.transports.grpc import GrpcRing
@@ -236,7 +236,7 @@ class _MemberSession:
             rendezvous_s=ring.rendezvous_s,
         )
         # None for sessions that exchange their gradients themselves.
-        self._exchange: GradientExchange | None = None
+        self._exchange: BucketExchange | None = None
         self._turns = _turns(member.port, group, ring)
         self._compression: GradientCompression | None = None
         self._collective: Collective | None = None
@@ -469,13 +469,14 @@ class _MemberSession:
             return session
         session = exchanging(session, coding, trainer)
         if self._exchange is None:
-            self._exchange = GradientExchange(self._model, group.num_buckets)
-        compression = own_compression(session, coding, group.seed)
-        # A session may start again during an interval, but the residuals stay.
-        if self._compression is None and compression is not None:
-            self._compression = compression
-            if self._member.compression_state is not None:
-                compression.restore(self._member.compression_state)
+            self._exchange = BucketExchange(self._model, group.num_buckets)
+        if not coding.is_exact:
+            compression = own_compression(session, coding, group.seed)
+            # A session may start again during an interval, but the residuals stay.
+            if self._compression is None:
+                self._compression = compression
+                if self._member.compression_state is not None:
+                    compression.restore(self._member.compression_state)
         if session.final_in_backward and not self._hooks:
             # A pass of a large model on a small SoC may take longer than its user wants to wait:
             # poll at every layer.

@@ -10,7 +10,8 @@ from socflower.cluster.cluster_file import ClusterFile
 from socflower.errors import ConfigError, SocflowerError
 from socflower.field_rules import OneOf
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
-from socflower.hierarchy.leader_topology import NONE
+from socflower.hierarchy.exchange.gradients import LargestValues
+from socflower.hierarchy.exchange.models import NONE
 from socflower.peers.ring.settings import RingSettings
 from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.report.quality import ACCURACY, LOSS, Quality, quality_of
@@ -427,7 +428,7 @@ class StrategyConfig(Table):
     def under(self, name: str, **changes: Any) -> Self:
         """Return the table under another strategy, without the keys that only groups, or several groups, read."""
         keys: tuple[str, ...] = () if several_groups(name) else ("outer", *_OF_LEADERS)
-        if not isinstance(STRATEGIES[name], GroupStrategy):
+        if not exchanges_gradients(name):
             keys = (*keys, "compression")
         if name == self.name:
             keys = ()
@@ -444,6 +445,12 @@ def several_groups(strategy: str) -> bool:
 def takes_outer(strategy: str) -> bool:
     """Return whether a Flower strategy may make the next model of the models that a strategy's replies bring."""
     return several_groups(strategy) or strategy == "fedavg"
+
+
+def exchanges_gradients(strategy: str) -> bool:
+    """Return whether a strategy has groups of several members, which exchange gradients."""
+    kind = STRATEGIES[strategy]
+    return isinstance(kind, GroupStrategy) and kind.num_socs != 1
 
 
 class OwnTraining(Table):
@@ -624,10 +631,16 @@ class ScenarioFile(ClusterFile):
             for key in _OF_LEADERS:
                 why = f"it is for leaders of several groups, and {name}; leave it out"
                 yield is_set(strategy, key), self._at("strategy", key), why
+        compression = self._at("strategy", "compression")
         yield (
-            strategy.compression != NONE and not self.has_groups,
-            self._at("strategy", "compression"),
+            strategy.compression != NONE and not exchanges_gradients(strategy.name),
+            compression,
             f"{self._name} does not read it; leave it out",
+        )
+        yield (
+            strategy.compression == LargestValues.name and self.train.optimizer != "sgd",
+            compression,
+            f"it takes over SGD's momentum, and {self._at('train', 'optimizer')}; use another one",
         )
         needs_models = self.hub_needs_models
         yield (

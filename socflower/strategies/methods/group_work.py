@@ -31,7 +31,7 @@ from socflower.hierarchy import (
     gradient_coding,
     unpredicted_exchanges,
 )
-from socflower.hierarchy.leader_topology import KINDS, NONE
+from socflower.hierarchy.exchange.models import KINDS, NONE, ModelExchange
 from socflower.hierarchy.uplink_turns import ASKED, NO_SHARED_UPLINK, NOT_PREDICTED, PREDICTED
 from socflower.precision.processor_costs import MixedPricing
 from socflower.quantities import counted
@@ -185,8 +185,9 @@ class DataParallelWork:
             pricing=self.pricing,
             rebalancing=self._rebalancing,
             fusion=exchange.fusion,
-            hub_decides=self._hub_decides,
-            leader_compression=exchange.leader_compression,
+            models=ModelExchange(
+                coding=gradient_coding(exchange.leader_compression), hub_decides=self._hub_decides
+            ),
         )
         costs.require_memory()
         return costs

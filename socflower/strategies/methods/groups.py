@@ -12,7 +12,7 @@ from socflower.cluster import Cluster, Usage
 from socflower.errors import ConfigError
 from socflower.flower_adapter import log
 from socflower.hierarchy import Exchanges, Group, GroupPlan, SyncInterval
-from socflower.hierarchy.leader_topology import AUTO, KINDS, NONE, STAR
+from socflower.hierarchy.exchange.models import AUTO, KINDS, NONE, STAR
 from socflower.peers.ring.settings import RingSettings
 from socflower.quantities import counted
 from socflower.strategies.group_models import GroupMean

@@ -20,7 +20,7 @@ from socflower.hierarchy import (
     SyncInterval,
     unpredicted_exchanges,
 )
-from socflower.hierarchy.leader_topology import NONE
+from socflower.hierarchy.exchange.models import NONE
 from socflower.hierarchy.uplink_turns import AUTO
 from socflower.pipeline.plan import Plan, to_json
 from socflower.pipeline.planner.selection import (

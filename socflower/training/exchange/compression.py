@@ -93,7 +93,7 @@ class GradientCompression(ABC):
         """
         assert self._step is not None, "start_step comes first"
         assert gradient.dim() == 1 and gradient.is_contiguous() and gradient.device.type == "cpu"
-        if gradient.dtype != torch.float32:
+        if gradient.dtype != torch.float32 and not self._coding.is_exact:
             raise ConfigError(
                 f"compression = {self._coding.name!r} takes float32 gradients, not "
                 f"{str(gradient.dtype).removeprefix('torch.')}; use 'none'"
@@ -157,6 +157,16 @@ class GradientCompression(ABC):
                 "new training"
             )
         return kept
+
+
+class ExactSum(GradientCompression):
+    """Sums gradients as they are."""
+
+    def _exchange(
+        self, rank: int, size: int, bucket: int, gradient: Tensor
+    ) -> Script[tuple[Tensor, ...]]:
+        yield gradient
+        return ()
 
 
 class Float16Compression(GradientCompression):
@@ -334,11 +344,8 @@ class DeepGradientCompression(GradientCompression):
 
 def make_compression(
     coding: Coding, *, seed: int = 0, momentum: float = 0.0
-) -> GradientCompression | None:
-    """Return a member's side of a coding; None for exact sums.
-
-    `seed` is for stochastic rounding, `momentum` for a coding that applies it.
-    """
+) -> GradientCompression:
+    """Return a member's side of a coding; `seed` is for stochastic rounding, `momentum` for one that applies it."""
     match coding:
         case Float16():
             return Float16Compression(coding)
@@ -349,4 +356,4 @@ def make_compression(
         case LargestValues():
             return DeepGradientCompression(coding, momentum)
     assert isinstance(coding, Exact), f"{type(coding).__name__} has no compression"
-    return None
+    return ExactSum(coding)

@@ -11,10 +11,9 @@ from socflower.errors import ConfigError
 from socflower.hierarchy.exchange.gradients import Coding
 from socflower.model_graph import batch_form
 from socflower.model_graph.batch_form import NOTHING
-from socflower.training.exchange.buckets import GradientBucket, make_buckets, sum_in_ring_order
+from socflower.training.exchange.buckets import make_buckets, sum_in_ring_order
 from socflower.training.exchange.compression import (
     GradientCompression,
-    Script,
     make_compression,
     run_together,
 )
@@ -46,9 +45,7 @@ def exchanging(session: TrainingSession, coding: Coding, trainer: str) -> Exchan
     )
 
 
-def own_compression(
-    session: ExchangingSession, coding: Coding, seed: int
-) -> GradientCompression | None:
+def own_compression(session: ExchangingSession, coding: Coding, seed: int) -> GradientCompression:
     """Return a member's side of a coding, which takes the optimiser's momentum over if it applies momentum."""
     momentum = session.disable_momentum() if coding.applies_momentum else 0.0
     return make_compression(coding, seed=seed, momentum=momentum)
@@ -85,7 +82,7 @@ class GroupSum:
         self._buckets = [make_buckets(model, num_buckets) for _ in socs]
         self._compressions = [self._make() for _ in socs]
         for soc, compression in zip(socs, self._compressions, strict=True):
-            if compression is not None and soc in residuals:
+            if soc in residuals:
                 compression.restore(residuals[soc])
 
     def step(self, parts: Sequence[Part], present: Sequence[int], step: int) -> Tensor:
@@ -116,8 +113,7 @@ class GroupSum:
         """Return the state of a session together with all members' residuals."""
         arrays = {_SESSION: np.frombuffer(session, np.uint8)}
         for soc, compression in zip(self._socs, self._compressions, strict=True):
-            if compression is not None:
-                arrays[str(soc)] = np.frombuffer(compression.state(), np.uint8)
+            arrays[str(soc)] = np.frombuffer(compression.state(), np.uint8)
         return to_bytes(_KIND, {}, arrays)
 
     def _weight(self, parts: Sequence[Part], present: Sequence[int]) -> list[object]:
@@ -134,32 +130,18 @@ class GroupSum:
     def _exchange(self, present: Sequence[int], step: int) -> None:
         """Replace the present members' gradients by their sums."""
         for member, compression in enumerate(self._compressions):
-            if compression is not None and member not in present:
+            if member not in present:
                 self._compressions[member] = self._make()
-            elif compression is not None:
+            else:
                 compression.start_step(step)
         for number, alike in enumerate(
             zip(*(self._buckets[member] for member in present), strict=True)
         ):
             run_together(
                 [
-                    _script(self._compressions[member], rank, len(present), number, bucket)
+                    self._compressions[member].exchange(rank, len(present), number, bucket.buffer)
                     for rank, (member, bucket) in enumerate(zip(present, alike, strict=True))
                 ]
             )
         for member in present:
-            if (compression := self._compressions[member]) is not None:
-                compression.finish_step()
-
-
-def _script(
-    compression: GradientCompression | None,
-    rank: int,
-    size: int,
-    number: int,
-    bucket: GradientBucket,
-) -> Script[None]:
-    if compression is None:
-        yield bucket.buffer
-    else:
-        yield from compression.exchange(rank, size, number, bucket.buffer)
+            self._compressions[member].finish_step()

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from socflower.hierarchy.leader_topology import FP16, INT8, exchanged_bytes
+from socflower.hierarchy import GradientExchange, gradient_coding
+from socflower.hierarchy.exchange.models import FP16, INT8
 from socflower.peers.leaders.model_changes import ChangeCompression, Floats, feedback_digest
 from socflower.peers.leaders.model_exchange import (
     GroupsModel,
@@ -242,5 +243,5 @@ def test_the_bytes_are_those_that_are_priced(name: str, monkeypatch: pytest.Monk
     changes = [None if name == "none" else ChangeCompression(name=name, common=common)] * num_groups
     with ThreadPoolExecutor(num_groups) as threads:
         list(threads.map(exchange_models, rings, models, [lambda: None] * num_groups, changes))
-    priced = 2 * (num_groups - 1) / num_groups * exchanged_bytes(800_000.0, name)
+    priced = GradientExchange(coding=gradient_coding(name)).wire_bytes(800_000.0, num_groups)
     assert sum(sent) / num_groups == pytest.approx(priced, rel=0.01)

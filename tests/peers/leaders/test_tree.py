@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.hierarchy.leader_topology import tree_levels
+from socflower.hierarchy.exchange.models import tree_levels
 from socflower.peers.collective import Collective, PeerLost
 from socflower.peers.leaders.tree import Place, grpc_tree, in_process_trees, tree_edges
 from socflower.peers.transports.port import RingPort

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from socflower.peers.collective import PeerLost
-from socflower.peers.ring.gradient_exchange import GradientExchange
+from socflower.peers.ring.bucket_exchange import BucketExchange
 from socflower.training.fp32 import FP32Session
 from tests.fake_device import fake_device  # noqa: F401 - a fixture
 from tests.peers.ring.test_member import Died, Members, nothing
@@ -25,7 +25,6 @@ def weights(members: Members, rank: int) -> list[torch.Tensor]:
     [
         {"norm": True, "own_data": True},
         {"num_buckets": 3, "frozen": True},
-        {"compression": "int8"},
         {"compression": "dgc"},
     ],
     ids=str,
@@ -58,7 +57,7 @@ def test_a_ring_goes_on_when_a_member_with_an_accelerator_dies(
 
     # An exception in a backward pass, as of the poll at each gradient, ends the process on a device whose guard is
     # written in Python: torch unwinds it by a call that such guards do not have. So all are sent after the pass.
-    monkeypatch.setattr(GradientExchange, "_on_gradient", lambda *_: None)
+    monkeypatch.setattr(BucketExchange, "_on_gradient", lambda *_: None)
     members = Members(3, monkeypatch, strike, devices=("cpu", "fake", "fake"))
     members.check()
     assert [len(end.outcome.recoveries_s) for end in members.ends.values()] == [1, 1]

@@ -26,9 +26,7 @@ def compression(
 ) -> GradientCompression:
     """Return a member's side; `largest` are arguments of `LargestValues`, which other codings ignore."""
     coding = LargestValues(**largest) if name == "dgc" else gradient_coding(name)
-    made = make_compression(coding, seed=seed, momentum=momentum)
-    assert made is not None
-    return made
+    return make_compression(coding, seed=seed, momentum=momentum)
 
 
 class Group:
@@ -93,21 +91,6 @@ def test_what_is_not_finite_is_seen_by_all(name: str, bad: float, ratio: float) 
     gradients = random_gradients(3, 1000)
     gradients[1][123] = bad
     assert not torch.isfinite(group.step(0, gradients)).all()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_restored_state_goes_on_bit_for_bit(name: str) -> None:
-    first, second = (
-        Group(name, 3, ratio=0.02, momentum=0.9),
-        Group(name, 3, ratio=0.02, momentum=0.9),
-    )
-    for step in range(3):
-        first.step(step, random_gradients(3, 700, seed=step))
-    for before, after in zip(first.members, second.members, strict=True):
-        after.restore(before.state())
-    for step in range(3, 6):
-        gradients = random_gradients(3, 700, seed=step)
-        assert torch.equal(first.step(step, gradients), second.step(step, gradients))
 
 
 @pytest.mark.parametrize("name", NAMES)

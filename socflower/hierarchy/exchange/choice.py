@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from socflower.cluster import VirtualClock
+from socflower.hierarchy.exchange.models import KINDS, NONE, LeaderExchange, choose_leaders
 from socflower.hierarchy.interval_costs import IntervalCosts
-from socflower.hierarchy.leader_topology import KINDS, NONE, LeaderExchange, choose_leaders
 from socflower.hierarchy.plan import GroupPlan
 from socflower.hierarchy.uplink_turns import UplinkTurns, choose_turns, step_times
 
@@ -43,11 +43,12 @@ def choose_exchanges(
             work.plan,
             leaders,
             None if clock is None else partial(work.synchronisation_s, clock),
-            work.leader_compression,
+            work.models.coding.name,
             kinds,
         ),
     )
-    return chosen, replace(work, uplink_turns=chosen.turns.enabled, leaders=chosen.leaders.kind)
+    models = replace(work.models, kind=chosen.leaders.kind)
+    return chosen, replace(work, uplink_turns=chosen.turns.enabled, models=models)
 
 
 def unpredicted_exchanges(

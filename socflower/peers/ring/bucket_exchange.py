@@ -25,7 +25,7 @@ class TurnCallbacks:
     end: Callable[[], None]
 
 
-class GradientExchange:
+class BucketExchange:
     """Sums the members' weighted gradients, in `num_buckets` buckets of about equal bytes.
 
     Buckets are sent in the order in which a backward pass completes them, last layers first, the same in all members.
