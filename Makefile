@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Else every process that a test starts compiles socflower anew, and every run the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo picture test coverage api test-random test-slow test-flower test-torch test-arm test-sanitized lint proto bench clean
+.PHONY: help setup demo picture test coverage api test-random test-slow other-flower test-flower test-torch test-arm test-sanitized lint proto bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -64,9 +64,11 @@ test-random: setup ## the tests in random order, properties with other examples;
 test-slow: setup coverage ## coverage, then the tests that take more than about ten seconds
 	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal
 
-# On PYTHONPATH it comes before the one in .venv, in every process that a test starts.
-test-flower: setup ## what touches Flower, with the other version of it that was tested
+other-flower: setup
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target build/flwr flwr==$(OTHER_FLOWER)
+
+# On PYTHONPATH it comes before the one in .venv, in every process that a test starts.
+test-flower: other-flower ## what touches Flower, with the other version of it that was tested
 	export PYTHONPATH="$(CURDIR)/build/flwr"; \
 	$(BIN)/python -c 'import flwr; assert flwr.__version__ == "$(OTHER_FLOWER)", flwr.__version__'; \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/engines tests/clients \
