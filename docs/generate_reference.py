@@ -21,13 +21,14 @@ from socflower.edgecloud.split_program import cut_shapes
 from socflower.field_rules import allowed, keys_of, table_of
 from socflower.model_graph.cut_points import capture_split
 from socflower.model_graph.layer_profile import profile_module
+from socflower.pipeline.profiler.layers import read_model
 from socflower.scenario.schema.config import (
     CompareConfig,
     OwnTraining,
     PredictedEpoch,
     ScenarioFile,
 )
-from socflower.workloads.models.built_in import PROFILES
+from socflower.workloads.models.built_in import PIECES, PROFILES
 from socflower.workloads.models.classifiers import BUILDERS, build_model
 from socflower.workloads.sources import data_names, data_shape
 
@@ -123,7 +124,7 @@ def stub() -> str:
 
 
 def profiles() -> str:
-    """Return layers and cuts of every built-in model on the images of the built-in data, a line for each."""
+    """Return layers, cuts and pieces of every built-in model on the images of the built-in data, a line for each."""
     shapes = {(shape.channels, shape.size) for shape in map(data_shape, data_names())}
     models = {
         name: {
@@ -157,7 +158,11 @@ def model_rows(name: str, channels: int, size: int) -> dict[str, list[list[Any]]
         [cut.name, cut.num_layers, cut.feature_elements_per_sample, int(cut.front_state_bytes)]
         for cut in cut_shapes(capture_split(model, example), profile)
     ]
-    return {"layers": layers, "cuts": cuts}
+    pieces = []
+    for piece in read_model(model, example, name).model.layers:
+        figures = (getattr(piece, key) for key in PIECES[1:])
+        pieces.append([piece.name, *map(int, figures)])
+    return {"layers": layers, "cuts": cuts, "pieces": pieces}
 
 
 def api_page() -> str:

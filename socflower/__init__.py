@@ -20,7 +20,7 @@ _EXPORTS = {
     "strategies.group_grid": ("GroupGrid",),
     "strategies.hybrid_pipeline": ("HybridPipeline",),
     "pipeline.planner.selection": ("PlannerSettings",),
-    "pipeline.profiler.estimates": ("pipeline_problem",),
+    "pipeline.profiler.module_problem": ("pipeline_problem",),
     "pipeline.runtime.payloads": ("ActivationCoding",),
     "peers.ring.settings": ("RingSettings",),
     "strategies.settings": ("Costs", "ExchangeSettings", "Grouping", "TrainingSchedule"),

@@ -30,7 +30,7 @@ from socflower.hierarchy.rebalancing import Rebalancing as Rebalancing
 from socflower.model_graph.layer_profile import profile_module as profile_module
 from socflower.peers.ring.settings import RingSettings as RingSettings
 from socflower.pipeline.planner.selection import PlannerSettings as PlannerSettings
-from socflower.pipeline.profiler.estimates import pipeline_problem as pipeline_problem
+from socflower.pipeline.profiler.module_problem import pipeline_problem as pipeline_problem
 from socflower.pipeline.runtime.payloads import ActivationCoding as ActivationCoding
 from socflower.precision.accelerator import Int8Backend as Int8Backend, NativeInt8Backend as NativeInt8Backend
 from socflower.precision.algorithm import ADAPTIVE_FIXED_POINT as ADAPTIVE_FIXED_POINT, NITI as NITI, Fp32Update as Fp32Update, IntegerUpdate as IntegerUpdate, TrainingAlgorithm as TrainingAlgorithm, int8_algorithm as int8_algorithm

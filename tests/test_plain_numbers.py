@@ -16,14 +16,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 import socflower
-from socflower import FP32Trainer, ModelProfile, cluster, hierarchy, workloads
+from socflower import FP32Trainer, ModelProfile, cluster, hierarchy
 from socflower.cluster import GraphBuilder, LayerProfile, cost_model, parse_cluster
 from socflower.cluster.device import StepTimings
 from socflower.engines.local.grid import LocalGrid
 from socflower.plain_numbers import plain, plain_numbers
 from socflower.thermal.sensors.reading import Reading
 from socflower.wire.saved_state import StateKind, StateStore
+from socflower.workloads.click_through import click_data
 from socflower.workloads.dataset import LabelledData
+from socflower.workloads.models.click_model import build_click_model
+from socflower.workloads.models.generator import build_generator
+from socflower.workloads.partition import partition
 from tests.one_line import refused
 
 CLUSTER = parse_cluster({"boards": [2, 2]})
@@ -54,8 +58,8 @@ PARTS: tuple[Any, ...] = (
     # what arguments of exports are made of, and what parts of the package export
     *(cluster.Board, cluster.Server, cluster.Processor, cluster.LayerProfile),
     *(StepTimings, cost_model.Gradient, Reading),
-    *(workloads.build_click_model, workloads.build_generator, workloads.click_data),
-    *(workloads.partition, hierarchy.choose_group_count, hierarchy.group_steps_per_epoch),
+    *(build_click_model, build_generator, click_data),
+    *(partition, hierarchy.choose_group_count, hierarchy.group_steps_per_epoch),
     *(hierarchy.integrity_greedy, hierarchy.map_groups, hierarchy.sync_schedule),
     # methods that users call
     *(socflower.EventClock.run, socflower.EventClock.predicted_s, socflower.Resumable.resume_from),
@@ -66,7 +70,7 @@ PARTS: tuple[Any, ...] = (
 
 def takes_numbers(made: Any) -> bool:
     """Whether a parameter has int or float in its annotation; those of callables do not count."""
-    for each in inspect.signature(made, eval_str=True).parameters.values():
+    for each in inspect.signature(made).parameters.values():
         is_type = isinstance(each.annotation, type)
         kind = each.annotation.__name__ if is_type else str(each.annotation)
         if "Callable" not in kind and re.search(r"\b(int|float)\b", kind):

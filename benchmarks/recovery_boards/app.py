@@ -9,7 +9,7 @@ from socflower.clients.app import make_client_app
 from socflower.cluster import Cluster, parse_cluster
 from socflower.pipeline.plan import PipelinePlan
 from socflower.pipeline.problem import PipelineProblem
-from socflower.pipeline.profiler.estimates import pipeline_problem
+from socflower.pipeline.profiler.module_problem import pipeline_problem
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.workloads.dataset import LabelledData
 from tests.pipeline.problems import straight_plan

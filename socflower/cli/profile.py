@@ -208,7 +208,8 @@ def _profile_layers(
 ) -> None:
     """Measure the layers of a pipeline scenario, and write or print them."""
     from socflower.pipeline.profiler.measuring import DEFAULT_BATCHES
-    from socflower.scenario.layer_profiles import measured_profile, write_profile
+    from socflower.scenario.layer_measuring import measured_profile
+    from socflower.scenario.layer_profiles import write_profile
     from socflower.scenario.schema.file import load_scenario
     from socflower.scenario.shipped import find_scenario
 

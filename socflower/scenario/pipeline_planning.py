@@ -1,6 +1,7 @@
 """The plan of a `hybrid-pipeline` scenario: stages, devices, shares, and which kind of parallelism pays."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,22 +10,20 @@ from typing import Any, cast
 from socflower.errors import ConfigError
 from socflower.pipeline.planner.baselines import Compared, compare
 from socflower.pipeline.planner.selection import OnStep, Planned, PlannerSettings, plan_pipeline
-from socflower.pipeline.problem import LayerSeconds, PipelineProblem
+from socflower.pipeline.problem import LayerSeconds, PipelineLayer, PipelineModel, PipelineProblem
 from socflower.pipeline.profiler.estimates import Int8Socs, default_micro_batches, estimated_problem
-from socflower.pipeline.profiler.int8_parts import require_int8
-from socflower.pipeline.profiler.layers import Granularity, read_model
 from socflower.pipeline.schedule.run import simulate_schedule
 from socflower.quantities import counted
-from socflower.report.pipeline_report import DrawnPass, write_pipeline_report
-from socflower.scenario.costs import optimizer_copies
+from socflower.scenario.costs import num_samples, optimizer_copies
 from socflower.scenario.expectations import check_plan
 from socflower.scenario.layer_profiles import measured_seconds
-from socflower.scenario.pipeline_workload import pipeline_workload
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import num_participants, scenario_cluster
 from socflower.scenario.schema.pipeline import PEERS, PipelineConfig
 from socflower.sim import EventClock, Trace
 from socflower.wire.saved_state import write_atomically
+from socflower.workloads.models.built_in import PIECES, built_in_pieces, model_names
+from socflower.workloads.sources import data_names, data_shape
 
 # Plans whose times differ by less than this factor count as equal.
 _SAME = 1.005
@@ -98,6 +97,8 @@ def write_plan(
     scenario: Scenario, document: dict[str, Any], planned: Planned, folder: Path
 ) -> None:
     """Write `plan.json`, `trace.json` and `report.html` with one update of the plan, executed in virtual time."""
+    from socflower.report.pipeline_report import DrawnPass, write_pipeline_report
+
     trace, problem = Trace(), planned.problem
     run = simulate_schedule(problem, planned.plan, clock=EventClock(problem.cluster, trace=trace))
     names = {device.soc: f"SoC {device.soc}, {device.name}" for device in problem.devices}
@@ -126,16 +127,12 @@ def pipeline_problem(scenario: Scenario) -> tuple[PipelineProblem, int]:
             f"{scenario.name} {key}: one device, {cluster.device_of(0).name}, and a pipeline needs 2; give "
             "more SoCs, or use strategy.name = 'sgd'"
         )
-    module, example, epoch_samples = pipeline_workload(scenario)
+    model, epoch_samples = _model_by_layers(scenario)
     table = scenario.pipeline or PipelineConfig()
-    read = read_model(module, example, scenario.model.name, granularity=Granularity(table.cuts))
     size = micro_batch_sizes(scenario)[0]
-    # Planning would otherwise price kernels that do not exist for this model.
-    if table.int8_socs:
-        require_int8(read, module)
-    measured = measured_seconds(scenario, read.model, example)
+    measured = measured_seconds(scenario, model)
     problem = estimated_problem(
-        read.model,
+        model,
         cluster,
         measured=measured["fp32"],
         measured_int8=measured["int8"],
@@ -149,6 +146,36 @@ def pipeline_problem(scenario: Scenario) -> tuple[PipelineProblem, int]:
     return replace(
         problem, activation_part=table.activation_bits / 32, gradient_part=table.gradient_bits / 32
     ), epoch_samples
+
+
+def _model_by_layers(scenario: Scenario) -> tuple[PipelineModel, int]:
+    """Return the layers of the model, and the samples of an epoch; those of a built-in model need no torch."""
+    table, name = scenario.pipeline or PipelineConfig(), scenario.model.name
+    is_as_shipped = name in model_names() and scenario.data.name in data_names()
+    if not (scenario.factories or table.sample or table.int8_socs) and is_as_shipped:
+        shape = data_shape(scenario.data.name)
+        rows = built_in_pieces(name, table.cuts, shape.channels, shape.size)
+        if rows:
+            sizes = (shape.channels, shape.size, shape.size)
+            layers = [PipelineLayer(**dict(zip(PIECES, row, strict=True))) for row in rows]
+            return PipelineModel(
+                name=name,
+                layers=tuple(layers),
+                input_bytes=4.0 * math.prod(sizes),
+                label_bytes=8.0,
+                cuts=table.cuts,
+                sample_shape=sizes,
+            ), num_samples(scenario)
+    from socflower.pipeline.profiler.int8_parts import require_int8
+    from socflower.pipeline.profiler.layers import Granularity, read_model
+    from socflower.scenario.pipeline_workload import pipeline_workload
+
+    module, example, epoch_samples = pipeline_workload(scenario)
+    read = read_model(module, example, name, granularity=Granularity(table.cuts))
+    # Planning would otherwise price kernels that do not exist for this model.
+    if table.int8_socs:
+        require_int8(read, module)
+    return read.model, epoch_samples
 
 
 def _require_read(

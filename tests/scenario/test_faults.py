@@ -14,11 +14,11 @@ from socflower.errors import InfeasiblePlan, TrainingFailed
 from socflower.hierarchy import group_steps_per_epoch, plan_groups
 from socflower.scenario.app.round_record import weights_sha256
 from socflower.scenario.app.training import train
-from socflower.scenario.arithmetic import initial_model
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.runner import run_scenario, run_to_folder
 from socflower.scenario.schema.config import EventConfig, Scenario, TrainConfig
 from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.workload import initial_model
 from socflower.strategies.records import aggregate_records
 from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.training.group import train_group

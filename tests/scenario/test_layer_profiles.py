@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from socflower.pipeline.problem import PipelineProblem
-from socflower.scenario.layer_profiles import MeasuredLayers, measured_profile, write_profile
+from socflower.scenario.layer_measuring import measured_profile
+from socflower.scenario.layer_profiles import MeasuredLayers, write_profile
 from socflower.scenario.pipeline_planning import pipeline_problem, plan_of_pipeline
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import load_scenario

@@ -13,7 +13,7 @@ from torch import Tensor
 from socflower.engines.local.grid import LocalGrid
 from socflower.hierarchy import Rebalancing
 from socflower.peers.ring.settings import RingSettings
-from socflower.pipeline.profiler.estimates import pipeline_problem
+from socflower.pipeline.profiler.module_problem import pipeline_problem
 from socflower.pipeline.replanning import replanned
 from socflower.pipeline.runtime.group import train_pipeline
 from socflower.strategies.group_grid import GroupGrid

@@ -3,7 +3,15 @@ import pytest
 from socflower.edgecloud.split_program import cut_shapes
 from socflower.model_graph.cut_points import capture_split
 from socflower.model_graph.layer_profile import profile_module
-from socflower.workloads.models.built_in import built_in_cuts, built_in_profile, model_names
+from socflower.pipeline.problem import PipelineLayer
+from socflower.pipeline.profiler.layers import read_model
+from socflower.workloads.models.built_in import (
+    PIECES,
+    built_in_cuts,
+    built_in_pieces,
+    built_in_profile,
+    model_names,
+)
 from socflower.workloads.models.classifiers import BUILDERS, build_model
 from socflower.workloads.sources import data_names, data_shape
 from tests.one_line import refused
@@ -11,7 +19,7 @@ from tests.one_line import refused
 
 @pytest.mark.parametrize("data", data_names())
 @pytest.mark.parametrize("name", BUILDERS)
-def test_profile_and_cuts_without_torch_are_those_of_the_model(name: str, data: str) -> None:
+def test_profile_cuts_and_pieces_without_torch_are_those_of_the_model(name: str, data: str) -> None:
     shape = data_shape(data)
     model = build_model(
         name,
@@ -29,6 +37,9 @@ def test_profile_and_cuts_without_torch_are_those_of_the_model(name: str, data: 
         (cut.name, cut.num_layers, cut.feature_elements_per_sample, cut.front_state_bytes)
         for cut in cuts
     ]
+    layers = read_model(model, (shape.channels, shape.size, shape.size), name).model.layers
+    pieces = built_in_pieces(name, "layers", shape.channels, shape.size)
+    assert [PipelineLayer(**dict(zip(PIECES, row, strict=True))) for row in pieces] == [*layers]
 
 
 def test_every_model_has_a_profile() -> None:

@@ -32,7 +32,7 @@ from socflower.paper.records import read_paper
 from socflower.pipeline.plan import TwoDPlan
 from socflower.pipeline.planner.baselines import compare
 from socflower.pipeline.planner.selection import plan_pipeline
-from socflower.pipeline.profiler.estimates import pipeline_problem
+from socflower.pipeline.profiler.module_problem import pipeline_problem
 from socflower.pipeline.runtime.group import train_pipeline
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.wire.message_keys import GroupTask

@@ -1,6 +1,7 @@
-"""The built-in classifiers by name, with layers and cuts on built-in images of ten classes; needs no torch.
+"""The built-in classifiers by name, with layers, cuts and pieces on built-in images of ten classes; needs no torch.
 
-`profiles.json` has what `profile_module` and `cut_shapes` find in them. `make api` writes it, and a test compares.
+`profiles.json` has what `profile_module`, `cut_shapes` and `read_model` find in them. `make api` writes it, and a test
+compares.
 """
 
 import json
@@ -12,6 +13,18 @@ from socflower.cluster.cost_model import Gradient, LayerProfile, ModelProfile
 from socflower.errors import require_known
 
 PROFILES = Path(__file__).with_name("profiles.json")
+PIECES = (
+    "name",
+    "forward_flops",
+    "backward_flops",
+    "weight_bytes",
+    "activation_bytes",
+    "output_bytes",
+    "num_tensors",
+    "num_operations",
+)
+"""What a row of a pipeline's layers has, as `PipelineLayer` names it."""
+
 _FLOAT32_BYTES = 4.0
 
 
@@ -53,6 +66,11 @@ def built_in_cuts(name: str, channels: int, size: int) -> list[tuple[str, int, i
     return [(*row,) for row in _rows()[name][f"{channels}x{size}"]["cuts"]]
 
 
+def built_in_pieces(name: str, cuts: str, channels: int, size: int) -> list[list[Any]]:
+    """Return for each layer of a pipeline that is cut between `layers` the figures of `PIECES`; [] for other cuts."""
+    return _rows()[name][f"{channels}x{size}"]["pieces"] if cuts == "layers" else []
+
+
 def _gradients(layers: list[LayerProfile], weights: list[list[int]]) -> tuple[Gradient, ...]:
     """Return the gradients from the last tensor to the first, each complete with its layer's backward pass."""
     backward_flops = [layer.training_flops - layer.forward_flops for layer in layers]
@@ -68,9 +86,9 @@ def _gradients(layers: list[LayerProfile], weights: list[list[int]]) -> tuple[Gr
 
 @cache
 def _rows() -> dict[str, dict[str, dict[str, list[list[Any]]]]]:
-    """Return by model and images a row for each cut, and for each layer: name, kind, operations, bytes of its output.
+    """Return by model and images the rows of cuts, pieces and layers.
 
-    A layer's row ends with the bytes of each tensor.
+    A layer's row has its name, kind, operations, bytes of its output, and bytes of each tensor.
     """
     models: dict[str, dict[str, dict[str, list[list[Any]]]]] = json.loads(
         PROFILES.read_text("utf-8")

@@ -13,10 +13,10 @@ from torch.nn.functional import cosine_similarity
 from socflower.cluster import parse_cluster
 from socflower.errors import TrainingFailed
 from socflower.pipeline.plan import PipelinePlan, Plan, TwoDPlan
-from socflower.pipeline.profiler.estimates import pipeline_problem
 from socflower.pipeline.profiler.int8_parts import int8_part, require_int8
 from socflower.pipeline.profiler.layers import Granularity, read_model
 from socflower.pipeline.profiler.measuring import measure_layers
+from socflower.pipeline.profiler.module_problem import pipeline_problem
 from socflower.pipeline.runtime.payloads import ActivationCoding
 from socflower.pipeline.runtime.trained_model import TrainedModel
 from socflower.training.fp32 import FP32Trainer, sgd
