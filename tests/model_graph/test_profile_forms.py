@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
@@ -506,7 +507,14 @@ def test_fused_attention_on_the_cpu_costs_what_its_products_cost(frozen: bool) -
     [
         ({"words": tokens()}, "'words'"),
         ({"labels": tokens()}, "'ids'"),
-        (tokens().float(), "(3, 12)"),
+        pytest.param(
+            tokens().float(),
+            "(3, 12)",
+            marks=pytest.mark.skipif(
+                Version(torch.__version__) < Version("2.13"),
+                reason="torch 2.10 looks up ids of floating point if they have no values",
+            ),
+        ),
         ((tokens(), tokens(), tokens()), "4"),
         ({"ids": tokens(), "labels": tokens()[:, :5]}, "(36)"),
         ({}, "batch dimension"),
