@@ -27,7 +27,7 @@ from socflower.hierarchy import (
     plan_groups,
     sync_schedule,
 )
-from socflower.hierarchy.leader_topology import AUTO, RING, STAR
+from socflower.hierarchy.exchange.models import AUTO, RING, STAR
 from socflower.sim import EventClock, Trace
 
 SAMPLES_OF_60 = 50_000
