@@ -76,8 +76,9 @@ class PipelineModel:
     @cached_property
     def sha256(self) -> str:
         """Digest of the layers' names, weights and outputs; equal digests mean the same model."""
+        # Counts that a file gives as whole numbers are equal to those of a model, but are not written alike.
         parts = [
-            (layer.name, layer.weight_bytes, layer.frozen_bytes, layer.output_bytes)
+            (layer.name, *map(float, (layer.weight_bytes, layer.frozen_bytes, layer.output_bytes)))
             for layer in self.layers
         ]
         return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from socflower.edgecloud.split_program import cut_shapes
@@ -37,9 +39,13 @@ def test_profile_cuts_and_pieces_without_torch_are_those_of_the_model(name: str,
         (cut.name, cut.num_layers, cut.feature_elements_per_sample, cut.front_state_bytes)
         for cut in cuts
     ]
-    layers = read_model(model, (shape.channels, shape.size, shape.size), name).model.layers
+    read = read_model(model, (shape.channels, shape.size, shape.size), name).model
+    layers = read.layers
     pieces = built_in_pieces(name, "layers", shape.channels, shape.size)
-    assert [PipelineLayer(**dict(zip(PIECES, row, strict=True))) for row in pieces] == [*layers]
+    shipped_layers = [PipelineLayer(**dict(zip(PIECES, row, strict=True))) for row in pieces]
+    assert shipped_layers == [*layers]
+    # Nodes compare the layers that they read with those that were planned.
+    assert replace(read, layers=tuple(shipped_layers)).sha256 == read.sha256
 
 
 def test_every_model_has_a_profile() -> None:
