@@ -13,6 +13,7 @@ _EXPORTS = {
     "strategies.socflow": ("SoCFlow",),
     "strategies.method": ("RoundReport",),
     "strategies.baselines": ("OrderedFedAvg", "RingAllReduce", "SingleDevice"),
+    "strategies.diloco": ("DiLoCo",),
     "strategies.methods.local": ("LocalSchedule",),
     "strategies.methods.split": ("CloudSessions",),
     "strategies.methods.split_report": ("SplitRoundReport",),

@@ -100,7 +100,7 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
 def _notes(scenario: Scenario, cluster: Cluster, work: IntervalCosts) -> Iterator[str]:
     """Yield what a run may do otherwise than the plan, and how it is priced."""
     cost, settings = work.pricing, scenario.strategy
-    if settings.groups == "auto" and not group_strategy(settings.name).num_groups:
+    if settings.groups == "auto" and group_strategy(settings.name).num_groups is None:
         yield (
             "groups = 'auto' is decided by training an epoch with each candidate; planned with "
             f"{len(work.plan.groups)}, one group per board"
@@ -266,7 +266,7 @@ def group_work(scenario: Scenario, cluster: Cluster) -> IntervalCosts:
     settings = scenario.strategy
     kind = group_strategy(settings.name)
     num_socs = kind.num_socs or settings.socs
-    num_groups = kind.num_groups or settings.groups
+    num_groups = kind.groups(settings.groups, settings.socs or cluster.num_socs)
     if isinstance(num_groups, str):
         least, most = 1, min(len(cluster.boards), num_socs or cluster.num_socs)
     else:
@@ -310,7 +310,7 @@ def _work_of(
         fusion=settings.fusion,
         models=ModelExchange(
             coding=gradient_coding(settings.leader_compression),
-            hub_decides=settings.outer is not None,
+            hub_decides=settings.outer is not None or group_strategy(settings.name).outer_step,
         ),
         steps_per_epoch=steps_per_epoch,
     )

@@ -183,5 +183,6 @@ def _num_parallel(scenario: Scenario) -> int:
     """Return how many clients can run at the same time."""
     groups = None
     if scenario.has_groups:
-        groups = group_strategy(scenario.strategy.name).num_groups or scenario.strategy.groups
+        kind = group_strategy(scenario.strategy.name)
+        groups = kind.groups(scenario.strategy.groups, _num_nodes(scenario))
     return groups if isinstance(groups, int) else _num_nodes(scenario)

@@ -58,10 +58,8 @@ def participants(scenario: Scenario) -> tuple[int, ...]:
     if not scenario.has_groups:
         return tuple(range(settings.socs or cluster.num_socs))
     kind = group_strategy(settings.name)
-    num_socs, num_groups = (
-        kind.num_socs or settings.socs or cluster.num_socs,
-        kind.num_groups or settings.groups,
-    )
+    num_socs = kind.num_socs or settings.socs or cluster.num_socs
+    num_groups = kind.groups(settings.groups, num_socs)
     if isinstance(num_groups, str):
         return tuple(range(num_socs))
     rates = sustained_rates(cluster, scenario.model.name, pricing(scenario))

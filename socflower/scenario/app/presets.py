@@ -144,11 +144,10 @@ def _num_samples(scenario: Scenario) -> int:
 def _num_groups(parts: RunParts) -> int:
     """Return the number of groups; "auto" tries candidates for an epoch each (F2)."""
     settings, record, clock = parts.scenario.strategy, parts.record, parts.clock
-    fixed = group_strategy(settings.name).num_groups
-    if fixed is not None:
+    num_socs = settings.socs or parts.run.cluster.num_socs
+    fixed = group_strategy(settings.name).groups(settings.groups, num_socs)
+    if isinstance(fixed, int):
         return fixed
-    if isinstance(settings.groups, int):
-        return settings.groups
     # A resumed run has its warm-up in the checkpoint.
     if record.warm_up is not None:
         return int(record.warm_up["num_groups"])

@@ -407,7 +407,7 @@ class StrategyConfig(Table):
             (
                 outer and not takes_outer(self.name),
                 "outer",
-                f"name = {self.name!r} has one group; leave it out",
+                f"name = {self.name!r} has one group, or an outer step of its own; leave it out",
             ),
             (counted and self.groups == "auto", f"outer.name = {outer and outer.name!r}", _COUNTED),
             (self.server_interval > 1 and self.groups == "auto", interval, _COUNTED),
@@ -450,7 +450,7 @@ def takes_outer(strategy: str) -> bool:
 def exchanges_gradients(strategy: str) -> bool:
     """Return whether a strategy has groups of several members, which exchange gradients."""
     kind = STRATEGIES[strategy]
-    return isinstance(kind, GroupStrategy) and kind.num_socs != 1
+    return isinstance(kind, GroupStrategy) and kind.num_socs != 1 and kind.num_groups != 0
 
 
 class OwnTraining(Table):
@@ -827,7 +827,9 @@ class ScenarioFile(ClusterFile):
     @property
     def hub_needs_models(self) -> str:
         """The key of the file that needs each group's model at the hub; empty if no key does."""
-        outer = self.strategy.outer
+        outer, kind = self.strategy.outer, STRATEGIES[self.strategy.name]
+        if isinstance(kind, GroupStrategy) and kind.outer_step:
+            return self._name
         return (
             f"[strategy.outer] name = {outer.name!r}"
             if outer is not None and not outer.takes_mean

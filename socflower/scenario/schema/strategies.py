@@ -22,7 +22,8 @@ class GroupStrategy(Strategy):
     """A strategy with groups: a class that is made as `SoCFlow` is, by keyword arguments.
 
     `num_groups`, `num_socs` and `interval_epochs` are None if `[strategy]` decides, by its keys `groups`, `socs` and
-    `sync_interval_epochs`.
+    `sync_interval_epochs`. `num_groups` 0 is as many as SoCs. With `outer_step` the strategy has an outer step of its
+    own, which needs each group's model at the hub.
     """
 
     # The class is imported when it trains, since every command reads this module.
@@ -30,6 +31,13 @@ class GroupStrategy(Strategy):
     num_groups: int | None = None
     num_socs: int | None = None
     interval_epochs: float | None = None
+    outer_step: bool = False
+
+    def groups(self, asked: int | str, num_socs: int) -> int | str:
+        """Return the number of groups of so many SoCs; `asked` is the value in `[strategy]`."""
+        if self.num_groups is None:
+            return asked
+        return self.num_groups or self.num_socs or num_socs
 
     def sync_interval_epochs(self, asked: float | str) -> float | str:
         """Return the epochs between synchronisations; `asked` is the value in `[strategy]`.
@@ -43,7 +51,7 @@ class GroupStrategy(Strategy):
 
     def server_interval(self, asked: int) -> int:
         """Return after how many synchronisations one is among all servers; with one group all are."""
-        return 1 if self.num_groups else asked
+        return asked if self.num_groups is None else 1
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -51,6 +59,12 @@ STRATEGIES: dict[str, Strategy] = {
     "ring": GroupStrategy(about="all SoCs in one ring", num_groups=1, interval_epochs=1.0),
     "fedavg": Strategy(about="all SoCs in every round, each on its own data"),
     "sgd": GroupStrategy(about="SoC 0 alone", num_groups=1, num_socs=1, interval_epochs=1.0),
+    "diloco": GroupStrategy(
+        about="each SoC alone, then an outer step with Nesterov momentum",
+        target="socflower.strategies.diloco:DiLoCo",
+        num_groups=0,
+        outer_step=True,
+    ),
     PIPELINE_STRATEGY: Strategy(
         about="[a pipeline](#pipeline) of unequal devices", is_pipeline=True
     ),
