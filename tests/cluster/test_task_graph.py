@@ -26,7 +26,7 @@ TASK = GroupTask(
 
 def test_a_group_task_survives_the_message() -> None:
     record = TASK.encode()
-    assert all(isinstance(value, int | float | bool | list) for value in record.values())
+    assert all(isinstance(value, int | float | bool | str | list) for value in record.values())
     assert all("_" not in key for key in record)
     assert GroupTask.decode(record) == TASK
 

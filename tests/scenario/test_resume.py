@@ -13,7 +13,7 @@ from torch import nn
 from socflower.cluster.cluster_file import ServerTable
 from socflower.engines.checkpoint import Checkpoint, CheckpointFolder
 from socflower.errors import TrainingFailed
-from socflower.scenario import prepared_run
+from socflower.scenario import workload
 from socflower.scenario.app import main as app
 from socflower.scenario.app import presets
 from socflower.scenario.runner import run_to_folder
@@ -260,7 +260,7 @@ def test_a_model_with_dropout_repeats(
         return nn.Sequential(nn.Dropout(0.3), plain(scenario))
 
     monkeypatch.setattr(app, "initial_model", with_dropout)
-    monkeypatch.setattr(prepared_run, "initial_model", with_dropout)
+    monkeypatch.setattr(workload, "initial_model", with_dropout)
     scenario = small(name, interval=0.5) if name == "socflow" else small(name, epochs=2)
     torch.manual_seed(1)
     undisturbed = without_drawing(scenario, tmp_path / "reference")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
-from socflower.hierarchy.leader_topology import STAR
+from socflower.hierarchy.exchange.models import STAR
 
 from socflower.cluster import parse_cluster
 from socflower.errors import ConfigError
