@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
-from socflower.hierarchy.exchange.models import STAR
 
 from socflower.cluster import parse_cluster
 from socflower.errors import ConfigError
+from socflower.hierarchy.exchange.models import STAR
 from socflower.scenario.planning import plan_scenario
 from socflower.strategies.diloco import OUTER_LEARNING_RATE, OUTER_MOMENTUM, DiLoCo
 from socflower.strategies.settings import ExchangeSettings, Grouping, TrainingSchedule
