@@ -310,7 +310,8 @@ def _work_of(
         fusion=settings.fusion,
         models=ModelExchange(
             coding=gradient_coding(settings.leader_compression),
-            hub_decides=settings.outer is not None or group_strategy(settings.name).outer_step,
+            hub_decides=settings.outer is not None
+            or group_strategy(settings.name).needs_each_model,
         ),
         steps_per_epoch=steps_per_epoch,
     )

@@ -8,6 +8,7 @@ from socflower.cluster import Cluster
 from socflower.cluster.device_memory import require_training_memory
 from socflower.engines.names import require_engine
 from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.hierarchy.exchange.models import NONE
 from socflower.precision import Int8Model
 from socflower.precision.int8.network import UnsupportedOperator
 from socflower.scenario.costs import (
@@ -19,7 +20,7 @@ from socflower.scenario.costs import (
 )
 from socflower.scenario.heat import check_boards
 from socflower.scenario.planning import group_work
-from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.config import Scenario, several_groups
 from socflower.scenario.schema.file import num_participants, scenario_cluster
 from socflower.scenario.split_setting import SplitSetting
 from socflower.workloads.sources import data_names, load_data
@@ -116,6 +117,10 @@ class PreparedRun:
                 f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; use "
                 "fewer"
             )
+        is_alone = groups == num_socs and several_groups(scenario.strategy.name)
+        if is_alone and scenario.strategy.compression != NONE:
+            why = "each group has one SoC, which exchanges no gradients; leave it out"
+            raise scenario.mistake("strategy", "compression", why)
         if scenario.precision.arithmetic == "int8" and scenario.has_groups:
             _check_int8_exchange(scenario)
         last = self.cluster.num_socs - 1

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from socflower.scenario.prepared_run import prepare
 from socflower.scenario.schema.config import Scenario, TrainConfig
 from tests.command_line import Socflower, is_mistake
 from tests.one_line import refused
@@ -27,6 +28,8 @@ def test_compression_of_gradients_is_refused_without_groups_but_dormant_in_a_com
     largest = compressed(compression="dgc")
     refused(lambda: largest.replaced(train=adam), "compression = 'dgc'", "optimizer = 'adam'")
     refused(lambda: compressed(compression="zip"), "zip", "dgc")
+    alone = small(groups=4, compression="fp16")
+    refused(lambda: prepare(alone), "compression = 'fp16'", "one SoC")
 
 
 def test_the_command_ends_with_status_2_and_writes_nothing(

@@ -828,7 +828,7 @@ class ScenarioFile(ClusterFile):
     def hub_needs_models(self) -> str:
         """The key of the file that needs each group's model at the hub; empty if no key does."""
         outer, kind = self.strategy.outer, STRATEGIES[self.strategy.name]
-        if isinstance(kind, GroupStrategy) and kind.outer_step:
+        if isinstance(kind, GroupStrategy) and kind.needs_each_model:
             return self._name
         return (
             f"[strategy.outer] name = {outer.name!r}"

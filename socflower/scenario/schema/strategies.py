@@ -22,8 +22,8 @@ class GroupStrategy(Strategy):
     """A strategy with groups: a class that is made as `SoCFlow` is, by keyword arguments.
 
     `num_groups`, `num_socs` and `interval_epochs` are None if `[strategy]` decides, by its keys `groups`, `socs` and
-    `sync_interval_epochs`. `num_groups` 0 is as many as SoCs. With `outer_step` the strategy has an outer step of its
-    own, which needs each group's model at the hub.
+    `sync_interval_epochs`. `num_groups` 0 is as many as SoCs. With `needs_each_model` it has an
+    outer step or an average of its own, so that leaders cannot send the hub their mean.
     """
 
     # The class is imported when it trains, since every command reads this module.
@@ -31,7 +31,7 @@ class GroupStrategy(Strategy):
     num_groups: int | None = None
     num_socs: int | None = None
     interval_epochs: float | None = None
-    outer_step: bool = False
+    needs_each_model: bool = False
 
     def groups(self, asked: int | str, num_socs: int) -> int | str:
         """Return the number of groups of so many SoCs; `asked` is the value in `[strategy]`."""
@@ -63,7 +63,7 @@ STRATEGIES: dict[str, Strategy] = {
         about="each SoC alone, then an outer step with Nesterov momentum",
         target="socflower.strategies.diloco:DiLoCo",
         num_groups=0,
-        outer_step=True,
+        needs_each_model=True,
     ),
     PIPELINE_STRATEGY: Strategy(
         about="[a pipeline](#pipeline) of unequal devices", is_pipeline=True
