@@ -102,7 +102,7 @@ class OuterStep:
 
     def __init__(self, strategy: Strategy, num_groups: int, num_nodes: int) -> None:
         require_type(
-            "SoCFlow",
+            "outer",
             (Strategy,),
             "a strategy of Flower's, such as FedAdam(), or None",
             outer=strategy,
@@ -121,7 +121,7 @@ class OuterStep:
             )  # as it is without the moments of a resumed training
         except Exception as error:
             raise ConfigError(
-                f"SoCFlow: outer = {self.name}(…) cannot be copied to be tried before round 1 "
+                f"outer = {self.name}(…) cannot be copied to be tried before round 1 "
                 f"({_one_line(error)}); make what it holds outside of it"
             ) from None
 
@@ -130,17 +130,17 @@ class OuterStep:
         strategy, name = self.strategy, self.name
         if isinstance(strategy, Resumable):
             raise ConfigError(
-                f"SoCFlow: outer = {name}(…) makes groups or rounds of its own; give a strategy of "
+                f"outer = {name}(…) makes groups or rounds of its own; give a strategy of "
                 "Flower's, such as FedAvg() or FedAdam()"
             )
         if isinstance(getattr(strategy, "strategy", None), Strategy):
             raise ConfigError(
-                f"SoCFlow: outer = {name}(…) wraps another strategy; put it around: "
+                f"outer = {name}(…) wraps another strategy; put it around: "
                 f"{name}(SoCFlow(…), …)"
             )
         if isinstance(strategy, FedXgbBagging | FedXgbCyclic):
             raise ConfigError(
-                f"SoCFlow: outer = {name}(…) collects trees, and groups train the weights of a network; "
+                f"outer = {name}(…) collects trees, and groups train the weights of a network; "
                 "start it without SoCFlow, over clients that train trees"
             )
 
@@ -149,26 +149,26 @@ class OuterStep:
         for key, needed in _SETTINGS.items():
             if (value := getattr(strategy, key, needed)) != needed:
                 raise ConfigError(
-                    f"SoCFlow: outer = {self.name}({key}={value!r}) must be {needed!r}: every group "
+                    f"outer = {self.name}({key}={value!r}) must be {needed!r}: every group "
                     "trains in every round, and clients read and write these keys"
                 )
         least, default = getattr(strategy, "min_train_nodes", 0), 2
         if least > max(num_groups, default):
             raise ConfigError(
-                f"SoCFlow: outer = {self.name}(min_train_nodes={least}), and there "
+                f"outer = {self.name}(min_train_nodes={least}), and there "
                 f"{are_counted(num_groups, 'group')} to train; leave it out"
             )
         for key in ("min_evaluate_nodes", "min_available_nodes"):
             if (least := getattr(strategy, key, 0)) > max(num_nodes, default):
                 raise ConfigError(
-                    f"SoCFlow: outer = {self.name}({key}={least}), and there {are_counted(num_nodes, 'node')}; "
+                    f"outer = {self.name}({key}={least}), and there {are_counted(num_nodes, 'node')}; "
                     f"give {num_nodes} at most"
                 )
         if fault := self.too_few(num_groups):
-            raise ConfigError(f"SoCFlow: outer: {fault}; plan more groups")
+            raise ConfigError(f"outer: {fault}; plan more groups")
         if isinstance(strategy, QFedAvg) and strategy.train_loss_key != TRAIN_LOSS:
             raise ConfigError(
-                f"SoCFlow: outer = QFedAvg(train_loss_key={strategy.train_loss_key!r}), and groups "
+                f"outer = QFedAvg(train_loss_key={strategy.train_loss_key!r}), and groups "
                 f"report their loss as {TRAIN_LOSS!r}; give QFedAvg(train_loss_key={TRAIN_LOSS!r}, …)"
             )
 
@@ -208,7 +208,7 @@ class OuterStep:
         """
         if in_rings and proximal_mu_of(self.strategy):
             raise ConfigError(
-                "SoCFlow: outer = FedProx(…): members of a ring do not add the proximal term; use it "
+                "outer = FedProx(…): members of a ring do not add the proximal term; use it "
                 "where a group trains in one process, or without groups"
             )
         trial = self._trial
@@ -229,17 +229,17 @@ class OuterStep:
                 made, _ = trial.aggregate_train(server_round, replies)
         except Exception as error:
             raise ConfigError(
-                f"SoCFlow: outer = {self.name}(…) cannot take groups as clients: {_one_line(error)}"
+                f"outer = {self.name}(…) cannot take groups as clients: {_one_line(error)}"
             ) from None
         if made is None or (difference := _difference(made, trained)):
             raise ConfigError(
-                f"SoCFlow: outer = {self.name}(…) makes no model of {counted(num_groups, 'group')}"
+                f"outer = {self.name}(…) makes no model of {counted(num_groups, 'group')}"
                 + ("" if made is None else f": {difference}")
             )
         known = {SERVER_ROUND, *([_PROXIMAL_MU] if isinstance(trial, FedProx) else [])}
         if own := [key for key in sent if key not in known and sent[key] != config.get(key)]:
             raise ConfigError(
-                f"SoCFlow: outer = {self.name}(…) sets {own[0]!r} in the train config, which groups do "
+                f"outer = {self.name}(…) sets {own[0]!r} in the train config, which groups do "
                 "not get from it; give it as train_config of start"
             )
 
