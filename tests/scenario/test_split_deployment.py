@@ -163,7 +163,7 @@ def is_within_a_round(run: DeployedRun, num_batches: int = 2, at_most: int = 10*
     )
     sessions = json.loads(asked.stdout)["sessions"]
     return any(
-        session["stands_at"] is None and num_batches <= session["num_batches_done"] <= at_most
+        session["batch"] is None and num_batches <= session["num_batches_done"] <= at_most
         for session in sessions
     )
 
