@@ -135,8 +135,7 @@ class OuterStep:
             )
         if isinstance(getattr(strategy, "strategy", None), Strategy):
             raise ConfigError(
-                f"outer = {name}(…) wraps another strategy; put it around: "
-                f"{name}(SoCFlow(…), …)"
+                f"outer = {name}(…) wraps another strategy; put it around: {name}(SoCFlow(…), …)"
             )
         if isinstance(strategy, FedXgbBagging | FedXgbCyclic):
             raise ConfigError(

@@ -221,7 +221,7 @@ def measure_front(split: SplitModel, cut: int, how: Measuring) -> FrontCost:
 
 
 def both_parts(first_s: float, second_s: float, sum_s: float) -> tuple[float, float]:
-    """Return two durations from timings of both and of their sum, by least squares of the relative errors."""
+    """Return two durations from timings of both and of their sum, by least squares of the relative errors; 0 or more."""
     timed_s = np.array([first_s, second_s, sum_s])
     if timed_s.min() <= 0.0:
         # Below the resolution of the clock.
@@ -232,7 +232,8 @@ def both_parts(first_s: float, second_s: float, sum_s: float) -> tuple[float, fl
         np.ones(3),
         rcond=None,
     )[0]
-    return float(first), float(second)
+    # One interruption of a short measurement can make the other part negative.
+    return max(0.0, float(first)), max(0.0, float(second))
 
 
 def measure_cloud(split: SplitModel, how: Measuring) -> tuple[float, ...]:

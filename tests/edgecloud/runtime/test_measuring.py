@@ -189,3 +189,9 @@ def test_a_timing_may_be_a_mean_over_as_many_runs_as_last_long_enough() -> None:
     single = replace(SMALL, num_repeats=7, clock=lambda: now_s[0])
     assert single.seconds(work) == 1.0
     assert replace(single, at_least_s=300.0).seconds(work) == pytest.approx(3.0, rel=0.02)
+
+
+def test_parts_of_a_disturbed_timing_are_never_negative() -> None:
+    for first_s, second_s, sum_s in itertools.product((1e-4, 1e-3, 5e-2), repeat=3):
+        assert min(both_parts(first_s, second_s, sum_s)) >= 0.0
+    assert both_parts(1.0, 2.0, 3.0) == pytest.approx((1.0, 2.0))
