@@ -221,7 +221,7 @@ def measure_front(split: SplitModel, cut: int, how: Measuring) -> FrontCost:
 
 
 def both_parts(first_s: float, second_s: float, sum_s: float) -> tuple[float, float]:
-    """Return two durations from timings of both and of their sum, by least squares of the relative errors; 0 or more."""
+    """Return two durations from timings of both and of their sum, by least squares of relative errors; 0 or more."""
     timed_s = np.array([first_s, second_s, sum_s])
     if timed_s.min() <= 0.0:
         # Below the resolution of the clock.
