@@ -9,6 +9,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from socflower.cluster import Usage
+from socflower.errors import ConfigError
 from socflower.plain_numbers import plain_numbers
 from socflower.strategies.reply_events import ReplyEvent
 
@@ -189,8 +190,11 @@ class Method(ABC, Generic[RoundT, SettledT]):
 
     def clients_of_outer(self, this: RoundT) -> OuterClients:
         """Return what the outer strategy's clients are in a round."""
-        raise NotImplementedError(f"{type(self).__name__} has no outer strategy")
+        raise self._without_outer()
 
     def nodes_for_evaluation(self, grid: Grid) -> NodesForEvaluation:
         """Return the nodes of the latest round that are still present; only an outer strategy asks for them."""
-        raise NotImplementedError(f"{type(self).__name__} has no outer strategy")
+        raise self._without_outer()
+
+    def _without_outer(self) -> ConfigError:
+        return ConfigError(f"{type(self).__name__} takes no outer strategy; leave outer out")

@@ -1,4 +1,4 @@
-"""What a result says of a reply that is not an ordinary one."""
+"""What a result says of an unusual reply; apart from `replies.py`, since planning loads no Flower."""
 
 from dataclasses import dataclass
 
