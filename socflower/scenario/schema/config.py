@@ -12,6 +12,7 @@ from socflower.field_rules import OneOf
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
 from socflower.hierarchy.exchange.gradients import LargestValues
 from socflower.hierarchy.exchange.models import NONE
+from socflower.hierarchy.group_count import GROUP_RULES
 from socflower.peers.ring.settings import RingSettings
 from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.report.quality import ACCURACY, LOSS, Quality, quality_of
@@ -297,6 +298,13 @@ class StrategyConfig(Table):
             'number of groups of `socflow`; "auto" [tries them out](concepts/planning.md#how-many-groups)'
         ),
     )
+    group_rule: Annotated[str, OneOf(GROUP_RULES)] = Field(
+        "time",
+        description=(
+            'of groups = "auto": `time` takes the number whose accuracy is best after equal time, `paper` the last '
+            "before the accuracy of the first epoch is below 0.15"
+        ),
+    )
     socs: NumSocs | None = Field(None, description="how many slots take part; default: all")
     sync_interval_epochs: IntervalEpochs = Field(
         "decay",
@@ -427,7 +435,9 @@ class StrategyConfig(Table):
 
     def under(self, name: str, **changes: Any) -> Self:
         """Return the table under another strategy, without the keys that only groups, or several groups, read."""
-        keys: tuple[str, ...] = () if several_groups(name) else ("outer", *_OF_LEADERS)
+        keys: tuple[str, ...] = ()
+        if not several_groups(name):
+            keys = ("outer", "group_rule", *_OF_LEADERS)
         if not exchanges_gradients(name):
             keys = (*keys, "compression")
         if name == self.name:
@@ -631,6 +641,12 @@ class ScenarioFile(ClusterFile):
             for key in _OF_LEADERS:
                 why = f"it is for leaders of several groups, and {name}; leave it out"
                 yield is_set(strategy, key), self._at("strategy", key), why
+        chosen = several_groups(strategy.name) and groups == "auto"
+        yield (
+            is_set(strategy, "group_rule") and not chosen,
+            self._at("strategy", "group_rule"),
+            f"it is for groups = 'auto', and {self._at('strategy', 'groups')} and {self._name}; leave it out",
+        )
         compression = self._at("strategy", "compression")
         yield (
             strategy.compression != NONE and not exchanges_gradients(strategy.name),
