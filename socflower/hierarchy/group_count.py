@@ -117,8 +117,8 @@ def choose_by_time(
     taken to stay ahead. All trials of a field train until they have had equally much time, then the better half goes on
     from where it is, until one is left. The fields share what trials may take, `share` of the shortest predicted run
     among those still in the field; so all trials together take at most that part of the run that is chosen, as
-    predicted, unless all of a later field diverge and one that left before is chosen. The first field is as many as that allows, quick runs first. If the slowest of those tried is the
-    best, the next slower one is tried against it.
+    predicted, unless all of a later field diverge and one that left before is chosen. The first field is as many as
+    that allows, quick runs first. If the slowest of those tried is the best, the next slower one is tried against it.
 
     A trial leaves the field once its score is NaN, or not above `initial`, the score before training, while another's
     is. Equal scores go to fewer groups. If fewer than two trials can be compared within `share`, none trains and the

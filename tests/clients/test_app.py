@@ -450,14 +450,13 @@ def test_of_the_groups_of_a_warm_up_those_that_are_chosen_go_on(tmp_path: Path) 
     """Several numbers of groups train in turn on one node, each with its own momentum and files."""
     app, own = make_app(state_folder=lambda context: tmp_path), node()
     tried = {number: replace(half(0), num_groups=number) for number in (1, 2)}
-    for task in tried.values():
-        app(message(group=task, **{WARM_UP: True}), own)
+    for of_number in tried.values():
+        app(message(group=of_number, **{WARM_UP: True}), own)
     assert len(list(tmp_path.iterdir())) == 2
-    for number, task in tried.items():
-        later = replace(task, first_step=4)
-        alone = node()
-        fresh = make_app()
-        fresh(message(group=task), alone)
+    for of_number in tried.values():
+        later = replace(of_number, first_step=4)
+        alone, fresh = node(), make_app()
+        fresh(message(group=of_number), alone)
         expected = fresh(message(group=later), alone)
         assert_equal_weights(app(message(group=later, **{WARM_UP: True}), own), expected)
         assert_equal_weights(app(message(group=later, **{RESUMED: True}), node()), expected)

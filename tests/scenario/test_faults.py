@@ -183,7 +183,7 @@ def test_fedavg_never_averages_nan_in() -> None:
 def test_events_strike_every_number_of_groups_that_a_warm_up_tries() -> None:
     scenario = small("socflow", groups="auto", epochs=2, batch_size=8, interval=0.0625)
     result = run_scenario(scenario.replaced(events=(event("nan", soc=0),)), num_workers=0)
-    assert 0 < result["warm_up"]["num_rounds"] and result["warm_up"]["num_groups"] >= 2
+    assert result["warm_up"]["num_rounds"] > 0 and result["warm_up"]["num_groups"] >= 2
     assert [report["kind"] for report in events_by_round(result)[1]] == ["not-finite"]
 
 

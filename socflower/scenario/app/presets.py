@@ -21,12 +21,11 @@ from socflower.engines.run_folder import RunFolder
 from socflower.errors import InfeasiblePlan
 from socflower.hierarchy import default_candidates
 from socflower.hierarchy.exchange.collectives import BUCKETS
-from socflower.pipeline.planner.selection import PlannerSettings
 from socflower.pipeline.runtime.payloads import ActivationCoding
 from socflower.scenario.app.round_record import RoundRecord, round_end_of
 from socflower.scenario.app.split_result import split_document
 from socflower.scenario.costs import model_profile, num_training_samples, pricing
-from socflower.scenario.pipeline_planning import micro_batch_sizes, pipeline_problem
+from socflower.scenario.pipeline_planning import pipeline_problem, planner_settings
 from socflower.scenario.planning import rebalancing
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.schema.config import Scenario
@@ -219,7 +218,7 @@ def _pipeline(parts: RunParts) -> Preset:
     interval = settings.sync_interval_epochs
     strategy = HybridPipeline(
         problem=problem,
-        planner=PlannerSettings(micro_batch_sizes=tuple(micro_batch_sizes(scenario))),
+        planner=planner_settings(scenario),
         schedule=TrainingSchedule(
             num_samples=_num_samples(scenario),
             batch_size=scenario.train.batch_size,

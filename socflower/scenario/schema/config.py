@@ -18,7 +18,7 @@ from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.report.quality import ACCURACY, LOSS, Quality, quality_of
 from socflower.scenario.schema.key_rules import is_set, require_reader, shown
 from socflower.scenario.schema.outer import OuterConfig
-from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PIPELINE_STRATEGY, PipelineConfig
+from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PipelineConfig
 from socflower.scenario.schema.split import (
     CLICK_MODEL,
     GENERATOR,
@@ -295,7 +295,8 @@ class StrategyConfig(Table):
     groups: NumSocs | Annotated[str, OneOf(("auto",))] = Field(
         "auto",
         description=(
-            'number of groups of `socflow`; "auto" [tries them out](concepts/planning.md#how-many-groups)'
+            'number of groups of `socflow`; "auto" [tries them out](concepts/planning.md#how-many-groups); of `2d`, '
+            'where "auto" is that of the least predicted time'
         ),
     )
     group_rule: Annotated[str, OneOf(GROUP_RULES)] = Field(
@@ -435,11 +436,13 @@ class StrategyConfig(Table):
 
     def under(self, name: str, **changes: Any) -> Self:
         """Return the table under another strategy, without the keys that only groups, or several groups, read."""
-        keys: tuple[str, ...] = ()
-        if not several_groups(name):
+        keys: Collection[str] = ()
+        if STRATEGIES[name].is_pipeline:
+            keys = set(StrategyConfig.model_fields) - set(_READ_BY_PIPELINES)
+        elif not several_groups(name):
             keys = ("outer", "group_rule", *_OF_LEADERS)
         if not exchanges_gradients(name):
-            keys = (*keys, "compression")
+            keys = {*keys, "compression"}
         if name == self.name:
             keys = ()
         left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
@@ -619,7 +622,7 @@ class ScenarioFile(ClusterFile):
         """Replace the strategies that are compared by default with those of this scenario's family."""
         if self.compare.strategies != CLUSTER_STRATEGIES or not (self.is_split or self.is_pipeline):
             return
-        fitting: tuple[str, ...] = (PIPELINE_STRATEGY, *CLUSTER_STRATEGIES[1:])
+        fitting: tuple[str, ...] = (self.strategy.name, *CLUSTER_STRATEGIES[1:])
         if self.is_split:
             fitting = tuple(name for name in self._family if name != "splitfed")
         # The table is frozen; this is the only default that depends on another table.
@@ -696,13 +699,17 @@ class ScenarioFile(ClusterFile):
     def _rules_of_pipelines(self) -> Iterator[Rule]:
         """Yield what a pipeline does not read, and what its samples and batches need."""
         if not self.is_pipeline:
-            why = f"it is for name = {PIPELINE_STRATEGY!r}, and {self._name}; leave it out"
+            names = " and ".join(
+                repr(name) for name, kind in STRATEGIES.items() if kind.is_pipeline
+            )
+            why = f"it is for name = {names}, and {self._name}; leave it out"
             yield self.pipeline is not None, "[pipeline]", why
             return
         table, batch_size = self.pipeline or PipelineConfig(), self.train.batch_size
         said = f"{self._name} does not read it; leave it out"
         yield self.precision.arithmetic != "fp32", self._at("precision", "arithmetic"), said
-        yield from self._unread(_READ_BY_PIPELINES)
+        grid = STRATEGIES[self.strategy.name].is_grid
+        yield from self._unread((*_READ_BY_PIPELINES, "groups") if grid else _READ_BY_PIPELINES)
         sample = f"[pipeline] {shown(table, 'sample')}"
         yield (
             table.sample and self.data != DataConfig(),

@@ -28,7 +28,10 @@ def test_every_target_is_a_strategy_with_groups(kind: GroupStrategy) -> None:
 
 
 def test_families_are_those_with_a_cloud_and_those_without() -> None:
-    assert family_of("ring") == ("socflow", "ring", "fedavg", "sgd", "diloco", "hybrid-pipeline")
+    assert family_of("ring") == (
+        *("socflow", "ring", "fedavg", "sgd", "diloco"),
+        *("hybrid-pipeline", "2d"),
+    )
     assert set(family_of("splitfed")) == set(STRATEGIES) - set(family_of("ring"))
 
 
