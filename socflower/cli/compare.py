@@ -78,10 +78,17 @@ def compare(
     tune: Annotated[
         list[str] | None,
         typer.Option(
-            help="KEY=VALUE,VALUE,...: search a key of [train] for each "
+            help="KEY=VALUE,VALUE,...: search a key of [train] or [strategy] for each "
             "strategy, "
             "with an unreported seed, for the quickest to [compare] "
             "target, else the best accuracy or loss. Repeatable."
+        ),
+    ] = None,
+    search: Annotated[
+        int | None,
+        typer.Option(
+            help="So many trainings for each strategy: halve and double its SoCs, batch, rate, epochs, groups and "
+            "interval while it reaches the target sooner, with an unreported seed."
         ),
     ] = None,
     cluster: Annotated[Path | None, typer.Option(help="As of run.")] = None,
@@ -128,6 +135,7 @@ def compare(
             as_json,
             seeds=seeds,
             tune=tune,
+            search=search,
             logging=round_logging(log),
             **shared,
         )
@@ -155,13 +163,18 @@ def _compare_strategies(
     *,
     seeds: str | None,
     tune: list[str] | None,
+    search: int | None,
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """Compare strategies, print the comparison and return the claims."""
     from socflower.scenario.comparison import compare as run_comparison
     from socflower.scenario.comparison import parse_seeds
+    from socflower.scenario.search import Search
     from socflower.scenario.tuning import parse_tuning
 
+    if tune and search is not None:
+        raise ConfigError("--tune and --search both choose settings; give one of them")
+    found_by = None if search is None else Search(budget=search)
     names = list(scenario.compare.strategies)
     if strategies:
         names = [name.strip() for name in strategies.split(",")]
@@ -173,7 +186,7 @@ def _compare_strategies(
             target,
             on_start=bar,
             seeds=parse_seeds(seeds) if seeds else (),
-            tuning=parse_tuning(tune) if tune else None,
+            tuning=parse_tuning(tune) if tune else found_by,
             **settings,
         )
     return _printed(scenario, document, target, as_json)

@@ -17,7 +17,6 @@ from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.schema.config import (
     CompareConfig,
     ModelConfig,
-    OwnTraining,
     PrecisionConfig,
     PredictedEpoch,
     Scenario,
@@ -174,7 +173,7 @@ def test_an_unknown_strategy_is_refused_before_anything_trains(
 
 
 def test_a_strategy_trains_with_settings_of_its_own(trained: TrainedBy, tmp_path: Path) -> None:
-    own = {"sgd": OwnTraining(epochs=3, learning_rate=0.125, sync_interval_epochs=0.25)}
+    own = {"sgd": dict(epochs=3, learning_rate=0.125, sync_interval_epochs=0.25)}
     scenario = small().replaced(compare=CompareConfig(train=own, strategies=("socflow", "sgd")))
     compare(scenario, ["socflow", "sgd"], tmp_path)
     socflow, sgd = (
@@ -191,7 +190,7 @@ def test_a_strategy_trains_with_settings_of_its_own(trained: TrainedBy, tmp_path
     [
         ({"train": {"adam": {"epochs": 1}}}, "no such strategy"),
         ({"train": {"sgd": {"epochs": 0}}}, "train.sgd] epochs = 0"),
-        ({"train": {"sgd": {"momentum": 0.5}}}, "unknown key 'momentum'"),
+        ({"train": {"sgd": {"momentun": 0.5}}}, "unknown key 'momentun'"),
         ({"strategies": ["socflow"], "train": {"sgd": {"epochs": 1}}}, "'sgd'"),
         ({"predict": [{"model": "vgg11", "arithmetic": "int4"}]}, "arithmetic = 'int4'"),
         ({"predict": [{"data": "cifar10"}]}, "model is missing"),

@@ -13,7 +13,7 @@ from socflower import __version__
 from socflower.engines.checkpoint import Checkpoint
 from socflower.engines.run_folder import RunFolder
 from socflower.engines.trained_devices import TrainedDevices
-from socflower.report.quality import final_figures
+from socflower.report.quality import QUALITIES, final_figures
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document
 from socflower.scenario.workload import ModelMetrics
@@ -24,6 +24,14 @@ from socflower.strategies.reply_events import ReplyEvent
 from socflower.wire.message_keys import TRAINING
 
 RoundEnd: TypeAlias = Callable[[int], dict[str, Any]]
+
+
+class Ended(Exception):
+    """A run ends after a round that is not its last, with the model of that round."""
+
+    def __init__(self, server_round: int, arrays: ArrayRecord) -> None:
+        super().__init__(f"ended after round {server_round}")
+        self.server_round, self.arrays = server_round, arrays
 
 
 class RoundRecord:
@@ -45,6 +53,7 @@ class RoundRecord:
         self._devices, self._evaluate = devices, evaluate
         self._checkpointing = folder.read_checkpointing()
         self._training = folder.training
+        self._ending = folder.read_ending()
         self._trace_parts: list[int] = []
         self._num_spans_kept = 0
 
@@ -81,6 +90,8 @@ class RoundRecord:
     ) -> EvaluateFn:
         """Return the evaluate function of `Strategy.start`; it also records the round and writes a checkpoint of it.
 
+        It raises `Ended` after a round with which the run is over.
+
         `round_end` returns a round's `epoch`, `events` and further entries; `own_state` that from which the strategy
         resumes; `extra_figures` figures that are known in round 0 as well.
         """
@@ -108,12 +119,23 @@ class RoundRecord:
             if server_round or self.warm_up is not None:
                 self._write_checkpoint(server_round, num_rounds, arrays, own_state())
             self._folder.append_progress({**self.rounds[-1], "num_rounds": num_rounds})
+            if server_round < num_rounds and self._is_over():
+                raise Ended(server_round, arrays)
             scores: dict[str, int | float | list[int] | list[float]] = {"loss": outcome.loss}
             if outcome.accuracy is not None:
                 scores["accuracy"] = outcome.accuracy
             return MetricRecord(scores)
 
         return evaluate_round
+
+    def _is_over(self) -> bool:
+        """Whether the latest round is as good, or as late, as the run is to be."""
+        ending, latest = self._ending, self.rounds[-1]
+        if ending is None:
+            return False
+        if QUALITIES[ending.quality].reaches(latest[ending.quality], ending.target):
+            return True
+        return ending.most_virtual_s is not None and latest["virtual_s"] >= ending.most_virtual_s
 
     def totals(self, final: ArrayRecord, whole: ArrayRecord | None = None) -> dict[str, Any]:
         """Write trace and model; return the part of the outcome that follows from clock and weights.
