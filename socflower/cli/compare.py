@@ -325,26 +325,24 @@ def _print_predictions(console: Console, predictions: Sequence[Mapping[str, Any]
         "arithmetic",
         *strategies,
         "gain",
-        "at equal\nsamples",
-        title="Predicted, not trained: an epoch on this cluster",
+        title="Predicted, not trained: an epoch at equal samples a step, below it each at its best",
         title_justify="left",
         **_NARROW,
     )
     for row in found["rows"]:
+        pairs = zip(row["equal_epoch_s"], row["best_epoch_s"], strict=True)
         table.add_row(
             row["model"],
             row["arithmetic"],
-            *(human_seconds(seconds) for seconds in row["epoch_s"]),
-            human_ratio(row["gain"]),
-            human_ratio(row["equal_gain"]),
+            *(f"{human_seconds(equal)}\n{human_seconds(best)}" for equal, best in pairs),
+            f"{human_ratio(row['equal_gain'])}\n{human_ratio(row['best_gain'])}",
         )
     console.print(table)
     if strategies[1:]:
-        own, *theirs = found["rows"][0]["step_samples"]
         print_text(
-            f"the gain is {strategies[0]}'s over the quickest of {', '.join(strategies[1:])}, which take "
-            f"{' and '.join(map(str, dict.fromkeys(theirs)))} samples a step, {strategies[0]} {own}; at equal "
-            f"samples all take {own}",
+            f"the gain is {strategies[0]}'s over the quickest of {', '.join(strategies[1:])}; all take "
+            f"{found['rows'][0]['step_samples']} samples a step; at its best each has the number of SoCs and the "
+            "overlap that are quickest",
             console,
             "dim",
         )

@@ -15,7 +15,7 @@ from socflower.report.spread import means_of
 from socflower.report.summary import headline_of
 from socflower.scenario.caveats import caveats_of
 from socflower.scenario.expectations import check_expectations
-from socflower.scenario.planning import epochs_by_fusion, predicted_epochs
+from socflower.scenario.predicted_epochs import epochs_by_fusion, predicted_epochs
 from socflower.scenario.prepared_run import PreparedRun, prepare
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document

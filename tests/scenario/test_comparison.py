@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,25 @@ def test_predicted_epochs_are_also_compared_at_equal_samples_a_step(
     assert groups["equal_epoch_s"] == groups["epoch_s"]
     assert alone["equal_epoch_s"] == epoch_of(scenario, "sgd", batch_size=32)
     assert alone["equal_epoch_s"] != alone["epoch_s"]
+
+
+def test_predicted_epochs_are_also_those_of_each_strategys_best_number_of_socs(
+    trained: TrainedBy, tmp_path: Path
+) -> None:
+    entry = PredictedEpoch(model="resnet8", data="digits", batch_size=16)
+    scenario = small(boards=(4, 4)).replaced(compare=CompareConfig(predict=(entry,)))
+    for row in compare(scenario, ["socflow", "ring", "sgd"], tmp_path)["predictions"]:
+        counts = {"socflow": (2, 4, 8), "ring": (1, 2, 4, 8), "sgd": (8,)}[row["strategy"]]
+        batch_size = 16 if row["strategy"] == "socflow" else 32
+        seconds = {}
+        for socs, buckets in product(counts, (1, 8)):
+            settings = scenario.strategy.replaced(socs=socs, overlap_buckets=buckets)
+            tried = scenario.replaced(strategy=settings)
+            seconds[socs, buckets] = epoch_of(tried, row["strategy"], batch_size=batch_size)
+        assert row["best_epoch_s"] == pytest.approx(min(seconds.values()), rel=1e-12)
+        if row["best"]:
+            best = (row["best"]["socs"], row["best"].get("overlap_buckets", 1))
+            assert seconds[best] == row["best_epoch_s"]
 
 
 def epoch_of(
