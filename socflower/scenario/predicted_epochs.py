@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from socflower.cluster import Cluster
 from socflower.errors import InfeasiblePlan
 from socflower.hierarchy.exchange.collectives import FUSIONS
 from socflower.scenario.planning import PlannedTraining, planned_training
@@ -36,14 +37,13 @@ def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict
             # FedAvg has no plan, so nothing is predicted for it.
             if not planned.has_groups:
                 continue
-            own = _training(planned)
+            cluster = scenario_cluster(planned)
+            own = _training(planned, cluster)
             own_samples = _num_groups(planned) * entry.batch_size
             # The first strategy decides at how many samples a step all are compared.
             step_samples = step_samples or own_samples
-            equal = own if own_samples == step_samples else _at(planned, step_samples)
-            settings, best = min(
-                _tried(planned, step_samples), key=lambda tried: tried[1].duration_s
-            )
+            equal = own if own_samples == step_samples else _at(planned, cluster, step_samples)
+            settings, best = best_epoch(planned, cluster, step_samples)
             rows.append(
                 {
                     **entry.model_dump(),
@@ -72,9 +72,24 @@ def _of_entry(scenario: Scenario, entry: PredictedEpoch, name: str) -> Scenario:
     )
 
 
-def _training(scenario: Scenario) -> PlannedTraining:
+def best_epoch(
+    scenario: Scenario, cluster: Cluster, step_samples: int
+) -> tuple[dict[str, Any], PlannedTraining]:
+    """Return the settings with which the scenario's strategy has the shortest epoch, and the epoch.
+
+    `InfeasiblePlan` if no number of SoCs has the memory for so many samples a step.
+    """
+    tried = list(_tried(scenario, cluster, step_samples))
+    if not tried:
+        raise InfeasiblePlan(
+            f"{scenario.strategy.name}: {step_samples} samples a step fit no number of SoCs"
+        )
+    return min(tried, key=lambda each: each[1].duration_s)
+
+
+def _training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
     """Return the mean epoch of a training; `InfeasiblePlan` for a device with too little memory."""
-    planned, epochs = planned_training(scenario, scenario_cluster(scenario)), scenario.train.epochs
+    planned, epochs = planned_training(scenario, cluster), scenario.train.epochs
     return PlannedTraining(
         duration_s=planned.duration_s / epochs,
         energy_j=planned.energy_j / epochs,
@@ -90,18 +105,21 @@ def _num_groups(scenario: Scenario) -> int:
     return number if isinstance(number, int) else len(scenario_cluster(scenario).boards)
 
 
-def _at(scenario: Scenario, step_samples: int, **strategy: Any) -> PlannedTraining | None:
+def _at(
+    scenario: Scenario, cluster: Cluster, step_samples: int, **strategy: Any
+) -> PlannedTraining | None:
     """Return the epoch with so many samples a step and other settings; None if they do not fit a device's memory."""
     changed = scenario.replaced(strategy=scenario.strategy.replaced(**strategy))
     batch_size = max(1, step_samples // _num_groups(changed))
     try:
-        return _training(changed.replaced(train=changed.train.replaced(batch_size=batch_size)))
+        train = changed.train.replaced(batch_size=batch_size)
+        return _training(changed.replaced(train=train), cluster)
     except InfeasiblePlan:
         return None
 
 
 def _tried(
-    scenario: Scenario, step_samples: int
+    scenario: Scenario, cluster: Cluster, step_samples: int
 ) -> Iterator[tuple[dict[str, Any], PlannedTraining]]:
     """Yield the settings that a strategy may have at so many samples a step, each with its epoch.
 
@@ -109,7 +127,7 @@ def _tried(
     """
     settings = scenario.strategy
     kind = group_strategy(settings.name)
-    counts = [kind.num_socs or settings.socs or scenario_cluster(scenario).num_socs]
+    counts = [kind.num_socs or settings.socs or cluster.num_socs]
     # A strategy with as many groups as SoCs may have one.
     least = 1 if kind.num_groups == 0 else _num_groups(scenario)
     while kind.num_socs is None and counts[-1] > least:
@@ -119,7 +137,7 @@ def _tried(
         # Int8 exchanges its gradients after the backward pass.
         overlaps = scenario.precision.arithmetic != "int8" and kind.num_groups != 0 and socs > least
         for more in [{"overlap_buckets": buckets} for buckets in _BUCKETS] if overlaps else [{}]:
-            found = _at(scenario, step_samples, **changes, **more)
+            found = _at(scenario, cluster, step_samples, **changes, **more)
             if found is not None:
                 yield {**changes, **more}, found
 
@@ -135,6 +153,5 @@ def epochs_by_fusion(scenario: Scenario, strategies: Sequence[str]) -> list[dict
 
 
 def _epoch_s(scenario: Scenario, fusion: str) -> float:
-    return _training(
-        scenario.replaced(strategy=scenario.strategy.replaced(fusion=fusion))
-    ).duration_s
+    changed = scenario.replaced(strategy=scenario.strategy.replaced(fusion=fusion))
+    return _training(changed, scenario_cluster(changed)).duration_s
