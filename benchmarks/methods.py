@@ -90,7 +90,9 @@ def _epochs(
     found: dict[str, tuple[PlannedTraining, Mapping[str, Any]]] = {}
     for name in (OURS, *OTHERS):
         try:
-            settings, epoch = best_epoch(_scenario(model, fusion).under(name), cluster, STEP_SAMPLES)
+            settings, epoch = best_epoch(
+                _scenario(model, fusion).under(name), cluster, STEP_SAMPLES
+            )
         except InfeasiblePlan:
             continue
         found[name] = (epoch, settings)

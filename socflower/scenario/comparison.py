@@ -25,6 +25,7 @@ from socflower.scenario.search import (
     Choice,
     Cost,
     Search,
+    is_over,
     moves_of,
     pattern_search,
     start_of,
@@ -254,10 +255,10 @@ class _Comparison:
             result |= costs_to_target(result, quality, target)
             tried[described(choice)] = _figures(result, quality)
             reached_s = result[quality.time_key]
-            return (
-                math.inf if reached_s is None else reached_s,
-                quality.rank(result[quality.final_key]),
-            )
+            # Of two that are as quick the first stays: a search for quality would end in longer and longer trainings.
+            if reached_s is not None:
+                return reached_s, 0.0
+            return math.inf, quality.rank(result[quality.final_key])
 
         found = pattern_search(start_of(under), moves_of(under), cost_of, search.budget)
         return {
@@ -303,7 +304,7 @@ class _Comparison:
     ) -> dict[str, Any]:
         """Return the result in a folder if it is of this scenario, else run it."""
         scenario = run.scenario if isinstance(run, PreparedRun) else run
-        result = _finished(folder / "result.json", scenario, self._engine)
+        result = _finished(folder / "result.json", scenario, self._engine, ending)
         if result is None:
             from socflower.scenario.runner import run_to_folder
 
@@ -331,13 +332,20 @@ def _figures(result: Mapping[str, Any], quality: Quality) -> dict[str, Any]:
     return {key: result[key] for key in (quality.final_key, quality.time_key)}
 
 
-def _finished(path: Path, scenario: Scenario, engine: str) -> dict[str, Any] | None:
+def _finished(
+    path: Path, scenario: Scenario, engine: str, ending: Ending | None
+) -> dict[str, Any] | None:
+    """Return the result in a file if it is one of this training, to its end or as far as `ending` asks."""
     try:
         result: dict[str, Any] = json.loads(path.read_text("utf-8"))
         same = result["engine"] == engine and training_keys(result["scenario"]) == training_keys(
             to_document(scenario)
         )
+        ended_early = result.get("ended_after") is not None
+        is_enough = not ended_early or (
+            ending is not None and is_over(ending, result["rounds"][-1])
+        )
     except (OSError, ValueError, KeyError, TypeError):
         # The file is incomplete, or is no result.
         return None
-    return result if same else None
+    return result if same and is_enough else None

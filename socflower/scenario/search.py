@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from socflower.engines.run_folder import Ending
 from socflower.errors import ConfigError
+from socflower.report.quality import QUALITIES
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy
 
 Choice: TypeAlias = Mapping[str, Any]
 Cost: TypeAlias = tuple[float, float]
-"""Seconds to the target, infinite if it was not reached; then a rank of the quality, smaller if better."""
+"""Seconds to the target; if it was not reached infinity, and a rank of the quality, smaller if better."""
 NOT_REACHED: Cost = (math.inf, math.inf)
 
 _TOGETHER = (("batch_size", "learning_rate"), ("batch_size", "socs"))
@@ -112,6 +114,13 @@ def _again(before: Choice, after: Choice) -> Choice | None:
     made = {key: value * value / before[key] for key, value in after.items()}
     whole = {key: int(made[key]) for key, value in after.items() if isinstance(value, int)}
     return {**made, **whole} if all(made[key] == whole[key] >= 1 for key in whole) else None
+
+
+def is_over(ending: Ending, latest: Mapping[str, Any]) -> bool:
+    """Whether a run has ended by its latest round: by its quality, or its virtual time."""
+    if QUALITIES[ending.quality].reaches(latest[ending.quality], ending.target):
+        return True
+    return ending.most_virtual_s is not None and latest["virtual_s"] >= ending.most_virtual_s
 
 
 # --------------------------------------------------------------------------------------------- of a scenario

@@ -147,7 +147,7 @@ def test_a_result_that_is_cut_short_or_somebody_elses_is_trained_again(
 ) -> None:
     path = tmp_path / "result.json"
     path.write_bytes(content)
-    assert comparison._finished(path, small(), "local") is None
+    assert comparison._finished(path, small(), "local", None) is None
     assert comparison._finished(tmp_path / "none.json", small(), "local") is None
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from socflower.engines.run_folder import Ending
 from socflower.report import report
-from socflower.scenario.comparison import compare
+from socflower.scenario.comparison import _finished, compare
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.config import CompareConfig, StrategyConfig, TrainConfig
 from socflower.scenario.schema.strategies import CLUSTER_STRATEGIES, STRATEGIES
@@ -171,3 +172,13 @@ def test_a_search_needs_a_target_and_virtual_time(socflower: Socflower) -> None:
     is_mistake(socflower("compare digits_demo --search 1"), "2 or more")
     is_mistake(socflower("compare digits_demo --search 5 --engine deployment"), "virtual time")
     is_mistake(socflower("compare digits_demo --search 5 --tune epochs=1,2"), "give one of them")
+
+
+def test_a_training_that_ended_early_is_reused_only_as_far_as_it_went(tmp_path: Path) -> None:
+    scenario, path = small(), tmp_path / "result.json"
+    ending = Ending(quality="accuracy", target=2.0, most_virtual_s=1e-9)
+    run_to_folder(scenario, tmp_path, num_workers=0, ending=ending)
+    later = replace(ending, most_virtual_s=1e9)
+    easier = replace(later, target=0.0)
+    kept = [_finished(path, scenario, "local", asked) for asked in (ending, easier, later, None)]
+    assert [each is not None for each in kept] == [True, True, False, False]

@@ -13,9 +13,10 @@ from socflower import __version__
 from socflower.engines.checkpoint import Checkpoint
 from socflower.engines.run_folder import RunFolder
 from socflower.engines.trained_devices import TrainedDevices
-from socflower.report.quality import QUALITIES, final_figures
+from socflower.report.quality import final_figures
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document
+from socflower.scenario.search import is_over
 from socflower.scenario.workload import ModelMetrics
 from socflower.sim import EventClock, Trace
 from socflower.strategies.planned_rounds import EvaluateFn
@@ -119,7 +120,8 @@ class RoundRecord:
             if server_round or self.warm_up is not None:
                 self._write_checkpoint(server_round, num_rounds, arrays, own_state())
             self._folder.append_progress({**self.rounds[-1], "num_rounds": num_rounds})
-            if server_round < num_rounds and self._is_over():
+            ending = self._ending
+            if ending and server_round < num_rounds and is_over(ending, self.rounds[-1]):
                 raise Ended(server_round, arrays)
             scores: dict[str, int | float | list[int] | list[float]] = {"loss": outcome.loss}
             if outcome.accuracy is not None:
@@ -127,15 +129,6 @@ class RoundRecord:
             return MetricRecord(scores)
 
         return evaluate_round
-
-    def _is_over(self) -> bool:
-        """Whether the latest round is as good, or as late, as the run is to be."""
-        ending, latest = self._ending, self.rounds[-1]
-        if ending is None:
-            return False
-        if QUALITIES[ending.quality].reaches(latest[ending.quality], ending.target):
-            return True
-        return ending.most_virtual_s is not None and latest["virtual_s"] >= ending.most_virtual_s
 
     def totals(self, final: ArrayRecord, whole: ArrayRecord | None = None) -> dict[str, Any]:
         """Write trace and model; return the part of the outcome that follows from clock and weights.
