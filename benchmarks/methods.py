@@ -90,16 +90,14 @@ def _epochs(
     found: dict[str, tuple[PlannedTraining, Mapping[str, Any]]] = {}
     for name in (OURS, *OTHERS):
         try:
-            settings, epoch = best_epoch(
-                _scenario(model, fusion).under(name), cluster, STEP_SAMPLES
-            )
+            settings, epoch = best_epoch(scenario(model, fusion).under(name), cluster, STEP_SAMPLES)
         except InfeasiblePlan:
             continue
         found[name] = (epoch, settings)
     return found
 
 
-def _scenario(model: str, fusion: str) -> Scenario:
+def scenario(model: str, fusion: str) -> Scenario:
     tables = {
         "cluster": {"boards": BOARDS},
         "model": {"name": model},
