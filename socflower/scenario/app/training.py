@@ -15,7 +15,7 @@ from socflower.engines.trained_devices import TrainedDevices
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.flower_adapter import log
 from socflower.scenario.app.presets import Preset, RunParts, preset_of
-from socflower.scenario.app.round_record import RoundRecord, round_end_of
+from socflower.scenario.app.round_record import Ended, RoundRecord, round_end_of
 from socflower.scenario.arithmetic import evaluation_device, kernels
 from socflower.scenario.heat import heat_document, rack_dynamics, unthrottled_training_s
 from socflower.scenario.prepared_run import PreparedRun
@@ -97,8 +97,9 @@ def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
     if resumed is not None:
         strategy.resume_from(resumed[0].server_round, **resumed[0].strategy)
 
+    ended_after: int | None = None
     try:
-        final = strategy.start(
+        final: ArrayRecord | None = strategy.start(
             preset.grid,
             arrays,
             num_rounds=strategy.num_rounds,
@@ -108,6 +109,8 @@ def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
                 round_end_of(strategy), strategy.num_rounds, lambda: strategy.state
             ),
         ).arrays
+    except Ended as ended:
+        final, ended_after = ended.arrays, ended.server_round
     finally:
         strategy.method.close()
     # A resumed run, or one after a warm-up, may have no round left.
@@ -129,6 +132,7 @@ def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
         "wall_s": perf_counter() - started_s,
         "heat": _heat_document(parts, rack, preset),
         "plan": plan,
+        "ended_after": ended_after,
         **preset.summary(record.rounds, clock.now_s),
     }
 
