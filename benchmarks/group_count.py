@@ -40,11 +40,11 @@ WORKLOADS: dict[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
         (
             "model.name=lenet5",
             "data.name=mnist",
-            "train.epochs=4",
+            "train.epochs=2",
             "train.batch_size=64",
-            "strategy.sync_interval_epochs=0.1",
+            "strategy.sync_interval_epochs=0.05",
         ),
-        (0.95, 0.98),
+        (0.9, 0.95),
     ),
 }
 _said: dict[str, Any] = {}
@@ -61,6 +61,7 @@ def run(quick: bool = False, seed: int = 0) -> list[Row]:
             for number in default_candidates(scenario_cluster(scenario).num_socs)
         }
         rows += _rows(case, auto, alone, targets)
+        print(*rows[-2 * len(targets) :], sep="\n", file=sys.stderr, flush=True)
     return rows
 
 
