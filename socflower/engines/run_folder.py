@@ -52,13 +52,14 @@ class CloudAddress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """When a run ends before its last round: once its quality reaches a target, or its virtual time a limit."""
+    """When a run ends before its last round: once its quality reaches a target, or its time or epochs a limit."""
 
     # "accuracy" or "loss".
     quality: str
     target: float
-    # Seconds; None: no limit.
+    # None: no limit.
     most_virtual_s: float | None = None
+    most_epochs: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
