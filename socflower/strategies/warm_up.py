@@ -31,7 +31,8 @@ from socflower.wire.message_keys import WARM_UP
 class WarmUp:
     """What a warm-up has chosen, and the training that goes on from it.
 
-    `strategy.start(GroupGrid(grid), arrays, num_rounds=strategy.num_rounds)` trains the rounds that are left.
+    `strategy.start(GroupGrid(grid), arrays, num_rounds=strategy.num_rounds)` trains the rounds that are left; with
+    `evaluate_fn=strategy.skip_done_rounds(evaluate)` it evaluates only those.
     """
 
     choice: GroupCountChoice
