@@ -199,8 +199,10 @@ class GroupTask(Record):
     proximal_mu: float = 0.0
     # Parts of the gradient, each of which is exchanged as soon as the backward pass has completed it (F7).
     num_buckets: int = 1
-    # Of gradients: "none", "fp16", "int8", "int8-stochastic" or "dgc".
+    # Of gradients: the `spec` of a coding.
     compression: str = "none"
+    # With whom members exchange gradients: in a "ring", or with the first of them as a "server".
+    exchange: str = "ring"
 
     def check(self) -> None:
         """Raise `ConfigError` unless every member has its values and the leader is a member."""

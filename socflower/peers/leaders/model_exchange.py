@@ -30,7 +30,7 @@ from socflower.peers.collective import (
 )
 from socflower.peers.leaders.leader_port import LeaderPort
 from socflower.peers.leaders.model_changes import ChangeCompression, Floats, reals
-from socflower.peers.leaders.tree import Place, grpc_tree, in_process_trees
+from socflower.peers.transports.tree import Place, grpc_tree, in_process_trees
 from socflower.peers.membership import (
     Generation,
     LeaderMembership,

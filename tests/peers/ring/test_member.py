@@ -249,6 +249,7 @@ class Members:
         devices: Sequence[str] = (),
         num_buckets: int = 1,
         compression: str = "none",
+        exchange: str = "ring",
         int8: str = "",
         before: "Members | None" = None,
         returns: int | None = None,
@@ -257,9 +258,14 @@ class Members:
         tolerate_errors: bool = False,
     ) -> None:
         def struck(
-            transport: str, port: RingPort, ranks: Any, generation: int, heartbeat_s: float
+            transport: str,
+            port: RingPort,
+            ranks: Any,
+            generation: int,
+            heartbeat_s: float,
+            kind: str,
         ) -> Collective:
-            ring = open_ring(transport, port, ranks, generation, heartbeat_s)
+            ring = open_ring(transport, port, ranks, generation, heartbeat_s, kind)
             return StruckRing(ring, port.rank, generation, strike)
 
         monkeypatch.setattr(ring_member_module, "open_ring", struck)
@@ -271,6 +277,7 @@ class Members:
             first_step=num_steps if before else 0,
             num_buckets=num_buckets,
             compression=compression,
+            exchange=exchange,
         )
         self._spoilt, self._tolerate_errors = spoilt or {}, tolerate_errors
         self._before, self._returns, self._rebalance_steps = before, returns, rebalance_steps

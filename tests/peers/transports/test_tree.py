@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from socflower.hierarchy.exchange.models import tree_levels
 from socflower.peers.collective import Collective, PeerLost
-from socflower.peers.leaders.tree import Place, grpc_tree, in_process_trees, tree_edges
+from socflower.peers.transports.tree import Place, grpc_tree, in_process_trees, tree_edges
 from socflower.peers.transports.port import RingPort
 from tests.peers.peers import TOKEN, free_addresses
 
