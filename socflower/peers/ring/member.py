@@ -77,9 +77,10 @@ def open_ring(
 ) -> Collective:
     """Return this member's end of generation `generation` among `ranks` of the port's addresses, in ring order.
 
-    With `kind` "server" the first of them is the parameter server of the others. "gloo" is for a trusted network, "grpc" for any. A ring of one member uses none. Generation numbers increase; the
-    previous one must be closed. `heartbeat_s` is how long a member may be unreachable while the ring opens. Raises
-    `ConfigError` for other names, and for gloo on an address that is not private.
+    With `kind` "server" the first of them is the parameter server of the others. "gloo" is for a trusted network,
+    "grpc" for any. A ring of one member uses none. Generation numbers increase; the previous one must be closed.
+    `heartbeat_s` is how long a member may be unreachable while the ring opens. Raises `ConfigError` for other names,
+    and for gloo on an address that is not private.
     """
     if transport not in TRANSPORTS:
         raise ConfigError(

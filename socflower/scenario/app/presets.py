@@ -104,6 +104,7 @@ def _groups(parts: RunParts, num_groups: int, num_epochs: int) -> SoCFlow:
     scenario, settings = parts.scenario, parts.scenario.strategy
     kind = group_strategy(settings.name)
     module, _, name = kind.target.partition(":")
+    exchange, compression = scenario.gradient_exchange
     strategy: type[SoCFlow] = getattr(import_module(module), name)
     return strategy(
         cluster=parts.run.cluster,
@@ -125,7 +126,8 @@ def _groups(parts: RunParts, num_groups: int, num_epochs: int) -> SoCFlow:
         exchange=ExchangeSettings(
             uplink_turns=settings.uplink_turns,
             overlap_buckets=settings.overlap_buckets,
-            compression=settings.compression,
+            exchange=exchange,
+            compression=compression,
             leaders=scenario.leaders,
             leader_compression=settings.leader_compression,
             fusion=settings.fusion,

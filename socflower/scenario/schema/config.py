@@ -10,7 +10,7 @@ from socflower.cluster.cluster_file import ClusterFile
 from socflower.errors import ConfigError, SocflowerError
 from socflower.field_rules import OneOf
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
-from socflower.hierarchy.exchange.gradients import LargestValues
+from socflower.hierarchy.exchange.gradients import gradient_coding
 from socflower.hierarchy.exchange.models import NONE
 from socflower.peers.ring.settings import RingSettings
 from socflower.precision import ALGORITHMS, MIXING_RULES
@@ -38,6 +38,7 @@ from socflower.strategies.settings import (
     Epochs,
     ExchangeSettings,
     Fusion,
+    GradientExchangeKind,
     IntervalEpochs,
     LeaderCompression,
     Leaders,
@@ -335,10 +336,17 @@ class StrategyConfig(Table):
             "computed; 1 means no overlap"
         ),
     )
+    exchange: GradientExchangeKind = Field(
+        "ring",
+        description=(
+            "members of a group exchange gradients in a ring, or with the first of them as parameter server"
+        ),
+    )
     compression: Compression = Field(
         "none",
         description=(
-            "what members of a group [exchange instead](guides/groups.md#fewer-bytes) of FP32 gradients"
+            "what members of a group [exchange instead](guides/groups.md#fewer-bytes) of FP32 gradients, with "
+            'its options: "powersgd rank=2"'
         ),
     )
     leaders: Leaders = Field(
@@ -400,7 +408,12 @@ class StrategyConfig(Table):
         if STRATEGIES[self.name].is_pipeline:
             # A pipeline reads none of this; `ScenarioFile` refuses it.
             return
-        ExchangeSettings(leaders=self.leaders, leader_compression=self.leader_compression)
+        ExchangeSettings(
+            exchange=self.exchange,
+            compression=self.compression,
+            leaders=self.leaders,
+            leader_compression=self.leader_compression,
+        )
         interval, outer = shown(self, "server_interval"), self.outer
         counted = outer is not None and outer.counts_groups
         for broken, key, why in (
@@ -428,8 +441,10 @@ class StrategyConfig(Table):
     def under(self, name: str, **changes: Any) -> Self:
         """Return the table under another strategy, without the keys that only groups, or several groups, read."""
         keys: tuple[str, ...] = () if several_groups(name) else ("outer", *_OF_LEADERS)
-        if not exchanges_gradients(name):
-            keys = (*keys, "compression")
+        kind = STRATEGIES[name] if exchanges_gradients(name) else None
+        for key in ("exchange", "compression"):
+            if not isinstance(kind, GroupStrategy) or getattr(kind, key) is not None:
+                keys = (*keys, key)
         if name == self.name:
             keys = ()
         left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
@@ -631,15 +646,23 @@ class ScenarioFile(ClusterFile):
             for key in _OF_LEADERS:
                 why = f"it is for leaders of several groups, and {name}; leave it out"
                 yield is_set(strategy, key), self._at("strategy", key), why
-        compression = self._at("strategy", "compression")
-        yield (
-            strategy.compression != NONE and not exchanges_gradients(strategy.name),
-            compression,
-            f"{self._name} does not read it; leave it out",
+        compression, (exchange, coding) = (
+            self._at("strategy", "compression"),
+            self.gradient_exchange,
         )
+        alone = not exchanges_gradients(strategy.name)
+        for broken, key in (
+            (is_set(strategy, "exchange") and (alone or exchange != strategy.exchange), "exchange"),
+            (
+                strategy.compression != NONE and (alone or coding != strategy.compression),
+                "compression",
+            ),
+        ):
+            why = f"{self._name} {'does not read' if alone else 'decides'} it; leave it out"
+            yield broken, self._at("strategy", key), why
         yield (
-            strategy.compression == LargestValues.name and self.train.optimizer != "sgd",
-            compression,
+            gradient_coding(coding).applies_momentum and self.train.optimizer != "sgd",
+            compression if strategy.compression != NONE else self._name,
             f"it takes over SGD's momentum, and {self._at('train', 'optimizer')}; use another one",
         )
         needs_models = self.hub_needs_models
@@ -814,6 +837,14 @@ class ScenarioFile(ClusterFile):
     def has_groups(self) -> bool:
         """Whether the strategy trains with groups, and so has a plan."""
         return isinstance(STRATEGIES[self.strategy.name], GroupStrategy)
+
+    @property
+    def gradient_exchange(self) -> tuple[str, str]:
+        """With whom members of a group exchange gradients, and in which coding, as strategy or file decide."""
+        kind, asked = STRATEGIES[self.strategy.name], self.strategy
+        if not isinstance(kind, GroupStrategy):
+            return asked.exchange, asked.compression
+        return kind.exchange_of(asked.exchange, asked.compression)
 
     @property
     def leaders(self) -> str:
