@@ -3,11 +3,14 @@
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
 from socflower.cluster import Transfer
 from socflower.cluster.cost_model import Gradient
@@ -22,7 +25,8 @@ from socflower.training.exchange.compression import (
     make_compression,
     run_together,
 )
-from tests.peers.ring.test_member import Members, nothing
+from socflower.training.group import train_group
+from tests.peers.ring.test_member import Members, model, nothing, samples, task, trainer
 from tests.training.exchange.test_compression import random_gradients
 
 NUM_ELEMENTS = 50_003
@@ -192,3 +196,16 @@ def test_a_group_in_one_process_has_the_bits_of_its_members_over_intervals(
     first = Members(3, monkeypatch, nothing, **options)
     first.check()
     Members(3, monkeypatch, nothing, before=first, **options).check()
+
+
+def test_a_server_a_ring_and_one_large_batch_train_the_same_weights() -> None:
+    """Synchronous SGD, in three orders of the sum."""
+    trained = []
+    for size, kind in ((1, RING), (3, RING), (3, SERVER)):
+        network = model()
+        in_order = replace(trainer(), reduction="ring")
+        train_group(network, samples(), task(size, exchange=kind), in_order)
+        trained.append(parameters_to_vector(network.parameters()))
+    for one, other in pairwise(trained):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(trained[0], parameters_to_vector(model().parameters()), atol=1e-2)

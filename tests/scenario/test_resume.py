@@ -115,6 +115,10 @@ CASES: dict[str, Scenario] = {
         events=(EventConfig(kind="preempt", soc=2, round=2, rounds=1),),
     ),
     "largest gradients": small(interval=0.5, epochs=2, groups=1, compression="dgc"),
+    "low rank at a server": small(
+        interval=0.5, epochs=2, groups=1, exchange="server", compression="powersgd rank=2"
+    ),
+    "hipress": small("hipress", epochs=2),
     "ring": small("ring", epochs=3),
     "sgd": small("sgd", epochs=3),
     "diloco": small("diloco", epochs=2),

@@ -496,11 +496,8 @@ class GradientExchange:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"exchange: kind = {self.kind!r}; use one of {', '.join(KINDS)}")
-        if self.kind == SERVER and isinstance(self.coding, SelectedBuckets):
-            raise ConfigError(
-                f"exchange = {SERVER!r}: compression = {self.coding.name!r} compares the times of a ring; use "
-                f"{RING!r}, or compression 'dgc'"
-            )
+        if fault := exchange_fault(self.kind, self.coding):
+            raise ConfigError(fault)
 
     def wire_bytes(self, bucket: Exchange, size: int, step: int | None = None) -> float:
         """Return the bytes that a member sends for a bucket of float32 gradients, the mean over members.
@@ -568,6 +565,15 @@ class GradientExchange:
         inside = [step for step in self.coding.changes if first_step < step < end]
         for start, stop in pairwise([first_step, *inside, end]):
             yield stop - start, start
+
+
+def exchange_fault(kind: str, coding: Coding) -> str:
+    """Return why members cannot exchange so in this coding; empty if they can."""
+    if kind != SERVER or not isinstance(coding, SelectedBuckets):
+        return ""
+    return (
+        f"compression = {coding.name!r} compares times of a ring, and this is a {SERVER}; use 'dgc'"
+    )
 
 
 EXACT_RING = GradientExchange()

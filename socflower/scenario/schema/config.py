@@ -10,7 +10,7 @@ from socflower.cluster.cluster_file import ClusterFile
 from socflower.errors import ConfigError, SocflowerError
 from socflower.field_rules import OneOf
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
-from socflower.hierarchy.exchange.gradients import gradient_coding
+from socflower.hierarchy.exchange.gradients import exchange_fault, gradient_coding
 from socflower.hierarchy.exchange.models import NONE
 from socflower.peers.ring.settings import RingSettings
 from socflower.precision import ALGORITHMS, MIXING_RULES
@@ -660,6 +660,8 @@ class ScenarioFile(ClusterFile):
         ):
             why = f"{self._name} {'does not read' if alone else 'decides'} it; leave it out"
             yield broken, self._at("strategy", key), why
+        fault = exchange_fault(exchange, gradient_coding(coding))
+        yield fault, self._at("strategy", "compression"), fault
         yield (
             gradient_coding(coding).applies_momentum and self.train.optimizer != "sgd",
             compression if strategy.compression != NONE else self._name,

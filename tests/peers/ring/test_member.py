@@ -516,6 +516,21 @@ def test_a_step_that_all_lost_is_done_again(
     assert not any(line.adopted for ledger in members.ledgers.values() for line in ledger)
 
 
+@pytest.mark.parametrize(("dies", "compression"), [(0, "none"), (2, "powersgd")])
+def test_a_server_or_one_of_its_members_that_dies_is_lost_and_no_step_is(
+    monkeypatch: pytest.MonkeyPatch, dies: int, compression: str
+) -> None:
+    """The next member becomes the server."""
+
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if (rank, generation, operation, number) == (dies, 0, "all_reduce", 3):
+            raise Died
+
+    members = Members(3, monkeypatch, strike, exchange="server", compression=compression)
+    assert list(members.ends) == [rank for rank in range(3) if rank != dies]
+    members.check()
+
+
 @pytest.mark.parametrize("num_taken", [1, 2])
 def test_a_step_whose_only_holder_dies_while_it_hands_it_over_is_done_again(
     monkeypatch: pytest.MonkeyPatch, num_taken: int
