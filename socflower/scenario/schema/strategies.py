@@ -16,6 +16,12 @@ class Strategy:
     uses_cloud: bool = False
     is_pipeline: bool = False
 
+    @property
+    def unread_keys(self) -> frozenset[str]:
+        """The keys by which strategies differ, and that this one does not read."""
+        own_epochs = {"local_epochs"} if self.uses_cloud or self.is_pipeline else set()
+        return frozenset({"groups", *own_epochs})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupStrategy(Strategy):
@@ -34,6 +40,17 @@ class GroupStrategy(Strategy):
     needs_each_model: bool = False
     exchange: str | None = None
     compression: str | None = None
+
+    @property
+    def unread_keys(self) -> frozenset[str]:
+        """The keys by which strategies differ, and that this one does not read."""
+        unread = {
+            "groups": self.num_groups is not None,
+            "socs": self.num_socs is not None,
+            "exchange": self.exchange is not None,
+            "local_epochs": True,
+        }
+        return frozenset(key for key, is_unread in unread.items() if is_unread)
 
     def groups(self, asked: int | str, num_socs: int) -> int | str:
         """Return the number of groups of so many SoCs; `asked` is the value in `[strategy]`."""
