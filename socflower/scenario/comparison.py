@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from socflower.engines.checkpoint import training_keys
-from socflower.engines.run_folder import Ending
+from socflower.engines.ending import Ending
 from socflower.engines.run_log import NO_LOGGING, RoundLogging
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.report.quality import FIGURES, TARGETS, Quality, costs_to_target

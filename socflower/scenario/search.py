@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from socflower.engines.run_folder import Ending
+from socflower.engines.ending import Ending
 from socflower.errors import ConfigError
 from socflower.report.quality import QUALITIES
 from socflower.scenario.schema.config import Scenario

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tomli_w
 
-from socflower.engines.run_folder import Ending
+from socflower.engines.ending import Ending
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.quantities import finite
 from socflower.report.quality import ACCURACY, Quality

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.engines.run_folder import Ending
+from socflower.engines.ending import Ending
 from socflower.report import report
 from socflower.scenario.comparison import compare, finished
 from socflower.scenario.runner import run_to_folder

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.engines.run_folder import Ending
+from socflower.engines.ending import Ending
 from socflower.errors import TrainingFailed
 from socflower.scenario.candidates import Costs, by_fronts, candidates_of, front
 from socflower.scenario.planning import planned_training
