@@ -102,7 +102,7 @@ def _notes(scenario: Scenario, cluster: Cluster, work: IntervalCosts) -> Iterato
     cost, settings = work.pricing, scenario.strategy
     if settings.groups == "auto" and group_strategy(settings.name).num_groups is None:
         yield (
-            "groups = 'auto' is decided by training an epoch with each candidate; planned with "
+            "groups = 'auto' is decided by training the first rounds with several numbers; planned with "
             f"{len(work.plan.groups)}, one group per board"
         )
     if isinstance(cost, MixedPricing):

@@ -59,7 +59,7 @@ EVALUATED = "socflower-evaluated"
 """In the evaluate config of a group's node: its own partition of the data, and the number of partitions."""
 
 WARM_UP = "socflower-warm-up"
-"""Present in messages of warm-up epochs, which only serve to choose the number of groups."""
+"""Present in messages of rounds that are trained in several numbers of groups, to choose one of them."""
 
 RESUMED = "socflower-resumed"
 """In a group's first message after a resume: its client reads the group's state after the last round from its file.

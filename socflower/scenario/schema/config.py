@@ -12,12 +12,13 @@ from socflower.field_rules import OneOf, unknown_key
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
 from socflower.hierarchy.exchange.gradients import exchange_fault, gradient_coding
 from socflower.hierarchy.exchange.models import NONE
+from socflower.hierarchy.group_count import GROUP_RULES
 from socflower.peers.ring.settings import RingSettings
 from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.report.quality import ACCURACY, LOSS, Quality, quality_of
 from socflower.scenario.schema.key_rules import is_set, require_reader, shown
 from socflower.scenario.schema.outer import OuterConfig
-from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PIPELINE_STRATEGY, PipelineConfig
+from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PipelineConfig
 from socflower.scenario.schema.split import (
     CLICK_MODEL,
     GENERATOR,
@@ -295,7 +296,15 @@ class StrategyConfig(Table):
     groups: NumSocs | Annotated[str, OneOf(("auto",))] = Field(
         "auto",
         description=(
-            'number of groups of `socflow`; "auto" [tries them out](concepts/planning.md#how-many-groups)'
+            'number of groups of `socflow`; "auto" [tries them out](concepts/planning.md#how-many-groups); of `2d`, '
+            'where "auto" is that of the least predicted time'
+        ),
+    )
+    group_rule: Annotated[str, OneOf(GROUP_RULES)] = Field(
+        "time",
+        description=(
+            'of groups = "auto": `time` takes the number whose accuracy is best after equal time, `paper` the last '
+            "before the accuracy of the first epoch is below 0.15"
         ),
     )
     socs: NumSocs | None = Field(None, description="how many slots take part; default: all")
@@ -440,11 +449,15 @@ class StrategyConfig(Table):
 
     def under(self, name: str, **changes: Any) -> Self:
         """Return the table under another strategy, without the keys that only groups, or several groups, read."""
-        keys: tuple[str, ...] = () if several_groups(name) else ("outer", *_OF_LEADERS)
+        keys: Collection[str] = ()
+        if STRATEGIES[name].is_pipeline:
+            keys = set(StrategyConfig.model_fields) - set(_READ_BY_PIPELINES)
+        elif not several_groups(name):
+            keys = ("outer", "group_rule", *_OF_LEADERS)
         kind = STRATEGIES[name] if exchanges_gradients(name) else None
         for key in ("exchange", "compression"):
             if not isinstance(kind, GroupStrategy) or getattr(kind, key) is not None:
-                keys = (*keys, key)
+                keys = {*keys, key}
         if name == self.name:
             keys = ()
         left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
@@ -627,7 +640,7 @@ class ScenarioFile(ClusterFile):
         """Replace the strategies that are compared by default with those of this scenario's family."""
         if self.compare.strategies != CLUSTER_STRATEGIES or not (self.is_split or self.is_pipeline):
             return
-        fitting: tuple[str, ...] = (PIPELINE_STRATEGY, *CLUSTER_STRATEGIES[1:])
+        fitting: tuple[str, ...] = (self.strategy.name, *CLUSTER_STRATEGIES[1:])
         if self.is_split:
             fitting = tuple(name for name in self._family if name != "splitfed")
         # The table is frozen; this is the only default that depends on another table.
@@ -649,6 +662,12 @@ class ScenarioFile(ClusterFile):
             for key in _OF_LEADERS:
                 why = f"it is for leaders of several groups, and {name}; leave it out"
                 yield is_set(strategy, key), self._at("strategy", key), why
+        chosen = several_groups(strategy.name) and groups == "auto"
+        yield (
+            is_set(strategy, "group_rule") and not chosen,
+            self._at("strategy", "group_rule"),
+            f"it is for groups = 'auto', and {self._at('strategy', 'groups')} and {self._name}; leave it out",
+        )
         compression, (exchange, coding) = (
             self._at("strategy", "compression"),
             self.gradient_exchange,
@@ -708,13 +727,17 @@ class ScenarioFile(ClusterFile):
     def _rules_of_pipelines(self) -> Iterator[Rule]:
         """Yield what a pipeline does not read, and what its samples and batches need."""
         if not self.is_pipeline:
-            why = f"it is for name = {PIPELINE_STRATEGY!r}, and {self._name}; leave it out"
+            names = " and ".join(
+                repr(name) for name, kind in STRATEGIES.items() if kind.is_pipeline
+            )
+            why = f"it is for name = {names}, and {self._name}; leave it out"
             yield self.pipeline is not None, "[pipeline]", why
             return
         table, batch_size = self.pipeline or PipelineConfig(), self.train.batch_size
         said = f"{self._name} does not read it; leave it out"
         yield self.precision.arithmetic != "fp32", self._at("precision", "arithmetic"), said
-        yield from self._unread(_READ_BY_PIPELINES)
+        grid = STRATEGIES[self.strategy.name].is_grid
+        yield from self._unread((*_READ_BY_PIPELINES, "groups") if grid else _READ_BY_PIPELINES)
         sample = f"[pipeline] {shown(table, 'sample')}"
         yield (
             table.sample and self.data != DataConfig(),
