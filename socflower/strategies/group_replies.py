@@ -7,6 +7,7 @@ from typing import cast
 
 from flwr.app import ConfigRecord, Message
 
+from socflower.cluster import Usage
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.flower_adapter import log
 from socflower.strategies.group_models import GroupMean, means_of
@@ -202,6 +203,8 @@ class SettledRound:
     away: frozenset[int]  # SoCs that left their rings, or were dropped by them
     # Groups whose model came from another member than their leader.
     leaders_replaced: frozenset[int]
+    # Where the clock decides which groups are late, so that it has run.
+    usage: Usage | None = None
 
     def with_events(self, *events: ReplyEvent) -> "SettledRound":
         """Return the same with other events."""

@@ -10,6 +10,7 @@ class ReplyEvent:
     # A group's work is lost: "client-raised", "no-reply", "not-finite", "malformed", "not-a-group", "group-left".
     # It is kept: "backend-dropped" (an accelerator failed), "preempted", "returned", "replanned", "no-answer" (nodes
     # left out at the start), "re-balanced", "hot" (a device was throttled).
+    # With a quorum: "late" (a group goes on with its interval), "arrived" (its work counts), "late-dropped".
     # In rings: "member-lost", "left-out", "leader-lost", "ring-formed-again", "pipeline" (a change of its plan),
     # "gradient-dropped" (of one member).
     # Of no group: "outer-step", "not-evaluated".

@@ -45,6 +45,8 @@ class Round:
     place_of: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     # By group, of earlier rounds.
     feedback: Mapping[int, GroupFeedback] = field(default_factory=dict)
+    # Groups that are at work since an earlier round, and got no message.
+    late: Collection[int] = ()
     group_of_node: Mapping[int, Group] = field(init=False)  # of all nodes that got a message
 
     def __post_init__(self) -> None:
@@ -53,10 +55,15 @@ class Round:
             "group_of_node",
             {
                 self.node_of[soc]: group
-                for group in self.plan.groups
+                for group in self.addressed
                 for soc in (group.members if self.in_rings else (group.leader,))
             },
         )
+
+    @property
+    def addressed(self) -> Sequence[Group]:
+        """The groups that got messages."""
+        return [group for group in self.plan.groups if group.group_id not in self.late]
 
     @property
     def in_rings(self) -> bool:

@@ -201,6 +201,8 @@ class GroupTask(Record):
     num_buckets: int = 1
     # Of gradients: "none", "fp16", "int8", "int8-stochastic" or "dgc".
     compression: str = "none"
+    # Steps that the others have done since the group's last interval, if it was late; its optimiser goes on from there.
+    missed_steps: int = 0
 
     def check(self) -> None:
         """Raise `ConfigError` unless every member has its values and the leader is a member."""
