@@ -263,6 +263,9 @@ class RingTask:
     feedback_sha256: str = ""
     # Digest of the model that members have kept, if it is not sent again.
     model_sha256: str = ""
+    # For the grid: how many groups end the exchange, and seconds after that in which others count; 0 groups: all.
+    quorum: Annotated[int, Field(ge=0)] = 0
+    quorum_grace_s: Annotated[float, Field(ge=0)] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,8 @@ from socflower.precision.processor_costs import Int8Pricing, MixedPricing
 from socflower.sim import EventClock
 from socflower.strategies.baselines import RingAllReduce
 from socflower.strategies.diloco import DiLoCo
-from socflower.strategies.methods.late_groups import ARRIVED, LATE, LATE_DROPPED, added, change_of
+from socflower.strategies.methods.late_groups import added, change_of
+from socflower.strategies.reply_events import ARRIVED, LATE, LATE_DROPPED
 from socflower.strategies.socflow import SoCFlow
 from tests.one_line import refused
 from tests.strategies.fake_messages import FakeGrid, answer, answer_error, model, values

@@ -37,7 +37,7 @@ from socflower.strategies.mixed_replies import client_events, group_id_of, mean_
 from socflower.strategies.outer_step import refuse_integers_clipped
 from socflower.strategies.records import aggregate_records, array_views, to_array_record
 from socflower.strategies.replies import heat_events, outcome_of, with_model
-from socflower.strategies.reply_events import ReplyEvent
+from socflower.strategies.reply_events import LATE, LATE_DROPPED, ReplyEvent
 from socflower.strategies.round import (
     IN_PROCESS,
     GroupFeedback,
@@ -317,6 +317,7 @@ class GroupsMethod(Method[Round, SettledRound]):
                 planner.participant_of,
                 rebalance_steps=planner.balancer.ring_steps,
                 tolerate_errors=self._tolerates,
+                quorum=Quorum() if self.late is None else self.late.quorum,
             )
         messages = []
         for group in this.addressed:
@@ -386,7 +387,9 @@ class GroupsMethod(Method[Round, SettledRound]):
     # ------------------------------------------------------------------------------------ settling a round
     def settle(self, this: Round, replies: Sequence[Message]) -> SettledRound:
         """Read the groups' replies, who left and who is back, measured speeds, and what clients report."""
-        settled = settle(this, replies, tolerate_errors=self._tolerates)
+        # A grid that settles groups of real machines brings replies of earlier rounds.
+        arrived = {} if self.late is None or not this.in_rings else self.late.answers(this, replies)
+        settled = settle(this, replies, tolerate_errors=self._tolerates, arrived=arrived)
         self.planner.poll_absent()
         self.planner.registry.mark_away(settled.away)
         self._read_outcomes(this, replies)
@@ -406,25 +409,47 @@ class GroupsMethod(Method[Round, SettledRound]):
             *lost_feedback(this, settled.means, self._feedback),
             *reported,
         )
-        return settled if self.late is None else self._without_late(this, settled, self.late)
+        if self.late is None:
+            return settled
+        return self._without_late(this, settled, self.late, arrived)
 
-    def _without_late(self, this: Round, settled: SettledRound, late: LateGroups) -> SettledRound:
-        """Run the clock until the synchronisation ends, and return the groups that have arrived by then."""
+    def _without_late(
+        self,
+        this: Round,
+        settled: SettledRound,
+        late: LateGroups,
+        arrived: Mapping[int, Message],
+    ) -> SettledRound:
+        """Run the clock until the synchronisation ends, and return the groups that have arrived by then.
+
+        Real machines have their own time, and the clock predicts theirs.
+        """
         usage, behind, clock = Usage(), frozenset[int](), self.work.clock
         if clock is not None and this.costs is not None:
             answered = {group_id_of(reply) for reply in settled.usable}
+            lost = [each.group_id for each in this.addressed if each.group_id not in answered]
             usage, behind = run_to_quorum(
                 this.costs,
                 this.interval,
                 clock,
                 late.quorum,
                 late.pace,
-                late=this.late,
-                lost=[group.group_id for group in this.addressed if group.group_id not in answered],
+                late=late.predicted if this.in_rings else this.late,
+                lost=[] if this.in_rings else lost,
                 capacities=self.planner.balancer.in_use,
             )
+        if this.in_rings:
+            late.predicted = behind
+            noted = {kind: set[int]() for kind in (LATE, LATE_DROPPED)}
+            for event in settled.events:
+                noted.get(event.kind, set()).add(event.group_id)
+            at_work = late.held.keys() - arrived.keys() - noted[LATE_DROPPED]
+            behind = frozenset(noted[LATE] | at_work)
         is_last = this.server_round == self.num_rounds
-        return late.settle(this, settled, usage, behind, is_last=is_last)
+        settled = late.settle(this, settled, usage, behind, arrived, is_last=is_last)
+        if this.in_rings:
+            self.planner.registry.mark_away(late.overdue)
+        return settled
 
     def _read_outcomes(self, this: Round, replies: Sequence[Message]) -> None:
         """Take from the replies who was preempted, and what members measured."""

@@ -9,8 +9,8 @@ as in Decoupled DiLoCo (Douillard et al., arXiv 2604.21428). For a group of this
 outer strategy, and an average of the user's, are given the same models.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -24,30 +24,45 @@ from socflower.strategies.group_models import GroupMean
 from socflower.strategies.group_replies import SettledRound
 from socflower.strategies.mixed_replies import group_id_of
 from socflower.strategies.records import array_views, to_array_record
-from socflower.strategies.replies import num_examples_of
-from socflower.strategies.reply_events import ReplyEvent
+from socflower.strategies.replies import fault_of, num_examples_of
+from socflower.strategies.reply_events import (
+    ARRIVED,
+    LATE,
+    LATE_DROPPED,
+    ReplyEvent,
+    late_event,
+)
 from socflower.strategies.round import Round
 from socflower.wire.message_keys import ARRAYS, METRICS
 
 Arrays = Mapping[str, NDArray[Any]]
 
-LATE, ARRIVED, LATE_DROPPED = "late", "arrived", "late-dropped"
-"""Kinds of events: a group goes on with its interval, its work counts, or it never will."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LateGroup:
-    """A group at work for an earlier round; `change` is D_g, which it will arrive with."""
+    """A group at work for an earlier round.
+
+    In virtual time `change`, which is D_g, and `metrics` are what it will arrive with. A group of real machines has
+    them when it arrives, and until then the model that it began with.
+    """
 
     members: tuple[int, ...]
     began: int
     # At the end of its interval.
     next_step: int
-    metrics: Mapping[str, Any]
-    change: Arrays
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    change: Arrays | None = None
+    base: ArrayRecord | None = None
+
+    def with_reply(self, reply: Message) -> "LateGroup":
+        """Return it with what its reply brings."""
+        assert self.base is not None
+        change = change_of(cast(ArrayRecord, reply.content[ARRAYS]), self.base)
+        return replace(self, change=change, metrics=_metrics_of(reply))
 
     def reply(self, sent: ArrayRecord, node: int) -> Message:
         """Return its work as a reply to a round that began with the model `sent`."""
+        assert self.change is not None
         arrays = to_array_record(added(array_views(sent), self.change))
         content = RecordDict({ARRAYS: arrays, METRICS: MetricRecord(dict(self.metrics))})
         return Message(content, node, MessageType.TRAIN)
@@ -68,6 +83,14 @@ class LateGroups:
         self.quorum = quorum
         self.held: dict[int, LateGroup] = {}
         self.pace = Pace({})
+        # Of the latest plan.
+        self._members: Mapping[int, tuple[int, ...]] = {}
+        # On real machines: who would be late by the clock.
+        self.predicted: frozenset[int] = frozenset()
+        # SoCs of groups that missed too many synchronisations of the latest round, and may still be at work.
+        self.overdue: tuple[int, ...] = ()
+        # Groups of real machines that were late when the training was interrupted.
+        self._interrupted: list[int] = []
         # By group that was late: at which step its optimiser is.
         self._next_step: dict[int, int] = {}
 
@@ -76,28 +99,61 @@ class LateGroups:
         return first_step - self._next_step.get(group_id, first_step)
 
     def follow(self, plan: GroupPlan) -> list[ReplyEvent]:
-        """Drop the work of groups that a new plan does not have; return an event for each."""
+        """Drop the work of groups that a new plan does not have; return an event for each, and of a resume."""
+        interrupted, self._interrupted = self._interrupted, []
         members = {group.group_id: group.members for group in plan.groups}
+        # The clock has no progress of new groups.
+        stays = {ident for ident in members if self._members.get(ident) == members[ident]}
+        self._members, self.predicted = members, self.predicted & stays
         gone = [ident for ident, late in self.held.items() if members.get(ident) != late.members]
         for ident in gone:
             self._next_step.pop(ident, None)
-        return [self._drop(ident, "its SoCs are in other groups now") for ident in sorted(gone)]
+        return [
+            *(
+                late_event(LATE_DROPPED, ident, "lost with the interruption")
+                for ident in interrupted
+            ),
+            *(self._drop(ident, "its SoCs are in other groups now") for ident in sorted(gone)),
+        ]
+
+    def answers(self, this: Round, replies: Iterable[Message]) -> dict[int, Message]:
+        """Return the replies of late groups of real machines; they have the number of the round they began in."""
+        group_of = {
+            this.node_of[soc]: ident for ident, work in self.held.items() for soc in work.members
+        }
+        return {
+            group_of[reply.metadata.src_node_id]: reply
+            for reply in replies
+            if reply.metadata.src_node_id in group_of
+        }
 
     def settle(
         self,
         this: Round,
         settled: SettledRound,
         usage: Usage,
-        late: Iterable[int],
+        late: Collection[int],
+        answers: Mapping[int, Message] = {},
         *,
         is_last: bool,
     ) -> SettledRound:
-        """Keep the work of groups that are late after a round, and add that of groups that have arrived."""
-        late, usable = set(late), {group_id_of(reply): reply for reply in settled.usable}
+        """Keep the work of groups that are late after a round, and add that of groups that have arrived.
+
+        `answers` are those of real machines; a group that is neither late nor has one is lost.
+        """
+        usable = {group_id_of(reply): reply for reply in settled.usable}
         means = {mean.groups[0]: mean for mean in settled.means}
         events: list[ReplyEvent] = []
-        for ident in sorted(self.held.keys() - late):
+        for ident in sorted(self.held.keys() - set(late)):
             work = self.held.pop(ident)
+            if work.change is None:
+                # The grid has said that a group without an answer is lost.
+                if ident not in answers:
+                    continue
+                if fault := fault_of(answers[ident], ident, f"group {ident}"):
+                    events.append(fault)
+                    continue
+                work = work.with_reply(answers[ident])
             leader = next(group.leader for group in this.plan.groups if group.group_id == ident)
             usable[ident] = reply = work.reply(this.sent, this.node_of[leader])
             means[ident] = GroupMean(
@@ -105,27 +161,30 @@ class LateGroups:
                 samples=num_examples_of(reply),
                 groups=(ident,),
             )
-            events.append(_event(ARRIVED, ident, f"its work of round {work.began} has arrived"))
+            events.append(late_event(ARRIVED, ident, f"its work of round {work.began} has arrived"))
         for group in this.addressed:
             self._next_step.pop(group.group_id, None)
-            if group.group_id in late & usable.keys():
-                ident, reply = group.group_id, usable.pop(group.group_id)
-                end = this.interval.first_step + this.interval.num_steps
-                self.held[ident] = LateGroup(
-                    members=group.members,
-                    began=this.server_round,
-                    next_step=end,
-                    metrics=dict(cast(MetricRecord, reply.content[METRICS])),
-                    change=change_of(means.pop(ident).arrays, this.sent),
-                )
-                self._next_step[ident] = end
-                events.append(_event(LATE, ident, "late; its work counts when it arrives"))
+            if group.group_id not in late:
+                continue
+            ident, end = group.group_id, this.interval.first_step + this.interval.num_steps
+            self._next_step[ident] = end
+            self.held[ident] = work = LateGroup(
+                members=group.members, began=this.server_round, next_step=end, base=this.sent
+            )
+            if ident in usable:
+                work = work.with_reply(usable.pop(ident))
+                del means[ident]
+                self.held[ident] = replace(work, base=None)
+                events.append(late_event(LATE, ident, "late; its work counts when it arrives"))
+        overdue: list[int] = []
         for ident, work in sorted(self.held.items()):
             missed = this.server_round + 1 - work.began
             if is_last:
                 events.append(self._drop(ident, "the training has ended"))
             elif missed > self.quorum.late_rounds:
+                overdue += work.members
                 events.append(self._drop(ident, f"it has missed {missed} synchronisations"))
+        self.overdue = tuple(overdue)
         return replace(
             settled,
             usable=[usable[ident] for ident in sorted(usable)],
@@ -136,7 +195,7 @@ class LateGroups:
 
     def _drop(self, ident: int, why: str) -> ReplyEvent:
         work = self.held.pop(ident)
-        return _event(LATE_DROPPED, ident, f"its work of round {work.began} is lost: {why}")
+        return late_event(LATE_DROPPED, ident, f"its work of round {work.began} is lost: {why}")
 
     # ------------------------------------------------------------------------------------------- resuming
     def save(self) -> dict[str, Any]:
@@ -146,11 +205,14 @@ class LateGroups:
             "groups": [
                 [ident, work.began, work.next_step, dict(work.metrics)]
                 for ident, work in self.held.items()
+                if work.change is not None
             ],
+            # Machines that are at work do not know a new server.
+            "interrupted": [ident for ident, work in self.held.items() if work.change is None],
             "changes": {
                 f"{ident}/{name}": array
                 for ident, work in self.held.items()
-                for name, array in work.change.items()
+                for name, array in (work.change or {}).items()
             },
             "next_steps": [list(entry) for entry in self._next_step.items()],
             "pace": [
@@ -182,6 +244,7 @@ class LateGroups:
             )
             for ident, began, next_step, metrics in state["groups"]
         }
+        self._interrupted = list(state["interrupted"])
         self._next_step = {ident: step for ident, step in state["next_steps"]}
         self.pace = Pace({})
         for soc, remaining, ahead_s, watts, ended_s in state["pace"]:
@@ -207,5 +270,5 @@ def added(base: Arrays, change: Arrays) -> dict[str, NDArray[Any]]:
     return {name: np.asarray(array + change[name], array.dtype) for name, array in base.items()}
 
 
-def _event(kind: str, group_id: int, text: str) -> ReplyEvent:
-    return ReplyEvent(kind=kind, group_id=group_id, text=f"group {group_id}: {text}")
+def _metrics_of(reply: Message) -> dict[str, Any]:
+    return dict(cast(MetricRecord, reply.content[METRICS]))
