@@ -22,6 +22,7 @@ from socflower.scenario.heat import check_boards
 from socflower.scenario.planning import group_work
 from socflower.scenario.schema.config import Scenario, several_groups
 from socflower.scenario.schema.file import num_participants, scenario_cluster
+from socflower.scenario.schema.strategies import STRATEGIES
 from socflower.scenario.split_setting import SplitSetting
 from socflower.workloads.sources import data_names, load_data
 
@@ -112,7 +113,8 @@ class PreparedRun:
     def _check_groups(self, num_socs: int) -> None:
         scenario = self.scenario
         groups = scenario.strategy.groups
-        if isinstance(groups, int) and groups > num_socs:
+        reads_groups = "groups" not in STRATEGIES[scenario.strategy.name].unread_keys
+        if reads_groups and isinstance(groups, int) and groups > num_socs:
             raise InfeasiblePlan(
                 f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; use "
                 "fewer"
