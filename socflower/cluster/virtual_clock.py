@@ -47,7 +47,7 @@ class Usage:
             num_bytes=_sum(self.num_bytes, other.num_bytes),
         )
 
-    def __mul__(self, count: int) -> "Usage":
+    def __mul__(self, count: float) -> "Usage":
         """Return the usage of `count` of these, one after the other."""
         return Usage(
             duration_s=self.duration_s * count,
@@ -206,5 +206,5 @@ def _sum(left: Mapping[_Key, float], right: Mapping[_Key, float]) -> dict[_Key, 
     return {key: left.get(key, 0.0) + right.get(key, 0.0) for key in (*left, *right)}
 
 
-def _scaled(values: Mapping[_Key, float], count: int) -> dict[_Key, float]:
+def _scaled(values: Mapping[_Key, float], count: float) -> dict[_Key, float]:
     return {key: value * count for key, value in values.items()}

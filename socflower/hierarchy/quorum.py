@@ -5,7 +5,7 @@ learners' work counts by its samples, whenever it arrives.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Annotated
@@ -31,6 +31,8 @@ from socflower.hierarchy.task_graphs import deal_graph, synchronisation_graph
 from socflower.quantities import counted
 
 LATE_ROUNDS = 10
+
+_MOST_PRICED = 1000
 
 QuorumFraction = Annotated[float, Field(gt=0, le=1)]
 GraceSeconds = Annotated[float, Field(ge=0, le=1e9)]
@@ -187,6 +189,24 @@ def run_to_quorum(
         models = replace(models, participants=plan.participants)
         usage += _run_beside(steps, clock, pace, models, first_s, "synchronisation")
     return usage, frozenset(behind)
+
+
+def training_usage(
+    work: IntervalCosts, intervals: Sequence[SyncInterval], clock: VirtualClock, quorum: Quorum
+) -> Usage:
+    """Return the usage of a whole training with a quorum; of a long one, in proportion to its first rounds."""
+    usage, pace, began = Usage(), Pace({}), dict[int, int]()
+    priced = intervals[:_MOST_PRICED]
+    for number, interval in enumerate(priced, 1):
+        own, late = run_to_quorum(work, interval, clock, quorum, pace, late=began)
+        usage += own
+        began = {ident: began.get(ident, number) for ident in late}
+        began = {
+            ident: first
+            for ident, first in began.items()
+            if number + 1 - first <= quorum.late_rounds
+        }
+    return usage * (len(intervals) / len(priced))
 
 
 def late_together(plan: GroupPlan) -> list[list[Group]]:
