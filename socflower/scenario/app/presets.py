@@ -191,6 +191,7 @@ def _groups(parts: RunParts, num_groups: int) -> SoCFlow:
         rings=scenario.ring,
         rebalancing=rebalancing(scenario),
         outer=None if settings.outer is None else _outer(settings.outer),
+        quorum=scenario.quorum,
         tolerate_client_errors=settings.tolerate_client_errors,
     )
 
