@@ -12,7 +12,14 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "strategies.socflow": ("SoCFlow",),
     "strategies.method": ("RoundReport",),
-    "strategies.baselines": ("OrderedFedAvg", "RingAllReduce", "SingleDevice"),
+    "strategies.baselines": (
+        "HiPress",
+        "OrderedFedAvg",
+        "ParameterServer",
+        "PowerSGDAllReduce",
+        "RingAllReduce",
+        "SingleDevice",
+    ),
     "strategies.diloco": ("DiLoCo",),
     "strategies.methods.local": ("LocalSchedule",),
     "strategies.methods.split": ("CloudSessions",),
@@ -87,6 +94,7 @@ _EXPORTS = {
     "thermal.model.dynamics": ("RackDynamics",),
     "hierarchy.group_count": ("default_candidates",),
     "hierarchy.plan": ("GroupPlan", "plan_groups"),
+    "hierarchy.quorum": ("Quorum",),
     "hierarchy.rebalancing": ("Rebalancing",),
     "cluster.cluster_file": ("load_cluster", "parse_cluster"),
     "cluster.cost_model": ("ModelProfile",),

@@ -16,6 +16,7 @@ PER_RUN_S = 1200.0
 FIXED_TIME = {
     **dict.fromkeys(
         (
+            "baselines_on_slow_links",
             "broken_reply",
             "compressed_gradients",
             "compressed_leaders",

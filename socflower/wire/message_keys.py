@@ -199,8 +199,12 @@ class GroupTask(Record):
     proximal_mu: float = 0.0
     # Parts of the gradient, each of which is exchanged as soon as the backward pass has completed it (F7).
     num_buckets: int = 1
-    # Of gradients: "none", "fp16", "int8", "int8-stochastic" or "dgc".
+    # Of gradients: the `spec` of a coding.
     compression: str = "none"
+    # With whom members exchange gradients: in a "ring", or with the first of them as a "server".
+    exchange: str = "ring"
+    # Steps that the others have done since the group's last interval, if it was late; its optimiser goes on from there.
+    missed_steps: int = 0
 
     def check(self) -> None:
         """Raise `ConfigError` unless every member has its values and the leader is a member."""
@@ -261,6 +265,9 @@ class RingTask:
     feedback_sha256: str = ""
     # Digest of the model that members have kept, if it is not sent again.
     model_sha256: str = ""
+    # For the grid: how many groups end the exchange, and seconds after that in which others count; 0 groups: all.
+    quorum: Annotated[int, Field(ge=0)] = 0
+    quorum_grace_s: Annotated[float, Field(ge=0)] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

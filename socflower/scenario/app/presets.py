@@ -160,6 +160,7 @@ def _groups(parts: RunParts, num_groups: int) -> SoCFlow:
     scenario, settings = parts.scenario, parts.scenario.strategy
     kind = group_strategy(settings.name)
     module, _, name = kind.target.partition(":")
+    exchange, compression = scenario.gradient_exchange
     strategy: type[SoCFlow] = getattr(import_module(module), name)
     return strategy(
         cluster=parts.run.cluster,
@@ -181,7 +182,8 @@ def _groups(parts: RunParts, num_groups: int) -> SoCFlow:
         exchange=ExchangeSettings(
             uplink_turns=settings.uplink_turns,
             overlap_buckets=settings.overlap_buckets,
-            compression=settings.compression,
+            exchange=exchange,
+            compression=compression,
             leaders=scenario.leaders,
             leader_compression=settings.leader_compression,
             fusion=settings.fusion,
@@ -189,6 +191,7 @@ def _groups(parts: RunParts, num_groups: int) -> SoCFlow:
         rings=scenario.ring,
         rebalancing=rebalancing(scenario),
         outer=None if settings.outer is None else _outer(settings.outer),
+        quorum=scenario.quorum,
         tolerate_client_errors=settings.tolerate_client_errors,
     )
 

@@ -10,9 +10,16 @@ from socflower.cluster.cluster_file import ClusterFile
 from socflower.errors import ConfigError, SocflowerError
 from socflower.field_rules import OneOf, unknown_key
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
-from socflower.hierarchy.exchange.gradients import LargestValues
+from socflower.hierarchy.exchange.gradients import exchange_fault, gradient_coding
 from socflower.hierarchy.exchange.models import NONE
 from socflower.hierarchy.group_count import GROUP_RULES
+from socflower.hierarchy.quorum import (
+    LATE_ROUNDS,
+    GraceSeconds,
+    LateRounds,
+    Quorum,
+    QuorumFraction,
+)
 from socflower.peers.ring.settings import RingSettings
 from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.report.quality import ACCURACY, LOSS, Quality, quality_of
@@ -39,6 +46,7 @@ from socflower.strategies.settings import (
     Epochs,
     ExchangeSettings,
     Fusion,
+    GradientExchangeKind,
     IntervalEpochs,
     LeaderCompression,
     Leaders,
@@ -77,6 +85,9 @@ _COUNTED = "it needs a number of groups, and groups is 'auto'; give it"
 
 _OF_LEADERS = ("leaders", "leader_compression")
 """Keys of `[strategy]` that only several groups read."""
+
+_OF_QUORUM = ("quorum", "grace_s", "late_rounds")
+"""Keys that they read even if the strategy has their number."""
 
 Round = Annotated[int, Field(gt=0, le=MOST_INTERVALS)]
 
@@ -344,10 +355,17 @@ class StrategyConfig(Table):
             "computed; 1 means no overlap"
         ),
     )
+    exchange: GradientExchangeKind = Field(
+        "ring",
+        description=(
+            "members of a group exchange gradients in a ring, or with the first of them as parameter server"
+        ),
+    )
     compression: Compression = Field(
         "none",
         description=(
-            "what members of a group [exchange instead](guides/groups.md#fewer-bytes) of FP32 gradients"
+            "what members of a group [exchange instead](guides/groups.md#fewer-bytes) of FP32 gradients, with "
+            'its options: "powersgd rank=2"'
         ),
     )
     leaders: Leaders = Field(
@@ -371,6 +389,22 @@ class StrategyConfig(Table):
             "what costs a [message](concepts/virtual-time.md#messages) in virtual time: each of the "
             "`overlap_buckets`, as rings of real machines send them, or each tensor, as in SoCFlow+"
         ),
+    )
+    quorum: QuorumFraction = Field(
+        1.0,
+        description=(
+            "part of the groups whose answers [end a synchronisation](guides/groups.md#late-groups); the others are "
+            "late: they go on, and count when they arrive"
+        ),
+    )
+    grace_s: GraceSeconds = Field(
+        0.0,
+        description=(
+            "seconds after the quorum in which other groups still count; real ones on real machines"
+        ),
+    )
+    late_rounds: LateRounds = Field(
+        LATE_ROUNDS, description="a group that misses more synchronisations loses its work"
     )
     tolerate_client_errors: bool = Field(
         False,
@@ -409,7 +443,13 @@ class StrategyConfig(Table):
         if STRATEGIES[self.name].is_pipeline:
             # A pipeline reads none of this; `ScenarioFile` refuses it.
             return
-        ExchangeSettings(leaders=self.leaders, leader_compression=self.leader_compression)
+        ExchangeSettings(
+            exchange=self.exchange,
+            compression=self.compression,
+            leaders=self.leaders,
+            leader_compression=self.leader_compression,
+        )
+        Quorum(fraction=self.quorum, grace_s=self.grace_s, late_rounds=self.late_rounds)
         interval, outer = shown(self, "server_interval"), self.outer
         counted = outer is not None and outer.counts_groups
         for broken, key, why in (
@@ -430,6 +470,11 @@ class StrategyConfig(Table):
                 interval,
                 "outer needs all groups at every synchronisation; leave one out",
             ),
+            (
+                self.quorum < 1 and self.server_interval > 1,
+                interval,
+                "quorum needs all groups' leaders at the hub; leave one out",
+            ),
         ):
             if broken:
                 raise ConfigError(f"{key}: {why}")
@@ -441,8 +486,12 @@ class StrategyConfig(Table):
             keys = set(StrategyConfig.model_fields) - set(_READ_BY_PIPELINES)
         elif not several_groups(name):
             keys = ("outer", "group_rule", *_OF_LEADERS)
-        if not exchanges_gradients(name):
-            keys = {*keys, "compression"}
+        kind = STRATEGIES[name] if exchanges_gradients(name) else None
+        for key in ("exchange", "compression"):
+            if not isinstance(kind, GroupStrategy) or getattr(kind, key) is not None:
+                keys = {*keys, key}
+        if not may_have_late_groups(name):
+            keys = {*keys, *_OF_QUORUM}
         if name == self.name:
             keys = ()
         left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
@@ -453,6 +502,12 @@ def several_groups(strategy: str) -> bool:
     """Return whether a strategy has several groups. These exchange models, and may have an outer strategy."""
     kind = STRATEGIES[strategy]
     return isinstance(kind, GroupStrategy) and kind.num_groups is None
+
+
+def may_have_late_groups(strategy: str) -> bool:
+    """Return whether a strategy has groups, and is not of one only."""
+    kind = STRATEGIES[strategy]
+    return isinstance(kind, GroupStrategy) and kind.num_groups != 1
 
 
 def takes_outer(strategy: str) -> bool:
@@ -647,21 +702,46 @@ class ScenarioFile(ClusterFile):
             for key in _OF_LEADERS:
                 why = f"it is for leaders of several groups, and {name}; leave it out"
                 yield is_set(strategy, key), self._at("strategy", key), why
+        late_groups, quorum = may_have_late_groups(strategy.name), self._at("strategy", "quorum")
+        for key in _OF_QUORUM:
+            why = f"it is for strategies of several groups, and {self._name}; leave it out"
+            yield is_set(strategy, key) and not late_groups, self._at("strategy", key), why
+        kind = STRATEGIES[strategy.name]
+        if strategy.quorum < 1 and isinstance(kind, GroupStrategy):
+            counted = kind.groups(groups, 0)
+            yield counted == "auto", quorum, _COUNTED
+            if counted not in ("auto", 0):
+                self.quorum.require_some_late(int(counted))
+            arithmetic = self._at("precision", "arithmetic")
+            why = (
+                f"{arithmetic}, and changes of late groups' models are added in FP32; leave it out"
+            )
+            yield self.precision.arithmetic != "fp32", quorum, why
         chosen = several_groups(strategy.name) and groups == "auto"
         yield (
             is_set(strategy, "group_rule") and not chosen,
             self._at("strategy", "group_rule"),
             f"it is for groups = 'auto', and {self._at('strategy', 'groups')} and {self._name}; leave it out",
         )
-        compression = self._at("strategy", "compression")
-        yield (
-            strategy.compression != NONE and not exchanges_gradients(strategy.name),
-            compression,
-            f"{self._name} does not read it; leave it out",
+        compression, (exchange, coding) = (
+            self._at("strategy", "compression"),
+            self.gradient_exchange,
         )
+        alone = not exchanges_gradients(strategy.name)
+        for broken, key in (
+            (is_set(strategy, "exchange") and (alone or exchange != strategy.exchange), "exchange"),
+            (
+                strategy.compression != NONE and (alone or coding != strategy.compression),
+                "compression",
+            ),
+        ):
+            why = f"{self._name} {'does not read' if alone else 'decides'} it; leave it out"
+            yield broken, self._at("strategy", key), why
+        fault = exchange_fault(exchange, gradient_coding(coding))
+        yield fault, self._at("strategy", "compression"), fault
         yield (
-            strategy.compression == LargestValues.name and self.train.optimizer != "sgd",
-            compression,
+            gradient_coding(coding).applies_momentum and self.train.optimizer != "sgd",
+            compression if strategy.compression != NONE else self._name,
             f"it takes over SGD's momentum, and {self._at('train', 'optimizer')}; use another one",
         )
         needs_models = self.hub_needs_models
@@ -862,6 +942,14 @@ class ScenarioFile(ClusterFile):
         return isinstance(STRATEGIES[self.strategy.name], GroupStrategy)
 
     @property
+    def gradient_exchange(self) -> tuple[str, str]:
+        """With whom members of a group exchange gradients, and in which coding, as strategy or file decide."""
+        kind, asked = STRATEGIES[self.strategy.name], self.strategy
+        if not isinstance(kind, GroupStrategy):
+            return asked.exchange, asked.compression
+        return kind.exchange_of(asked.exchange, asked.compression)
+
+    @property
     def leaders(self) -> str:
         """`[strategy] leaders`; "auto" is the star if the hub needs the groups' models."""
         return (
@@ -871,11 +959,21 @@ class ScenarioFile(ClusterFile):
         )
 
     @property
+    def quorum(self) -> Quorum:
+        """When a synchronisation of groups ends."""
+        settings = self.strategy
+        return Quorum(
+            fraction=settings.quorum, grace_s=settings.grace_s, late_rounds=settings.late_rounds
+        )
+
+    @property
     def hub_needs_models(self) -> str:
         """The key of the file that needs each group's model at the hub; empty if no key does."""
         outer, kind = self.strategy.outer, STRATEGIES[self.strategy.name]
         if isinstance(kind, GroupStrategy) and kind.needs_each_model:
             return self._name
+        if self.strategy.quorum < 1:
+            return self._at("strategy", "quorum")
         return (
             f"[strategy.outer] name = {outer.name!r}"
             if outer is not None and not outer.takes_mean

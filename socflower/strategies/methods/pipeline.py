@@ -20,6 +20,7 @@ from socflower.hierarchy import (
     SyncInterval,
     unpredicted_exchanges,
 )
+from socflower.hierarchy.exchange.gradients import EXACT_RING
 from socflower.hierarchy.exchange.models import NONE
 from socflower.hierarchy.uplink_turns import AUTO
 from socflower.pipeline.plan import Plan, to_json
@@ -63,6 +64,8 @@ class PipelineWork:
     in_use : CapacitiesInUse
         The devices' present parts of their nominal speeds.
     """
+
+    gradients = EXACT_RING
 
     def __init__(
         self,
