@@ -51,7 +51,7 @@ _said: dict[str, Any] = {}
 
 
 def run(quick: bool = False, seed: int = 0, only: int = 0) -> list[Row]:
-    """Return the rows of each workload, or of one; `seed` 0 is that of its scenario, `quick` takes the first workload."""
+    """Return the rows of each workload, or of one; `seed` 0 is that of its scenario, `quick` takes the first alone."""
     rows = []
     numbered = enumerate(WORKLOADS.items(), 1)
     wanted = 1 if quick else only
