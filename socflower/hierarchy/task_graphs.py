@@ -76,7 +76,9 @@ def step_graph(
                 builder,
                 group.members,
                 step=step,
-                compute=memory_bytes_per_s and partial(_encode, builder, costs, memory_bytes_per_s),
+                compute=None
+                if memory_bytes_per_s is None
+                else partial(_encode, builder, costs, memory_bytes_per_s),
             ),
         )
     for group_id, others in neighbours.items():
