@@ -38,6 +38,7 @@ FIXED_TIME = {
             "server_momentum",
             "split_int8_edge",
             "split_shared_uplink",
+            "two_dimensions",
             "two_servers",
         ),
         "devices and links are as the file says, and every seed trains as many batches; faults strike by plan",

@@ -15,11 +15,17 @@ from socflower.hierarchy.delayed_sync import (
 from socflower.hierarchy.exchange.choice import Exchanges, choose_exchanges, unpredicted_exchanges
 from socflower.hierarchy.exchange.collectives import Exchange
 from socflower.hierarchy.exchange.gradients import GradientExchange, gradient_coding
-from socflower.hierarchy.group_count import GroupCountChoice, choose_group_count, default_candidates
+from socflower.hierarchy.group_count import (
+    GroupCountChoice,
+    choose_by_floor,
+    choose_by_time,
+    default_candidates,
+)
 from socflower.hierarchy.interval_costs import IntervalCosts, Phase
 from socflower.hierarchy.mapping.integrity_greedy import integrity_greedy, map_groups
 from socflower.hierarchy.mapping.placement import GroupPlacement
 from socflower.hierarchy.plan import Group, GroupPlan, plan_groups, plan_without
+from socflower.hierarchy.quorum import Quorum, run_to_quorum
 from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, reordered
 from socflower.hierarchy.task_graphs import (
     deal_graph,
@@ -40,12 +46,14 @@ __all__ = [
     "GroupPlan",
     "IntervalCosts",
     "Phase",
+    "Quorum",
     "Rebalancing",
     "StepTimes",
     "SyncInterval",
     "UplinkTurns",
+    "choose_by_floor",
+    "choose_by_time",
     "choose_exchanges",
-    "choose_group_count",
     "choose_turns",
     "communication_groups",
     "conflicts",
@@ -60,6 +68,7 @@ __all__ = [
     "plan_groups",
     "plan_without",
     "reordered",
+    "run_to_quorum",
     "split_batch",
     "step_graph",
     "step_times",

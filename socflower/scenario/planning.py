@@ -23,6 +23,7 @@ from socflower.hierarchy import (
 from socflower.hierarchy.exchange.collectives import FUSIONS
 from socflower.hierarchy.exchange.gradients import exchange_in_groups
 from socflower.hierarchy.exchange.models import KINDS, ModelExchange
+from socflower.hierarchy.quorum import late_together, training_usage
 from socflower.precision.cpu_share import RULES_BY_THROUGHPUT
 from socflower.precision.processor_costs import MixedPricing
 from socflower.quantities import counted, human_joules, human_ratio, human_seconds, percent
@@ -55,7 +56,7 @@ def planned_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
     """Return the prediction for a strategy with groups; with `groups = "auto"`, for one group per board."""
     clock = EventClock(cluster)
     work, _ = planned_work(scenario, cluster, clock)
-    usage = _training_usage(work, _planned_shapes(scenario, work), clock)
+    usage = _usage_of(scenario, work, clock)
     return PlannedTraining(
         duration_s=usage.duration_s, energy_j=usage.total_energy_j, socs=work.plan.participants
     )
@@ -102,7 +103,7 @@ def _notes(scenario: Scenario, cluster: Cluster, work: IntervalCosts) -> Iterato
     cost, settings = work.pricing, scenario.strategy
     if settings.groups == "auto" and group_strategy(settings.name).num_groups is None:
         yield (
-            "groups = 'auto' is decided by training an epoch with each candidate; planned with "
+            "groups = 'auto' is decided by training the first rounds with several numbers; planned with "
             f"{len(work.plan.groups)}, one group per board"
         )
     if isinstance(cost, MixedPricing):
@@ -222,6 +223,7 @@ def _work_of(
     plan = plan_groups(
         cluster, num_groups, num_socs, sustained_rates(cluster, scenario.model.name, cost)
     )
+    scenario.quorum.require_some_late(len(plan.groups), min(map(len, late_together(plan))))
     num_left = num_training_samples(scenario, num_samples(scenario))
     steps_per_epoch = group_steps_per_epoch(num_left, len(plan.groups), scenario.train.batch_size)
     gradients = exchange_in_groups(
@@ -311,7 +313,15 @@ def _server_interval(scenario: Scenario) -> int:
     return group_strategy(scenario.strategy.name).server_interval(scenario.strategy.server_interval)
 
 
-def _training_usage(
+def _usage_of(scenario: Scenario, work: IntervalCosts, clock: EventClock) -> Usage:
+    """Return the usage of the whole training."""
+    if scenario.quorum.fraction < 1:
+        intervals = planned_intervals(scenario, work)
+        return training_usage(work, intervals, clock.at_start(), scenario.quorum)
+    return _usage_of_all(work, _planned_shapes(scenario, work), clock)
+
+
+def _usage_of_all(
     work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, int]], clock: EventClock
 ) -> Usage:
     """Return the usage of all intervals; equal intervals are priced once."""
@@ -329,6 +339,7 @@ def _predict(scenario: Scenario, work: IntervalCosts, clock: EventClock) -> dict
         scenario.train.epochs,
         in_servers=_server_interval(scenario) > 1,
         optimizer_copies=optimizer_copies(scenario),
+        training=_usage_of(scenario, work, clock),
     )
 
 
@@ -340,12 +351,14 @@ def predicted_costs(
     *,
     in_servers: bool,
     optimizer_copies: float = 1.0,
+    training: Usage | None = None,
 ) -> dict[str, Any]:
     """Return `predicted` of a plan document: see `plan_scenario`; `shapes` are all intervals of `epochs` epochs.
 
-    `clock` is the one that chose the exchanges, which knows the cost of most graphs.
+    `clock` is the one that chose the exchanges, which knows the cost of most graphs. `training` is the usage of the
+    whole training where it is not that of all intervals one by one.
     """
-    training = _training_usage(work, shapes, clock)
+    training = training or _usage_of_all(work, shapes, clock)
     synchronisation = work.synchronisation()
     inside = work.synchronisation(across_servers=False) if in_servers else None
     busy = sum(training.soc_seconds.values())

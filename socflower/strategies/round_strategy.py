@@ -90,6 +90,27 @@ class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
         self._is_started = True
         return super().start(grid, initial_arrays, num_rounds, *args, **named_args)
 
+    def train_round(
+        self,
+        server_round: int,
+        grid: Grid,
+        arrays: ArrayRecord,
+        *,
+        timeout_s: float,
+        train_config: ConfigRecord,
+    ) -> ArrayRecord:
+        """Train one round and return the next model; `start` then continues after this round.
+
+        For a training that is watched round by round, as a warm-up is; nodes do not evaluate.
+        """
+        self._is_started = True
+        config = ConfigRecord(dict(train_config))
+        messages = self.configure_train(server_round, arrays, config, grid)
+        replies = grid.send_and_receive(messages, timeout=timeout_s)
+        merged, _ = self.aggregate_train(server_round, replies)
+        self.resumed_after = server_round
+        return merged or arrays
+
     _is_started = False
     """Whether it is started itself, and not a strategy around it."""
 
@@ -116,6 +137,7 @@ class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
         if not self._is_started:
             # Nothing tells what a strategy around this one does with the models; Flower's own clip them.
             self.method.require_each_model("the strategy around it")
+            self.method.require_whole_rounds("the strategy around it")
             refuse_integers_clipped(arrays)
         self.round, messages = self.method.open(server_round, arrays, config, grid)
         if is_first and self.outer is not None:

@@ -59,7 +59,7 @@ EVALUATED = "socflower-evaluated"
 """In the evaluate config of a group's node: its own partition of the data, and the number of partitions."""
 
 WARM_UP = "socflower-warm-up"
-"""Present in messages of warm-up epochs, which only serve to choose the number of groups."""
+"""Present in messages of rounds that are trained in several numbers of groups, to choose one of them."""
 
 RESUMED = "socflower-resumed"
 """In a group's first message after a resume: its client reads the group's state after the last round from its file.
@@ -203,6 +203,8 @@ class GroupTask(Record):
     compression: str = "none"
     # With whom members exchange gradients: in a "ring", or with the first of them as a "server".
     exchange: str = "ring"
+    # Steps that the others have done since the group's last interval, if it was late; its optimiser goes on from there.
+    missed_steps: int = 0
 
     def check(self) -> None:
         """Raise `ConfigError` unless every member has its values and the leader is a member."""
@@ -263,6 +265,9 @@ class RingTask:
     feedback_sha256: str = ""
     # Digest of the model that members have kept, if it is not sent again.
     model_sha256: str = ""
+    # For the grid: how many groups end the exchange, and seconds after that in which others count; 0 groups: all.
+    quorum: Annotated[int, Field(ge=0)] = 0
+    quorum_grace_s: Annotated[float, Field(ge=0)] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

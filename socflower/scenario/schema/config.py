@@ -12,12 +12,20 @@ from socflower.field_rules import OneOf, unknown_key
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
 from socflower.hierarchy.exchange.gradients import exchange_fault, gradient_coding
 from socflower.hierarchy.exchange.models import NONE
+from socflower.hierarchy.group_count import GROUP_RULES
+from socflower.hierarchy.quorum import (
+    LATE_ROUNDS,
+    GraceSeconds,
+    LateRounds,
+    Quorum,
+    QuorumFraction,
+)
 from socflower.peers.ring.settings import RingSettings
 from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.report.quality import ACCURACY, LOSS, Quality, quality_of
 from socflower.scenario.schema.key_rules import is_set, require_reader, shown
 from socflower.scenario.schema.outer import OuterConfig
-from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PIPELINE_STRATEGY, PipelineConfig
+from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PipelineConfig
 from socflower.scenario.schema.split import (
     CLICK_MODEL,
     GENERATOR,
@@ -77,6 +85,9 @@ _COUNTED = "it needs a number of groups, and groups is 'auto'; give it"
 
 _OF_LEADERS = ("leaders", "leader_compression")
 """Keys of `[strategy]` that only several groups read."""
+
+_OF_QUORUM = ("quorum", "grace_s", "late_rounds")
+"""Keys that they read even if the strategy has their number."""
 
 Round = Annotated[int, Field(gt=0, le=MOST_INTERVALS)]
 
@@ -295,7 +306,15 @@ class StrategyConfig(Table):
     groups: NumSocs | Annotated[str, OneOf(("auto",))] = Field(
         "auto",
         description=(
-            'number of groups of `socflow`; "auto" [tries them out](concepts/planning.md#how-many-groups)'
+            'number of groups of `socflow`; "auto" [tries them out](concepts/planning.md#how-many-groups); of `2d`, '
+            'where "auto" is that of the least predicted time'
+        ),
+    )
+    group_rule: Annotated[str, OneOf(GROUP_RULES)] = Field(
+        "time",
+        description=(
+            'of groups = "auto": `time` takes the number whose accuracy is best after equal time, `paper` the last '
+            "before the accuracy of the first epoch is below 0.15"
         ),
     )
     socs: NumSocs | None = Field(None, description="how many slots take part; default: all")
@@ -371,6 +390,22 @@ class StrategyConfig(Table):
             "`overlap_buckets`, as rings of real machines send them, or each tensor, as in SoCFlow+"
         ),
     )
+    quorum: QuorumFraction = Field(
+        1.0,
+        description=(
+            "part of the groups whose answers [end a synchronisation](guides/groups.md#late-groups); the others are "
+            "late: they go on, and count when they arrive"
+        ),
+    )
+    grace_s: GraceSeconds = Field(
+        0.0,
+        description=(
+            "seconds after the quorum in which other groups still count; real ones on real machines"
+        ),
+    )
+    late_rounds: LateRounds = Field(
+        LATE_ROUNDS, description="a group that misses more synchronisations loses its work"
+    )
     tolerate_client_errors: bool = Field(
         False,
         description=(
@@ -414,6 +449,7 @@ class StrategyConfig(Table):
             leaders=self.leaders,
             leader_compression=self.leader_compression,
         )
+        Quorum(fraction=self.quorum, grace_s=self.grace_s, late_rounds=self.late_rounds)
         interval, outer = shown(self, "server_interval"), self.outer
         counted = outer is not None and outer.counts_groups
         for broken, key, why in (
@@ -434,17 +470,28 @@ class StrategyConfig(Table):
                 interval,
                 "outer needs all groups at every synchronisation; leave one out",
             ),
+            (
+                self.quorum < 1 and self.server_interval > 1,
+                interval,
+                "quorum needs all groups' leaders at the hub; leave one out",
+            ),
         ):
             if broken:
                 raise ConfigError(f"{key}: {why}")
 
     def under(self, name: str, **changes: Any) -> Self:
         """Return the table under another strategy, without the keys that only groups, or several groups, read."""
-        keys: tuple[str, ...] = () if several_groups(name) else ("outer", *_OF_LEADERS)
+        keys: Collection[str] = ()
+        if STRATEGIES[name].is_pipeline:
+            keys = set(StrategyConfig.model_fields) - set(_READ_BY_PIPELINES)
+        elif not several_groups(name):
+            keys = ("outer", "group_rule", *_OF_LEADERS)
         kind = STRATEGIES[name] if exchanges_gradients(name) else None
         for key in ("exchange", "compression"):
             if not isinstance(kind, GroupStrategy) or getattr(kind, key) is not None:
-                keys = (*keys, key)
+                keys = {*keys, key}
+        if not may_have_late_groups(name):
+            keys = {*keys, *_OF_QUORUM}
         if name == self.name:
             keys = ()
         left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
@@ -455,6 +502,12 @@ def several_groups(strategy: str) -> bool:
     """Return whether a strategy has several groups. These exchange models, and may have an outer strategy."""
     kind = STRATEGIES[strategy]
     return isinstance(kind, GroupStrategy) and kind.num_groups is None
+
+
+def may_have_late_groups(strategy: str) -> bool:
+    """Return whether a strategy has groups, and is not of one only."""
+    kind = STRATEGIES[strategy]
+    return isinstance(kind, GroupStrategy) and kind.num_groups != 1
 
 
 def takes_outer(strategy: str) -> bool:
@@ -627,7 +680,7 @@ class ScenarioFile(ClusterFile):
         """Replace the strategies that are compared by default with those of this scenario's family."""
         if self.compare.strategies != CLUSTER_STRATEGIES or not (self.is_split or self.is_pipeline):
             return
-        fitting: tuple[str, ...] = (PIPELINE_STRATEGY, *CLUSTER_STRATEGIES[1:])
+        fitting: tuple[str, ...] = (self.strategy.name, *CLUSTER_STRATEGIES[1:])
         if self.is_split:
             fitting = tuple(name for name in self._family if name != "splitfed")
         # The table is frozen; this is the only default that depends on another table.
@@ -649,6 +702,27 @@ class ScenarioFile(ClusterFile):
             for key in _OF_LEADERS:
                 why = f"it is for leaders of several groups, and {name}; leave it out"
                 yield is_set(strategy, key), self._at("strategy", key), why
+        late_groups, quorum = may_have_late_groups(strategy.name), self._at("strategy", "quorum")
+        for key in _OF_QUORUM:
+            why = f"it is for strategies of several groups, and {self._name}; leave it out"
+            yield is_set(strategy, key) and not late_groups, self._at("strategy", key), why
+        kind = STRATEGIES[strategy.name]
+        if strategy.quorum < 1 and isinstance(kind, GroupStrategy):
+            counted = kind.groups(groups, 0)
+            yield counted == "auto", quorum, _COUNTED
+            if counted not in ("auto", 0):
+                self.quorum.require_some_late(int(counted))
+            arithmetic = self._at("precision", "arithmetic")
+            why = (
+                f"{arithmetic}, and changes of late groups' models are added in FP32; leave it out"
+            )
+            yield self.precision.arithmetic != "fp32", quorum, why
+        chosen = several_groups(strategy.name) and groups == "auto"
+        yield (
+            is_set(strategy, "group_rule") and not chosen,
+            self._at("strategy", "group_rule"),
+            f"it is for groups = 'auto', and {self._at('strategy', 'groups')} and {self._name}; leave it out",
+        )
         compression, (exchange, coding) = (
             self._at("strategy", "compression"),
             self.gradient_exchange,
@@ -708,13 +782,17 @@ class ScenarioFile(ClusterFile):
     def _rules_of_pipelines(self) -> Iterator[Rule]:
         """Yield what a pipeline does not read, and what its samples and batches need."""
         if not self.is_pipeline:
-            why = f"it is for name = {PIPELINE_STRATEGY!r}, and {self._name}; leave it out"
+            names = " and ".join(
+                repr(name) for name, kind in STRATEGIES.items() if kind.is_pipeline
+            )
+            why = f"it is for name = {names}, and {self._name}; leave it out"
             yield self.pipeline is not None, "[pipeline]", why
             return
         table, batch_size = self.pipeline or PipelineConfig(), self.train.batch_size
         said = f"{self._name} does not read it; leave it out"
         yield self.precision.arithmetic != "fp32", self._at("precision", "arithmetic"), said
-        yield from self._unread(_READ_BY_PIPELINES)
+        grid = STRATEGIES[self.strategy.name].is_grid
+        yield from self._unread((*_READ_BY_PIPELINES, "groups") if grid else _READ_BY_PIPELINES)
         sample = f"[pipeline] {shown(table, 'sample')}"
         yield (
             table.sample and self.data != DataConfig(),
@@ -881,11 +959,21 @@ class ScenarioFile(ClusterFile):
         )
 
     @property
+    def quorum(self) -> Quorum:
+        """When a synchronisation of groups ends."""
+        settings = self.strategy
+        return Quorum(
+            fraction=settings.quorum, grace_s=settings.grace_s, late_rounds=settings.late_rounds
+        )
+
+    @property
     def hub_needs_models(self) -> str:
         """The key of the file that needs each group's model at the hub; empty if no key does."""
         outer, kind = self.strategy.outer, STRATEGIES[self.strategy.name]
         if isinstance(kind, GroupStrategy) and kind.needs_each_model:
             return self._name
+        if self.strategy.quorum < 1:
+            return self._at("strategy", "quorum")
         return (
             f"[strategy.outer] name = {outer.name!r}"
             if outer is not None and not outer.takes_mean

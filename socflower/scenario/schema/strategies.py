@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from socflower.errors import ConfigError
-from socflower.scenario.schema.pipeline import PIPELINE_STRATEGY
+from socflower.scenario.schema.pipeline import GRID_STRATEGY, PIPELINE_STRATEGY
 from socflower.scenario.schema.split import SPLIT_STRATEGIES
 
 
@@ -15,6 +15,8 @@ class Strategy:
     about: str = ""
     uses_cloud: bool = False
     is_pipeline: bool = False
+    # Of pipelines: whether they are those of groups, with a device a stage.
+    is_grid: bool = False
 
     @property
     def unread_keys(self) -> frozenset[str]:
@@ -110,6 +112,9 @@ STRATEGIES: dict[str, Strategy] = {
     ),
     PIPELINE_STRATEGY: Strategy(
         about="[a pipeline](#pipeline) of unequal devices", is_pipeline=True
+    ),
+    GRID_STRATEGY: Strategy(
+        about="a pipeline in each group, a ring across groups", is_pipeline=True, is_grid=True
     ),
     **dict.fromkeys(SPLIT_STRATEGIES, Strategy(uses_cloud=True)),
 }
