@@ -12,7 +12,14 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "strategies.socflow": ("SoCFlow",),
     "strategies.method": ("RoundReport",),
-    "strategies.baselines": ("OrderedFedAvg", "RingAllReduce", "SingleDevice"),
+    "strategies.baselines": (
+        "HiPress",
+        "OrderedFedAvg",
+        "ParameterServer",
+        "PowerSGDAllReduce",
+        "RingAllReduce",
+        "SingleDevice",
+    ),
     "strategies.diloco": ("DiLoCo",),
     "strategies.methods.local": ("LocalSchedule",),
     "strategies.methods.split": ("CloudSessions",),

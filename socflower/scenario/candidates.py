@@ -27,7 +27,7 @@ _FACTORS: Mapping[str, tuple[float, ...]] = {
 }
 _BUCKETS = (1, 8)
 # Keys of [strategy] that change what a step costs, and not what it computes.
-_OF_COSTS = ("overlap_buckets", "uplink_turns", "leaders", "fusion")
+_OF_COSTS = ("exchange", "overlap_buckets", "uplink_turns", "leaders", "fusion")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,8 +152,10 @@ def _arithmetic(scenario: Scenario) -> str:
     strategy = {
         key: value
         for key, value in document["strategy"].items()
-        if key not in (*_OF_COSTS, "name", "socs", "groups", "sync_interval_epochs")
+        if key not in (*_OF_COSTS, "name", "socs", "groups", "sync_interval_epochs", "compression")
     }
+    # Which a strategy may decide.
+    strategy["compression"] = scenario.gradient_exchange[1]
     # With one group all synchronous strategies compute the same steps; an arithmetic of its own has its own class.
     own = getattr(kind, "target", scenario.strategy.name)
     train = {key: document["train"].get(key) for key in ("optimizer", "momentum", "weight_decay")}

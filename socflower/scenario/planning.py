@@ -8,7 +8,6 @@ from socflower.cluster import Activity, Cluster, ModelProfile, Usage, sustained_
 from socflower.errors import InfeasiblePlan
 from socflower.hierarchy import (
     Exchanges,
-    GradientExchange,
     GroupPlan,
     IntervalCosts,
     Rebalancing,
@@ -22,6 +21,7 @@ from socflower.hierarchy import (
     sync_shapes,
 )
 from socflower.hierarchy.exchange.collectives import FUSIONS
+from socflower.hierarchy.exchange.gradients import exchange_in_groups
 from socflower.hierarchy.exchange.models import KINDS, ModelExchange
 from socflower.hierarchy.quorum import late_together, training_usage
 from socflower.precision.cpu_share import RULES_BY_THROUGHPUT
@@ -103,7 +103,7 @@ def _notes(scenario: Scenario, cluster: Cluster, work: IntervalCosts) -> Iterato
     cost, settings = work.pricing, scenario.strategy
     if settings.groups == "auto" and group_strategy(settings.name).num_groups is None:
         yield (
-            "groups = 'auto' is decided by training an epoch with each candidate; planned with "
+            "groups = 'auto' is decided by training the first rounds with several numbers; planned with "
             f"{len(work.plan.groups)}, one group per board"
         )
     if isinstance(cost, MixedPricing):
@@ -226,8 +226,12 @@ def _work_of(
     scenario.quorum.require_some_late(len(plan.groups), min(map(len, late_together(plan))))
     num_left = num_training_samples(scenario, num_samples(scenario))
     steps_per_epoch = group_steps_per_epoch(num_left, len(plan.groups), scenario.train.batch_size)
-    coding = gradient_coding(settings.compression, steps_per_epoch=steps_per_epoch)
-    coding.require_size(max(len(group.members) for group in plan.groups))
+    gradients = exchange_in_groups(
+        *scenario.gradient_exchange,
+        cluster,
+        [group.members for group in plan.groups],
+        steps_per_epoch,
+    )
     return IntervalCosts(
         cluster=cluster,
         plan=plan,
@@ -237,7 +241,7 @@ def _work_of(
         reshuffle=settings.reshuffle,
         uplink_turns=False,
         overlap_buckets=settings.overlap_buckets,
-        gradients=GradientExchange(coding=coding),
+        gradients=gradients,
         pricing=cost,
         rebalancing=rebalancing(scenario),
         fusion=settings.fusion,

@@ -78,7 +78,7 @@ class ModelExchange:
         ready: Mapping[int, Sequence[int]],
     ) -> Arrivals:
         arrived: Arrivals = {leader: tuple(ready.get(leader, ())) for leader in leaders}
-        for operation in self.coding.operations(model.num_bytes, len(leaders)):
+        for operation in self.coding.operations(model, len(leaders)):
             part = replace(
                 model,
                 num_bytes=operation.num_bytes,
