@@ -138,6 +138,11 @@ server_interval = 2
             chooses="leaders",
             is_in=lambda s: s.strategy.leader_compression != "none",
         ),
+        "quorum": Capability(
+            label="late groups",
+            says="[strategy]\nquorum = 0.5",
+            is_in=lambda s: s.strategy.quorum < 1,
+        ),
         "compression": Capability(
             label="compressed gradients",
             says='[strategy]\ncompression = "fp16"',

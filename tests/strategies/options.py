@@ -13,8 +13,11 @@ def grouped(**options: Any) -> dict[str, Any]:
         ("costs", Costs),
         ("exchange", ExchangeSettings),
     ):
+        # `exchange` is also the name of a field of its value.
         own = {
-            entry.name: options.pop(entry.name) for entry in fields(kind) if entry.name in options
+            entry.name: options.pop(entry.name)
+            for entry in fields(kind)
+            if entry.name in options and not isinstance(options[entry.name], kind)
         }
         if own:
             options[name] = kind(**own)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Groups that are late for a quorum: their change counts once, by its samples, in the round in which it arrives."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -190,6 +191,23 @@ def test_a_resumed_training_has_late_groups(after: int) -> None:
         (asked, events, values(arrays)) for asked, events, arrays in expected[after:]
     ]
     assert resumed.method.work.clock.usage == whole.method.work.clock.usage
+
+
+def test_real_groups_that_were_late_are_lost_with_the_server() -> None:
+    """What they began with is not kept: nobody could tell their answers from others'."""
+    begun, resumed = strategy(), strategy()
+    rounds(begun, 1, 1, model())
+    (ident, work), *_ = begun.method.late.held.items()
+    begun.method.late.held[ident] = replace(work, change=None, base=model())
+    resumed.resume_from(1, **begun.state)
+    asked, events, _ = rounds(resumed, 2, 2, model())[0]
+    assert ident in asked and (LATE_DROPPED, ident) in events
+
+
+def test_nodes_of_late_groups_do_not_evaluate() -> None:
+    of = strategy()
+    rounds(of, 1, 1, model())
+    assert 1 not in of.method.nodes_for_evaluation(FakeGrid()).soc_of_node.values()
 
 
 def test_a_group_that_is_too_late_begins_again() -> None:

@@ -57,6 +57,7 @@ def test_a_late_group_counts_when_it_arrives_and_gets_no_work_before(tmp_path: P
     assert not mark_of(tmp_path, PARTITION, 3, "asked").exists()
 
 
+@pytest.mark.slow
 def test_a_late_group_that_dies_is_dropped(tmp_path: Path) -> None:
     mark_of(tmp_path, PARTITION, 1, "trained").touch()
     events = trained(tmp_path, late_rounds=10, **{"dies-in": "rendezvous"})
@@ -64,6 +65,7 @@ def test_a_late_group_that_dies_is_dropped(tmp_path: Path) -> None:
     assert (LATE_DROPPED, SLOW) in [event for each in events[2:] for event in each]
 
 
+@pytest.mark.slow
 def test_groups_that_miss_too_many_rounds_are_planned_without(tmp_path: Path) -> None:
     events = trained(tmp_path, late_rounds=1)
     assert events[:2] == [[(LATE, SLOW)], [(LATE_DROPPED, SLOW)]]

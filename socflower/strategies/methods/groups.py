@@ -303,6 +303,14 @@ class GroupsMethod(Method[Round, SettledRound]):
                 "strategy.start(GroupGrid(grid), ...) ends it at each group's first reply, and asks "
                 "survivors again",
             )
+        can_be_late = this.settled_by_grid if this.in_rings else this.costs is not None
+        if self.late is not None and not can_be_late:
+            log(
+                WARNING,
+                "SoCFlow: quorum = %s has no effect: every group is waited for without virtual time "
+                "(a clock and a model_profile), or nodes with a ring address and a GroupGrid",
+                self.late.quorum.fraction,
+            )
 
     def _messages(self, this: Round, config: ConfigRecord) -> list[Message]:
         planner = self.planner
@@ -533,9 +541,11 @@ class GroupsMethod(Method[Round, SettledRound]):
 
     # ------------------------------------------------------------------------------- evaluation by nodes
     def nodes_for_evaluation(self, grid: Grid) -> NodesForEvaluation:
-        """Return the nodes of the latest round that are still present."""
+        """Return the nodes of the latest round that are still present, and not at work for late groups."""
         assert self.latest is not None
         present = set(self.planner.registry.present(grid))
+        if self.late is not None:
+            present -= {soc for work in self.late.held.values() for soc in work.members}
         socs = [soc for soc in self.latest.plan.participants if soc in present]
         return NodesForEvaluation(
             soc_of_node={self.latest.node_of[soc]: soc for soc in socs},

@@ -113,7 +113,7 @@ class LateGroups:
                 late_event(LATE_DROPPED, ident, "lost with the interruption")
                 for ident in interrupted
             ),
-            *(self._drop(ident, "its SoCs are in other groups now") for ident in sorted(gone)),
+            *(self._drop(ident, "the plan has other groups now") for ident in sorted(gone)),
         ]
 
     def answers(self, this: Round, replies: Iterable[Message]) -> dict[int, Message]:
