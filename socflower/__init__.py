@@ -41,6 +41,7 @@ _EXPORTS = {
         "TrainingSpan",
     ),
     "training.fp32": ("FP32Trainer", "cosine_annealing", "sgd"),
+    "training.muon": ("muon",),
     "training.int8": ("Int8Trainer",),
     "edgecloud.runtime.mixed_front": ("MixedEdge",),
     "training.mixed_precision": ("MixedPrecisionTrainer",),

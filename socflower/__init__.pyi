@@ -70,6 +70,7 @@ from socflower.training.group import train_group as train_group
 from socflower.training.int8 import Int8Trainer as Int8Trainer
 from socflower.training.mixed_precision import MixedPrecisionTrainer as MixedPrecisionTrainer
 from socflower.training.model_state import frozen_digest as frozen_digest, load_trainable_state as load_trainable_state, trainable_state as trainable_state
+from socflower.training.muon import muon as muon
 from socflower.training.trainer import ExchangingSession as ExchangingSession, SessionResult as SessionResult, Trainer as Trainer, TrainingSession as TrainingSession, TrainingSpan as TrainingSpan
 from socflower.wire.message_keys import HEAT as HEAT, HeatReport as HeatReport
 from socflower.workloads.data_source import DataSource as DataSource

@@ -48,6 +48,7 @@ from socflower.strategies.settings import (
 from socflower.toml_file import Table
 
 ARITHMETICS = ("fp32", "int8", "mixed")
+OPTIMIZERS = ("sgd", "adam", "adamw", "muon")
 _READ_BY_PIPELINES = (
     "name",
     "socs",
@@ -168,18 +169,24 @@ class TrainConfig(Table):
         ),
     )
     learning_rate: float = Field(0.01, gt=0, description="of the optimiser")
-    optimizer: Annotated[str, OneOf(("sgd", "adam"))] = Field(
-        "sgd", description="int8 training knows `sgd` only"
+    optimizer: Annotated[str, OneOf(OPTIMIZERS)] = Field(
+        "sgd",
+        description=(
+            "int8 and mixed training know `sgd` only; `muon` is Muon for hidden layers, kernels as matrices, and AdamW "
+            "for the first and the last layer, biases and norms"
+        ),
     )
     momentum: float | None = Field(
         None,
         ge=0,
         lt=1,
         description=(
-            "of SGD; refused with `adam` and `niti`, which have none; default: 0.9, and 0 with `niti`"
+            "of SGD; refused with other optimisers and `niti`, which have none; default: 0.9, and 0 with `niti`"
         ),
     )
-    weight_decay: float = Field(0.0, ge=0, description="of SGD")
+    weight_decay: float = Field(
+        0.0, ge=0, description="of SGD and Adam in the gradient, else decoupled"
+    )
     schedule: Annotated[str, OneOf(("cosine", "constant"))] = Field(
         "cosine", description=("of the learning rate; `cosine` is zero at the end")
     )
@@ -666,6 +673,11 @@ class ScenarioFile(ClusterFile):
             (in_int8 and train.reduction != "auto", "reduction", "'auto'"),
         ):
             yield broken, self._at("train", key), f"{said} does not know it; use {instead}"
+        yield (
+            train.optimizer == "muon" and (self.is_pipeline or self.is_split),
+            self._at("train", "optimizer"),
+            f"it needs the whole model, and {self._name} divides it; use 'adamw'",
+        )
         yield (
             train.momentum and self._trains_by_niti and not self.is_split,
             self._at("train", "momentum"),
