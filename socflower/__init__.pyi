@@ -42,13 +42,14 @@ from socflower.precision.processor_costs import Int8Pricing as Int8Pricing, Mixe
 from socflower.sim.event_clock import EventClock as EventClock
 from socflower.sim.trace import Trace as Trace
 from socflower.strategies.baselines import OrderedFedAvg as OrderedFedAvg, RingAllReduce as RingAllReduce, SingleDevice as SingleDevice
-from socflower.strategies.diloco import DiLoCo as DiLoCo
 from socflower.strategies.group_grid import GroupGrid as GroupGrid
 from socflower.strategies.hybrid_pipeline import HybridPipeline as HybridPipeline
+from socflower.strategies.local_sgd import DiLoCo as DiLoCo, LocalSGD as LocalSGD
 from socflower.strategies.method import RoundReport as RoundReport
 from socflower.strategies.methods.local import LocalSchedule as LocalSchedule
 from socflower.strategies.methods.split import CloudSessions as CloudSessions
 from socflower.strategies.methods.split_report import SplitRoundReport as SplitRoundReport
+from socflower.strategies.outer_sgd import OuterSGD as OuterSGD, nesterov as nesterov
 from socflower.strategies.planned_rounds import Resumable as Resumable
 from socflower.strategies.settings import Costs as Costs, ExchangeSettings as ExchangeSettings, Grouping as Grouping, TrainingSchedule as TrainingSchedule
 from socflower.strategies.socflow import SoCFlow as SoCFlow

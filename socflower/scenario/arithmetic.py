@@ -136,7 +136,7 @@ def optimizer(scenario: Scenario) -> OptimizerFn:
     """Return the scenario's optimiser; `momentum` is that of SGD only."""
     settings = scenario.train
     rate, decay = settings.learning_rate, settings.weight_decay
-    match settings.optimizer:
+    match scenario.optimizer:
         case "adam":
             return partial(torch.optim.Adam, lr=rate, weight_decay=decay)
         case "adamw":

@@ -67,7 +67,7 @@ def pricing(scenario: Scenario) -> Pricing:
 
 def optimizer_copies(scenario: Scenario) -> float:
     """Return how many copies of the trained weights the optimiser keeps, at most: Muon keeps one of hidden layers."""
-    return float(scenario.momentum > 0) if scenario.train.optimizer == "sgd" else 2.0
+    return float(scenario.momentum > 0) if scenario.optimizer == "sgd" else 2.0
 
 
 def mixing_note(rule: str) -> str:

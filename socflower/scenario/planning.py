@@ -100,7 +100,7 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
 def _notes(scenario: Scenario, cluster: Cluster, work: IntervalCosts) -> Iterator[str]:
     """Yield what a run may do otherwise than the plan, and how it is priced."""
     cost, settings = work.pricing, scenario.strategy
-    if settings.groups == "auto" and group_strategy(settings.name).num_groups is None:
+    if group_strategy(settings.name).groups(settings.groups, cluster.num_socs) == "auto":
         yield (
             "groups = 'auto' is decided by training an epoch with each candidate; planned with "
             f"{len(work.plan.groups)}, one group per board"
@@ -310,7 +310,7 @@ def _work_of(
         fusion=settings.fusion,
         models=ModelExchange(
             coding=gradient_coding(settings.leader_compression),
-            hub_decides=settings.outer is not None
+            hub_decides=settings.outer_step is not None
             or group_strategy(settings.name).needs_each_model,
         ),
         steps_per_epoch=steps_per_epoch,

@@ -22,6 +22,7 @@ from socflower.scenario.heat import check_boards
 from socflower.scenario.planning import group_work
 from socflower.scenario.schema.config import Scenario, several_groups
 from socflower.scenario.schema.file import num_participants, scenario_cluster
+from socflower.scenario.schema.strategies import STRATEGIES
 from socflower.scenario.split_setting import SplitSetting
 from socflower.workloads.sources import data_names, load_data
 
@@ -118,6 +119,7 @@ class PreparedRun:
                 "fewer"
             )
         is_alone = groups == num_socs and several_groups(scenario.strategy.name)
+        is_alone |= groups == "auto" and STRATEGIES[scenario.strategy.name].is_alone
         if is_alone and scenario.strategy.compression != NONE:
             why = "each group has one SoC, which exchanges no gradients; leave it out"
             raise scenario.mistake("strategy", "compression", why)

@@ -146,7 +146,7 @@ def check_workload(scenario: Scenario) -> None:
     if scenario.model.factory:
         with _naming(_factory_text("model", scenario)):
             require_trained_parameters(model)
-            if scenario.train.optimizer == "muon":
+            if scenario.optimizer == "muon":
                 # This refuses a model without hidden layers.
                 muon()(model.parameters())
     evaluated = f"{scenario.name}: model {scenario.model.name} cannot evaluate the test data of"

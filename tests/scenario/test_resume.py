@@ -117,7 +117,7 @@ CASES: dict[str, Scenario] = {
     "largest gradients": small(interval=0.5, epochs=2, groups=1, compression="dgc"),
     "ring": small("ring", epochs=3),
     "sgd": small("sgd", epochs=3),
-    "diloco": small("diloco", epochs=2),
+    "diloco": small("diloco", groups="auto", epochs=2),
     "fedavg": small("fedavg", epochs=3),
     "int8": with_precision(small(), arithmetic="int8"),
     "adaptive fixed point": with_precision(

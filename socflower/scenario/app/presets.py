@@ -132,7 +132,7 @@ def _groups(parts: RunParts, num_groups: int, num_epochs: int) -> SoCFlow:
         ),
         rings=scenario.ring,
         rebalancing=rebalancing(scenario),
-        outer=None if settings.outer is None else _outer(settings.outer),
+        outer=None if settings.outer_step is None else _outer(settings.outer_step),
         tolerate_client_errors=settings.tolerate_client_errors,
     )
 
@@ -183,9 +183,9 @@ def _first_epoch_score(score: ModelMetrics) -> float:
 def _outer(settings: OuterConfig) -> OuterStrategy:
     """Return the outer strategy; nodes do not evaluate, as a scenario is evaluated on the server."""
     more = {"train_loss_key": TRAIN_LOSS} if settings.name == "qfedavg" else {}
-    outer: OuterStrategy = getattr(flower_strategies, OUTER_STRATEGIES[settings.name][0])(
-        **settings.arguments, **more, fraction_evaluate=0.0
-    )
+    module, _, name = OUTER_STRATEGIES[settings.name][0].rpartition(":")
+    make = getattr(import_module(module) if module else flower_strategies, name)
+    outer: OuterStrategy = make(**settings.arguments, **more, fraction_evaluate=0.0)
     return outer
 
 

@@ -169,11 +169,12 @@ class TrainConfig(Table):
         ),
     )
     learning_rate: float = Field(0.01, gt=0, description="of the optimiser")
-    optimizer: Annotated[str, OneOf(OPTIMIZERS)] = Field(
-        "sgd",
+    optimizer: Annotated[str, OneOf(OPTIMIZERS)] | None = Field(
+        None,
         description=(
-            "int8 and mixed training know `sgd` only; `muon` is Muon for hidden layers, kernels as matrices, and AdamW "
-            "for the first and the last layer, biases and norms"
+            "default: `sgd`, with `diloco` `adamw`, with `muloco` `muon`; int8 and mixed training know `sgd` only; "
+            "`muon` is Muon for hidden layers, kernels as matrices, and AdamW for the first and the last layer, biases "
+            "and norms"
         ),
     )
     momentum: float | None = Field(
@@ -219,7 +220,7 @@ class TrainConfig(Table):
         """Refuse names of no device, momentum without SGD, and local epochs that do not divide the epochs."""
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device = {self.device!r}: write auto, cpu, cuda, cuda:1 or mps")
-        if self.momentum:
+        if self.momentum and self.optimizer is not None:
             require_reader(self, "optimizer", {"momentum": ("sgd",)})
         if self.epochs % self.local_epochs:
             raise ConfigError(
@@ -301,7 +302,8 @@ class StrategyConfig(Table):
     groups: NumSocs | Annotated[str, OneOf(("auto",))] = Field(
         "auto",
         description=(
-            'number of groups of `socflow`; "auto" [tries them out](concepts/planning.md#how-many-groups)'
+            'number of groups; "auto" [tries them out](concepts/planning.md#how-many-groups); with '
+            "`local-sgd`, `diloco` and their like it is one for each SoC"
         ),
     )
     socs: NumSocs | None = Field(None, description="how many slots take part; default: all")
@@ -397,7 +399,7 @@ class StrategyConfig(Table):
     outer: OuterConfig | None = Field(
         None,
         description=(
-            "table of Flower's strategy that [makes the next model](guides/groups.md#outer-strategies) of the groups' "
+            "table of the strategy that [makes the next model](guides/groups.md#outer-strategies) of the groups' "
             "models: its class in small letters and its arguments"
         ),
     )
@@ -408,13 +410,13 @@ class StrategyConfig(Table):
             # A pipeline reads none of this; `ScenarioFile` refuses it.
             return
         ExchangeSettings(leaders=self.leaders, leader_compression=self.leader_compression)
-        interval, outer = shown(self, "server_interval"), self.outer
+        interval, outer = shown(self, "server_interval"), self.outer_step
         counted = outer is not None and outer.counts_groups
         for broken, key, why in (
             (
                 outer and not takes_outer(self.name),
                 "outer",
-                f"name = {self.name!r} has one group, or an outer step of its own; leave it out",
+                f"name = {self.name!r} has one group; leave it out",
             ),
             (counted and self.groups == "auto", f"outer.name = {outer and outer.name!r}", _COUNTED),
             (self.server_interval > 1 and self.groups == "auto", interval, _COUNTED),
@@ -437,10 +439,19 @@ class StrategyConfig(Table):
         keys: tuple[str, ...] = () if several_groups(name) else ("outer", *_OF_LEADERS)
         if not exchanges_gradients(name):
             keys = (*keys, "compression")
+        if STRATEGIES[name].is_alone:
+            # They have as many groups, and an outer step of their own.
+            keys = ("groups", "outer", "compression")
         if name == self.name:
             keys = ()
         left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
         return self.replaced(**{"name": name, **left_out, **changes})
+
+    @property
+    def outer_step(self) -> OuterConfig | None:
+        """`outer`, or the outer step that the strategy has without it; None if it averages."""
+        own = STRATEGIES[self.name].outer
+        return self.outer or (OuterConfig(name=own) if own else None)
 
 
 def several_groups(strategy: str) -> bool:
@@ -457,7 +468,7 @@ def takes_outer(strategy: str) -> bool:
 def exchanges_gradients(strategy: str) -> bool:
     """Return whether a strategy has groups of several members, which exchange gradients."""
     kind = STRATEGIES[strategy]
-    return isinstance(kind, GroupStrategy) and kind.num_socs != 1 and kind.num_groups != 0
+    return isinstance(kind, GroupStrategy) and kind.num_socs != 1
 
 
 class OwnTraining(Table):
@@ -466,6 +477,7 @@ class OwnTraining(Table):
     epochs: Epochs | None = Field(None, description="passes over the data")
     batch_size: BatchSize | None = Field(None, description="as in [train]")
     learning_rate: float | None = Field(None, gt=0, description="of the optimiser")
+    optimizer: Annotated[str, OneOf(OPTIMIZERS)] | None = Field(None, description="as in [train]")
     sync_interval_epochs: float | None = Field(
         None,
         gt=0,
@@ -476,7 +488,7 @@ class OwnTraining(Table):
     )
 
 
-def _of_train(own: OwnTraining) -> dict[str, float]:
+def _of_train(own: OwnTraining) -> dict[str, Any]:
     return own.model_dump(exclude_none=True, exclude={"sync_interval_epochs"})
 
 
@@ -645,7 +657,7 @@ class ScenarioFile(ClusterFile):
             f"{self._name} does not read it; leave it out",
         )
         yield (
-            strategy.compression == LargestValues.name and self.train.optimizer != "sgd",
+            strategy.compression == LargestValues.name and self.optimizer != "sgd",
             compression,
             f"it takes over SGD's momentum, and {self._at('train', 'optimizer')}; use another one",
         )
@@ -664,19 +676,29 @@ class ScenarioFile(ClusterFile):
     def _rules_of_arithmetic(self) -> Iterator[Rule]:
         """Yield what training in integers does not know."""
         train, arithmetic = self.train, self.precision.arithmetic
-        outer, said = self.strategy.outer, self._at("precision", "arithmetic")
+        outer, said = self.strategy.outer_step, self._at("precision", "arithmetic")
         in_int8, in_integers = arithmetic == "int8", arithmetic != "fp32"
         for broken, key, instead in (
-            (in_integers and train.optimizer != "sgd", "optimizer", "'sgd'"),
+            (in_integers and self.optimizer != "sgd", "optimizer", "'sgd'"),
             (in_integers and train.device not in ("auto", "cpu"), "device", "'cpu'"),
             (in_int8 and train.weight_decay, "weight_decay", "0"),
             (in_int8 and train.reduction != "auto", "reduction", "'auto'"),
         ):
             yield broken, self._at("train", key), f"{said} does not know it; use {instead}"
         yield (
-            train.optimizer == "muon" and (self.is_pipeline or self.is_split),
+            self.optimizer == "muon" and (self.is_pipeline or self.is_split),
             self._at("train", "optimizer"),
             f"it needs the whole model, and {self._name} divides it; use 'adamw'",
+        )
+        yield (
+            train.momentum and self.optimizer != "sgd",
+            self._at("train", "momentum"),
+            f"it is for 'sgd', and {self._name} trains by {self.optimizer!r}; leave it out, or give optimizer",
+        )
+        yield (
+            self.strategy.name == "muloco" and self.optimizer != "muon",
+            self._at("train", "optimizer"),
+            f"{self._name} is 'diloco' with 'muon'; use name = 'diloco'",
         )
         yield (
             train.momentum and self._trains_by_niti and not self.is_split,
@@ -793,10 +815,14 @@ class ScenarioFile(ClusterFile):
         interval = own.sync_interval_epochs or self.strategy.sync_interval_epochs
         # Other strategies refuse the table of pipelines.
         pipeline = self.pipeline if STRATEGIES[strategy].is_pipeline else None
+        changes = _of_train(own)
+        if strategy != self.strategy.name and STRATEGIES[strategy].optimizer != "sgd":
+            # It is published with this optimiser.
+            changes = {"optimizer": None, "momentum": None, **changes}
         return self.replaced(
             strategy=self.strategy.under(strategy, sync_interval_epochs=interval),
             pipeline=pipeline,
-            train=self.train.replaced(**_of_train(own)),
+            train=self.train.replaced(**changes),
         )
 
     @property
@@ -810,7 +836,12 @@ class ScenarioFile(ClusterFile):
             return self.train.momentum
         # In a split training momentum is that of the cloud's half, which trains in FP32.
         without = self._trains_by_niti and not self.is_split
-        return 0.0 if without or self.train.optimizer != "sgd" else 0.9
+        return 0.0 if without or self.optimizer != "sgd" else 0.9
+
+    @property
+    def optimizer(self) -> str:
+        """The optimiser of `[train]`, by default that of the strategy."""
+        return self.train.optimizer or STRATEGIES[self.strategy.name].optimizer
 
     @property
     def is_split(self) -> bool:
@@ -839,7 +870,7 @@ class ScenarioFile(ClusterFile):
     @property
     def hub_needs_models(self) -> str:
         """The key of the file that needs each group's model at the hub; empty if no key does."""
-        outer, kind = self.strategy.outer, STRATEGIES[self.strategy.name]
+        outer, kind = self.strategy.outer_step, STRATEGIES[self.strategy.name]
         if isinstance(kind, GroupStrategy) and kind.needs_each_model:
             return self._name
         return (

@@ -15,6 +15,11 @@ class Strategy:
     about: str = ""
     uses_cloud: bool = False
     is_pipeline: bool = False
+    # Whether each SoC is a group of its own, unless `[strategy] groups` is a number.
+    is_alone: bool = False
+    # The name of its outer step, and its optimiser, unless the scenario gives others.
+    outer: str = ""
+    optimizer: str = "sgd"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,8 +27,8 @@ class GroupStrategy(Strategy):
     """A strategy with groups: a class that is made as `SoCFlow` is, by keyword arguments.
 
     `num_groups`, `num_socs` and `interval_epochs` are None if `[strategy]` decides, by its keys `groups`, `socs` and
-    `sync_interval_epochs`. `num_groups` 0 is as many as SoCs. With `needs_each_model` it has an
-    outer step or an average of its own, so that leaders cannot send the hub their mean.
+    `sync_interval_epochs`. With `needs_each_model` it has an average of its own, so that leaders cannot send the hub
+    their mean.
     """
 
     # The class is imported when it trains, since every command reads this module.
@@ -36,8 +41,8 @@ class GroupStrategy(Strategy):
     def groups(self, asked: int | str, num_socs: int) -> int | str:
         """Return the number of groups of so many SoCs; `asked` is the value in `[strategy]`."""
         if self.num_groups is None:
-            return asked
-        return self.num_groups or self.num_socs or num_socs
+            return num_socs if self.is_alone and asked == "auto" else asked
+        return self.num_groups
 
     def sync_interval_epochs(self, asked: float | str) -> float | str:
         """Return the epochs between synchronisations; `asked` is the value in `[strategy]`.
@@ -59,11 +64,24 @@ STRATEGIES: dict[str, Strategy] = {
     "ring": GroupStrategy(about="all SoCs in one ring", num_groups=1, interval_epochs=1.0),
     "fedavg": Strategy(about="all SoCs in every round, each on its own data"),
     "sgd": GroupStrategy(about="SoC 0 alone", num_groups=1, num_socs=1, interval_epochs=1.0),
+    "local-sgd": GroupStrategy(
+        about="each SoC alone between synchronisations, with an optimiser that it keeps",
+        target="socflower.strategies.local_sgd:LocalSGD",
+        is_alone=True,
+    ),
     "diloco": GroupStrategy(
-        about="each SoC alone, then an outer step with Nesterov momentum",
-        target="socflower.strategies.diloco:DiLoCo",
-        num_groups=0,
-        needs_each_model=True,
+        about="the same with AdamW inside, and an outer step with Nesterov momentum",
+        target="socflower.strategies.local_sgd:DiLoCo",
+        is_alone=True,
+        outer="nesterov",
+        optimizer="adamw",
+    ),
+    "muloco": GroupStrategy(
+        about="DiLoCo with Muon inside",
+        target="socflower.strategies.local_sgd:DiLoCo",
+        is_alone=True,
+        outer="nesterov",
+        optimizer="muon",
     ),
     PIPELINE_STRATEGY: Strategy(
         about="[a pipeline](#pipeline) of unequal devices", is_pipeline=True
