@@ -13,7 +13,7 @@ _EXPORTS = {
     "strategies.socflow": ("SoCFlow",),
     "strategies.method": ("RoundReport",),
     "strategies.baselines": ("OrderedFedAvg", "RingAllReduce", "SingleDevice"),
-    "strategies.local_sgd": ("DiLoCo", "LocalSGD"),
+    "strategies.local_sgd": ("DiLoCo", "LocalSGD", "PostLocalSGD"),
     "strategies.outer_sgd": ("OuterSGD", "nesterov"),
     "strategies.methods.local": ("LocalSchedule",),
     "strategies.methods.split": ("CloudSessions",),

@@ -44,7 +44,7 @@ from socflower.sim.trace import Trace as Trace
 from socflower.strategies.baselines import OrderedFedAvg as OrderedFedAvg, RingAllReduce as RingAllReduce, SingleDevice as SingleDevice
 from socflower.strategies.group_grid import GroupGrid as GroupGrid
 from socflower.strategies.hybrid_pipeline import HybridPipeline as HybridPipeline
-from socflower.strategies.local_sgd import DiLoCo as DiLoCo, LocalSGD as LocalSGD
+from socflower.strategies.local_sgd import DiLoCo as DiLoCo, LocalSGD as LocalSGD, PostLocalSGD as PostLocalSGD
 from socflower.strategies.method import RoundReport as RoundReport
 from socflower.strategies.methods.local import LocalSchedule as LocalSchedule
 from socflower.strategies.methods.split import CloudSessions as CloudSessions

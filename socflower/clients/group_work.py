@@ -16,6 +16,7 @@ from socflower.wire.message_keys import (
     DEPARTURES,
     GROUP,
     GROUP_ID,
+    HANDED,
     NUM_EXAMPLES,
     OUTCOME,
     PIPELINE,
@@ -49,8 +50,10 @@ def train_whole_group(training: NodeTraining) -> Message:
             training.model, data, task, training.trainer, state.read(), departures=departures
         )
     state.save(outcome.end.state, outcome.mean_loss)
-    stayed = [soc for position, soc in enumerate(task.members) if position not in departures]
     content = RecordDict()
+    if task.hands_over:
+        content[HANDED] = ConfigRecord({"state": outcome.end.state})
+    stayed = [soc for position, soc in enumerate(task.members) if position not in departures]
     if departures:
         ended = RingOutcome(
             outcome=COMPLETED if stayed else PREEMPTED,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from socflower.errors import ConfigError
 from socflower.wire.arrays import array_to_bytes
 from socflower.wire.folders import LOCK_FILE, FolderLock
-from socflower.wire.message_keys import CONFIG, LOST_STATE, RESUMED, TRAINING, GroupTask
+from socflower.wire.message_keys import CONFIG, HANDED, LOST_STATE, RESUMED, TRAINING, GroupTask
 from socflower.wire.saved_state import DamagedFile, StateKind, StateStore, UnreadableFile
 
 _TRAINER = StateKind(name="trainer state", schema=3, remedy="start a new training (--fresh)")
@@ -147,6 +147,7 @@ class TrainerState:
         config = message.content.config_records.get(CONFIG, ConfigRecord())
         # Members of a ring get the optimiser from their leader.
         self._resumed, self._required = RESUMED in config, is_leader and bool(config.get(RESUMED))
+        self._handed = message.content.config_records.get(HANDED)
         self._begin = Position(
             task.group_id, task.num_groups, task.total_steps, task.first_step, task.seed
         )
@@ -160,6 +161,12 @@ class TrainerState:
         another node's file is accessible (all nodes may run on one machine). Raises `ConfigError` if the training was
         resumed with a required state, and the state is missing.
         """
+        if self._handed is not None:
+            if handed := cast(bytes, self._handed["state"]):
+                return handed
+            # Its own, from the ring of all SoCs.
+            self._begin = self._begin._replace(group_id=0, num_groups=1)
+            self._resumed = self._required = True
         saved = self._context.state.config_records.get(self._KEY)
         if saved and saved["position"] == list(self._begin):
             self._require_same_settings(saved["settings"])
@@ -207,7 +214,9 @@ class TrainerState:
 
     def save(self, state: bytes | None, mean_loss: float, *, in_file: bool = True) -> None:
         """Save the state of the task's end; None if there is none."""
-        position = self._begin._replace(next_step=self._task.first_step + self._task.num_steps)
+        task = self._task
+        end = task.first_step + task.num_steps
+        position = Position(task.group_id, task.num_groups, task.total_steps, end, task.seed)
         # Momentum of a group that diverged is NaN and would spoil the next interval's good weights as well.
         left = state if math.isfinite(mean_loss) else None
         if left is not None:
@@ -216,7 +225,7 @@ class TrainerState:
             )
         else:
             self._context.state.pop(self._KEY, None)
-        if self._files is not None and in_file:
+        if self._files is not None and (in_file or task.hands_over):
             self._files.of(position, _TRAINER).write(
                 position.next_step,
                 {"has_state": left is not None, "settings": self._settings},
@@ -242,6 +251,7 @@ class ResidualState(TrainerState):
     ) -> None:
         own = None if files is None else StateFiles(files.folder, f"residuals-of-{participant}")
         super().__init__(task, message, context, own, is_leader=False)
+        self._handed = None
 
 
 _KEPT_FEEDBACK = "socflower-feedback"

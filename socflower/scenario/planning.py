@@ -56,6 +56,7 @@ def planned_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
     clock = EventClock(cluster)
     work, _ = planned_work(scenario, cluster, clock)
     usage = _training_usage(work, _planned_shapes(scenario, work), clock)
+    usage += _opening_usage(scenario, work, clock)
     return PlannedTraining(
         duration_s=usage.duration_s, energy_j=usage.total_energy_j, socs=work.plan.participants
     )
@@ -335,7 +336,7 @@ def with_plan(
 def planned_intervals(scenario: Scenario, work: IntervalCosts) -> Sequence[SyncInterval]:
     """Return the intervals of the whole training."""
     return sync_schedule(
-        scenario.train.epochs,
+        scenario.train.epochs - scenario.synchronous_epochs,
         work.steps_per_epoch,
         _interval_epochs(scenario),
         server_interval=_server_interval(scenario),
@@ -344,13 +345,17 @@ def planned_intervals(scenario: Scenario, work: IntervalCosts) -> Sequence[SyncI
 
 def _planned_shapes(scenario: Scenario, work: IntervalCosts) -> Sequence[tuple[SyncInterval, int]]:
     """Return the distinct intervals and their counts, so that the cost does not grow with the number of epochs."""
-    return sync_shapes(
-        scenario.train.epochs,
+    shapes = sync_shapes(
+        scenario.train.epochs - scenario.synchronous_epochs,
         work.steps_per_epoch,
         _interval_epochs(scenario),
         server_interval=_server_interval(scenario),
         changes=work.gradients.coding.changes,
     )
+    if not scenario.synchronous_epochs:
+        return shapes
+    # Data are dealt at the switch, as at the start of any epoch but the first.
+    return [(replace(each, index=max(1, each.index)), count) for each, count in shapes]
 
 
 def _planned_lengths(scenario: Scenario, work: IntervalCosts) -> Mapping[int, int]:
@@ -386,6 +391,29 @@ def _training_usage(
     )
 
 
+def _opening_usage(scenario: Scenario, work: IntervalCosts, clock: EventClock) -> Usage:
+    """Return the usage of the synchronous epochs before those of groups, in one group with the batch of all."""
+    if not scenario.synchronous_epochs:
+        return Usage()
+    socs, rates = (
+        work.plan.participants,
+        sustained_rates(work.cluster, work.profile.name, work.pricing),
+    )
+    one = plan_groups(
+        work.cluster, 1, None, [rate * (soc in socs) for soc, rate in enumerate(rates)]
+    )
+    batch_size = work.batch_size * len(work.plan.groups)
+    shapes = sync_shapes(scenario.synchronous_epochs, work.steps_per_epoch, 1.0)
+    _, opening = choose_exchanges(
+        replace(work, plan=one, batch_size=batch_size),
+        scenario.strategy.uplink_turns,
+        scenario.leaders,
+        _lengths(shapes),
+        clock,
+    )
+    return _training_usage(opening, shapes, clock)
+
+
 def _predict(scenario: Scenario, work: IntervalCosts, clock: EventClock) -> dict[str, Any]:
     return predicted_costs(
         work,
@@ -394,6 +422,7 @@ def _predict(scenario: Scenario, work: IntervalCosts, clock: EventClock) -> dict
         scenario.train.epochs,
         in_servers=_server_interval(scenario) > 1,
         optimizer_copies=optimizer_copies(scenario),
+        before=_opening_usage(scenario, work, clock),
     )
 
 
@@ -405,12 +434,14 @@ def predicted_costs(
     *,
     in_servers: bool,
     optimizer_copies: float = 1.0,
+    before: Usage | None = None,
 ) -> dict[str, Any]:
     """Return `predicted` of a plan document: see `plan_scenario`; `shapes` are all intervals of `epochs` epochs.
 
+    `before` is the usage of those that have another plan.
     `clock` is the one that chose the exchanges, which knows the cost of most graphs.
     """
-    training = _training_usage(work, shapes, clock)
+    training = _training_usage(work, shapes, clock) + (before or Usage())
     synchronisation = work.synchronisation()
     inside = work.synchronisation(across_servers=False) if in_servers else None
     busy = sum(training.soc_seconds.values())

@@ -1,16 +1,21 @@
 """Methods in which each SoC trains alone for many steps between synchronisations, and keeps its optimiser."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from flwr.serverapp.strategy import Strategy
 
 from socflower.cluster import Cluster
-from socflower.errors import ConfigError, require_type
-from socflower.hierarchy import GroupPlan
+from socflower.errors import ConfigError, require_range, require_type
+from socflower.hierarchy import GroupPlan, SyncInterval, plan_groups
+from socflower.hierarchy.exchange.models import NONE
 from socflower.plain_numbers import plain_numbers
+from socflower.strategies.methods.groups import GroupsMethod
+from socflower.strategies.methods.post_local import Opening, PostLocalMethod, opened_intervals
 from socflower.strategies.outer_sgd import nesterov
-from socflower.strategies.settings import Grouping, TrainingSchedule
-from socflower.strategies.socflow import SoCFlow
+from socflower.strategies.round_planner import RoundPlanner
+from socflower.strategies.settings import ExchangeSettings, Grouping, TrainingSchedule
+from socflower.strategies.socflow import SoCFlow, intervals_of
 
 
 @plain_numbers
@@ -41,6 +46,50 @@ class LocalSGD(SoCFlow):
         require_type(name, (Cluster,), "a Cluster, as of load_cluster(…)", cluster=cluster)
         alone = cluster.num_socs if groups is None else groups
         super().__init__(cluster=cluster, schedule=schedule, groups=alone, **settings)
+
+
+class PostLocalSGD(LocalSGD):
+    """Post-local SGD (Lin et al., 2020): one group of all SoCs for the first epochs, then `LocalSGD`.
+
+    Parameters
+    ----------
+    synchronous_epochs : int
+        Epochs before the switch, at least 1 and less than all.
+    settings
+        As of `LocalSGD`; `batch_size` is that of a group after the switch. Gradients are not compressed.
+    """
+
+    def __init__(
+        self, *, schedule: TrainingSchedule, synchronous_epochs: int, **settings: Any
+    ) -> None:
+        name = type(self).__name__
+        require_type(name, (TrainingSchedule,), "TrainingSchedule(…)", schedule=schedule)
+        require_type(name, (int,), "a whole number", synchronous_epochs=synchronous_epochs)
+        most = schedule.num_epochs - 1
+        require_range(name, least=1, most=most, synchronous_epochs=synchronous_epochs)
+        exchange = settings.get("exchange", ExchangeSettings())
+        if schedule.server_interval > 1 or exchange.compression != NONE:
+            raise ConfigError(
+                f"{name}: server_interval and compression are for groups of one plan; leave them out"
+            )
+        self._synchronous_epochs = synchronous_epochs
+        super().__init__(schedule=schedule, **settings)
+
+    def _intervals(
+        self, schedule: TrainingSchedule, num_groups: int
+    ) -> tuple[int, Sequence[SyncInterval]]:
+        steps_per_epoch, _ = intervals_of(schedule, num_groups)
+        intervals, self._num_opening = opened_intervals(
+            schedule, steps_per_epoch, self._synchronous_epochs
+        )
+        return steps_per_epoch, intervals
+
+    def _method(self, **settings: Any) -> GroupsMethod:
+        planner: RoundPlanner = settings["planner"]
+        socs = planner.plan.participants
+        rates = [rate * (soc in socs) for soc, rate in enumerate(planner.rates)]
+        whole = plan_groups(settings["cluster"], 1, None, rates)
+        return PostLocalMethod(Opening(plan=whole, num_rounds=self._num_opening), **settings)
 
 
 class DiLoCo(LocalSGD):

@@ -43,6 +43,10 @@ UNTRAINED = "socflower-untrained"
 An outer strategy steps on all others. Without the record, only integer arrays have no gradients.
 """
 
+HANDED = "socflower-optimizer"
+"""The record with the optimiser that groups of another plan continue with: of a reply to a task that hands it over, and
+of the next round's messages. There it is empty if each member has it, from its own ring."""
+
 TRAINED_ON = "socflower-trained-on"
 """The record of a reply with the devices that trained; see `DeviceReport`."""
 
@@ -201,6 +205,8 @@ class GroupTask(Record):
     num_buckets: int = 1
     # Of gradients: "none", "fp16", "int8", "int8-stochastic" or "dgc".
     compression: str = "none"
+    # Whether groups of another plan continue with this one's optimiser.
+    hands_over: bool = False
 
     def check(self) -> None:
         """Raise `ConfigError` unless every member has its values and the leader is a member."""

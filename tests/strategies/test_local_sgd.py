@@ -1,26 +1,40 @@
 """Local SGD and DiLoCo: the outer step against torch's SGD with Nesterov momentum, how models meet, what is refused."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, Context
+from torch.nn.functional import cross_entropy
 
+from socflower.clients.app import make_client_app
 from socflower.cluster import parse_cluster
+from socflower.engines.local.grid import LocalGrid
 from socflower.errors import ConfigError
 from socflower.hierarchy.exchange.models import TREE
 from socflower.scenario.planning import plan_scenario
 from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.file import load_scenario
 from socflower.scenario.schema.outer import OuterConfig
-from socflower.strategies.local_sgd import DiLoCo
+from socflower.strategies.group_grid import GroupGrid
+from socflower.strategies.local_sgd import DiLoCo, PostLocalSGD
 from socflower.strategies.outer_sgd import OUTER_LEARNING_RATE, OUTER_MOMENTUM, OuterSGD, nesterov
 from socflower.strategies.settings import ExchangeSettings, Grouping, TrainingSchedule
+from socflower.strategies.socflow import SoCFlow
+from socflower.training.fp32 import (
+    FP32Trainer,
+    OptimizerFn,
+    SchedulerFn,
+    cosine_annealing,
+    sgd,
+)
 from tests.few_digits import few_digits
 from tests.one_line import refused
+from tests.process_grid import ProcessGrid
 from tests.scenario.small_runs import BOARDS, small, small_result
+from tests.strategies import ring_app
 from tests.strategies.fake_messages import FakeGrid, answer, model, values
 
 NUM_ROUNDS = 4
@@ -160,3 +174,160 @@ def test_settings_that_a_method_does_not_read_are_refused(
 ) -> None:
     (tmp_path / "case.toml").write_text(text)
     refused(lambda: load_scenario(tmp_path / "case.toml"), named)
+
+
+# ------------------------------------------------------------------------------------------- against workers of torch
+MOMENTUM = sgd(0.05, 0.9)
+
+
+def made(kind: type[SoCFlow], **changes: Any) -> Any:
+    settings = {"kind": kind, "reshuffle": False, "num_epochs": 4, "interval_epochs": 0.5}
+    return ring_app.strategy(ring_app.cluster(), 4, **{**settings, **changes})
+
+
+def run_in_process(
+    strategy: Any,
+    rounds: int | None = None,
+    arrays: ArrayRecord | None = None,
+    optimizer: OptimizerFn = MOMENTUM,
+    scheduler: SchedulerFn | None = cosine_annealing,
+    folder: Path | None = None,
+) -> ArrayRecord:
+    app = make_client_app(
+        lambda context: ring_app.network(),
+        ring_app.part,
+        FP32Trainer(optimizer=optimizer, scheduler=scheduler),
+        state_folder=lambda context: folder,
+    )
+    with LocalGrid(app, 4, num_workers=0) as grid:
+        result = strategy.start(
+            GroupGrid(grid),
+            arrays or ring_app.initial(),
+            num_rounds=rounds or strategy.num_rounds,
+            timeout=120,
+        )
+    assert [report.events for report in strategy.reports] == [()] * len(strategy.reports)
+    return cast(ArrayRecord, result.arrays)
+
+
+class Workers:
+    """Four workers of torch, each on its part of the data, in the batches of `BatchSchedule`."""
+
+    steps_per_epoch = 5
+
+    def __init__(
+        self, optimizer: OptimizerFn = MOMENTUM, scheduler: SchedulerFn | None = None
+    ) -> None:
+        self.parts = [ring_app.part(Context, k, 4) for k in range(4)]  # type: ignore[arg-type]
+        self.models = [ring_app.network() for _ in self.parts]
+        self.steps = [optimizer(own.parameters()) for own in self.models]
+        self.rates = [scheduler(step, 20) for step in self.steps] if scheduler else []
+
+    def backward(self, number: int) -> None:
+        epoch, within = divmod(number, self.steps_per_epoch)
+        for k, (worker, part) in enumerate(zip(self.models, self.parts, strict=True)):
+            order = np.random.default_rng([4, epoch, k]).permutation(len(part))
+            own = torch.from_numpy(np.array_split(order, self.steps_per_epoch)[within])
+            inputs, labels = part.batch(own)
+            worker.zero_grad()
+            cross_entropy(worker(inputs), labels).backward()
+
+    def step(self) -> None:
+        for each in (*self.steps, *self.rates):
+            each.step()
+
+    def values(self, gradients: bool = False) -> list[list[torch.Tensor]]:
+        """Return each worker's parameters, or gradients."""
+        return [
+            [cast(torch.Tensor, one.grad) if gradients else one.data for one in own.parameters()]
+            for own in self.models
+        ]
+
+
+def average(values: list[list[torch.Tensor]]) -> None:
+    for alike in zip(*values, strict=True):
+        mean = torch.stack(alike).mean(0)
+        for each in alike:
+            each.copy_(mean)
+
+
+def assert_weights(ours: ArrayRecord, worker: torch.nn.Module, atol: float = 1e-6) -> None:
+    for name, tensor in worker.state_dict().items():
+        np.testing.assert_allclose(ours[name].numpy(), tensor.numpy(), rtol=1e-4, atol=atol)
+
+
+def test_post_local_sgd_is_torchs_hook_and_its_periodic_averager() -> None:
+    """`post_localSGD_hook` averages gradients up to the switch, then `PeriodicModelAverager` models, every H steps.
+
+    At the switch every worker has the momentum of the synchronous steps; none is exchanged after it.
+    """
+    workers, ends = Workers(scheduler=cosine_annealing), {12, 14, 17, 19}
+    for number in range(20):
+        workers.backward(number)
+        if number < 10:
+            average(workers.values(gradients=True))
+        workers.step()
+        if number in ends:
+            average(workers.values())
+    strategy = made(PostLocalSGD, synchronous_epochs=2)
+    assert [each.first_step + each.num_steps - 1 for each in strategy.method.intervals][-4:] == [
+        12, 14, 17, 19,
+    ]  # fmt: skip
+    assert_weights(run_in_process(strategy), workers.models[0])
+
+
+@pytest.mark.parametrize("done", [3, 4, 5])
+def test_a_post_local_training_continues_before_at_and_after_the_switch(
+    done: int, tmp_path: Path
+) -> None:
+    whole, begun, resumed = (made(PostLocalSGD, synchronous_epochs=2) for _ in range(3))
+    halfway = run_in_process(begun, done, folder=tmp_path)
+    resumed.resume_from(done, **begun.state)
+    ours = run_in_process(resumed, None, halfway, folder=tmp_path)
+    reference = run_in_process(whole)
+    assert {name: each.data for name, each in ours.items()} == {
+        name: each.data for name, each in reference.items()
+    }
+
+
+def test_post_local_sgd_is_planned_as_it_runs_and_priced_as_its_phases() -> None:
+    run = {**RUN, "epochs": 3, "post_local_epochs": 1}
+    ran = small_result("post-local-sgd", **run)
+    with few_digits():
+        planned = plan_scenario(small("post-local-sgd", **run))
+    assert ran["virtual_s"] == pytest.approx(3 * planned["predicted"]["epoch_s"], rel=0.02)
+    alone = small_result("local-sgd", **{**RUN, "epochs": 3})
+    ring = small_result("ring", epochs=1, interval=1.0, batch_size=128)
+    assert ran["rounds"][1]["virtual_s"] == pytest.approx(ring["rounds"][1]["virtual_s"], rel=1e-6)
+    assert ran["rounds"][1]["virtual_s"] > 1.5 * alone["rounds"][1]["virtual_s"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_members_of_a_ring_keep_their_own_optimiser_at_the_switch(tmp_path: Path) -> None:
+    settings = {
+        "synchronous_epochs": 2,
+        "kind": PostLocalSGD,
+        "num_epochs": 4,
+        "interval_epochs": 0.5,
+    }
+    results = []
+    for real in (False, True):
+        strategy = ring_app.strategy(ring_app.cluster(), 4, **settings)
+        nodes = ring_app.node_configs(ring_app.cluster())
+        app, config = ring_app.client_app, {"member-passes": "ring"}
+        with (
+            ProcessGrid(app, nodes, run_config=config)
+            if real
+            else LocalGrid(app(), 4, run_config=config, num_workers=0) as grid
+        ):
+            results.append(
+                strategy.start(
+                    GroupGrid(grid), ring_app.initial(), strategy.num_rounds, timeout=120
+                )
+            )
+        assert [report.events for report in strategy.reports] == [()] * strategy.num_rounds
+    for name in results[0].arrays:
+        np.testing.assert_allclose(
+            results[1].arrays[name].numpy(), results[0].arrays[name].numpy(), atol=1e-5
+        )

@@ -105,7 +105,11 @@ def _groups(parts: RunParts, num_groups: int, num_epochs: int) -> SoCFlow:
     kind = group_strategy(settings.name)
     module, _, name = kind.target.partition(":")
     strategy: type[SoCFlow] = getattr(import_module(module), name)
+    own: dict[str, Any] = {}
+    if scenario.synchronous_epochs:
+        own["synchronous_epochs"] = scenario.synchronous_epochs
     return strategy(
+        **own,
         cluster=parts.run.cluster,
         groups=Grouping(num_groups=num_groups, num_socs=kind.num_socs or settings.socs),
         schedule=TrainingSchedule(

@@ -314,6 +314,10 @@ class StrategyConfig(Table):
             "`ring` and `sgd` ignore it"
         ),
     )
+    post_local_epochs: Epochs | None = Field(
+        None,
+        description="of `post-local-sgd`, its synchronous epochs; default: half of all, rounded down",
+    )
     server_interval: Epochs = Field(
         1,
         description=(
@@ -442,6 +446,8 @@ class StrategyConfig(Table):
         if STRATEGIES[name].is_alone:
             # They have as many groups, and an outer step of their own.
             keys = ("groups", "outer", "compression")
+        if not STRATEGIES[name].is_synchronous_first:
+            keys = (*keys, "post_local_epochs")
         if name == self.name:
             keys = ()
         left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
@@ -650,6 +656,20 @@ class ScenarioFile(ClusterFile):
             for key in _OF_LEADERS:
                 why = f"it is for leaders of several groups, and {name}; leave it out"
                 yield is_set(strategy, key), self._at("strategy", key), why
+        first = STRATEGIES[strategy.name].is_synchronous_first
+        yield (
+            strategy.post_local_epochs is not None and not first,
+            self._at("strategy", "post_local_epochs"),
+            f"{self._name} does not read it; leave it out",
+        )
+        yield (
+            first and not 1 <= self.synchronous_epochs < self.train.epochs,
+            self._at("strategy", "post_local_epochs"),
+            f"of {self._at('train', 'epochs')}; leave at least one before and one after the switch",
+        )
+        for key in ("compression", "server_interval"):
+            why = f"{self._name} has groups of two plans; leave it out"
+            yield first and is_set(strategy, key), self._at("strategy", key), why
         compression = self._at("strategy", "compression")
         yield (
             strategy.compression != NONE and not exchanges_gradients(strategy.name),
@@ -842,6 +862,13 @@ class ScenarioFile(ClusterFile):
     def optimizer(self) -> str:
         """The optimiser of `[train]`, by default that of the strategy."""
         return self.train.optimizer or STRATEGIES[self.strategy.name].optimizer
+
+    @property
+    def synchronous_epochs(self) -> int:
+        """The epochs of one group of all SoCs before those of groups; 0 for strategies that begin with groups."""
+        if not STRATEGIES[self.strategy.name].is_synchronous_first:
+            return 0
+        return self.strategy.post_local_epochs or self.train.epochs // 2
 
     @property
     def is_split(self) -> bool:

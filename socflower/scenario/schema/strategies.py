@@ -19,6 +19,8 @@ class Strategy:
     is_alone: bool = False
     # The name of its outer step, and its optimiser, unless the scenario gives others.
     outer: str = ""
+    # Whether its first epochs are those of one group of all SoCs.
+    is_synchronous_first: bool = False
     optimizer: str = "sgd"
 
 
@@ -68,6 +70,12 @@ STRATEGIES: dict[str, Strategy] = {
         about="each SoC alone between synchronisations, with an optimiser that it keeps",
         target="socflower.strategies.local_sgd:LocalSGD",
         is_alone=True,
+    ),
+    "post-local-sgd": GroupStrategy(
+        about="synchronous in one group at first, then `local-sgd`",
+        target="socflower.strategies.local_sgd:PostLocalSGD",
+        is_alone=True,
+        is_synchronous_first=True,
     ),
     "diloco": GroupStrategy(
         about="the same with AdamW inside, and an outer step with Nesterov momentum",

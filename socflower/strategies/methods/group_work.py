@@ -139,6 +139,12 @@ class DataParallelWork:
             )
         require_cluster_of(grid, self._cluster)
 
+    def use_batch(self, batch_size: int) -> None:
+        """Price from now on groups with batches of another size."""
+        self._schedule = replace(self._schedule, batch_size=batch_size)
+        if self._costs is not None:
+            self._costs = replace(self._costs, batch_size=batch_size)
+
     def exchanges_of(
         self, plan: GroupPlan, leaders: str, ways: Sequence[str]
     ) -> tuple[Exchanges, IntervalCosts | None]:
