@@ -10,6 +10,7 @@ from socflower.clients.node_training import Metrics, NodeTraining, unchecked
 from socflower.clients.pipeline_client import budgets_of, coding_of
 from socflower.pipeline.plan import from_json
 from socflower.pipeline.runtime.group import train_pipeline
+from socflower.training.batches import own_steps
 from socflower.training.group import GroupOutcome, train_group
 from socflower.wire.message_keys import (
     COMPLETED,
@@ -41,6 +42,7 @@ def train_whole_group(training: NodeTraining) -> Message:
     else:
         data = [training.group_data(task, part) for part in task.partitions]
     state = training.state(task)
+    task = own_steps(task, data[0])
     departures = departures_of(training.message, task)
     if PIPELINE in records:
         pipeline = decode(PipelineTask, records[PIPELINE], "pipeline")

@@ -161,6 +161,8 @@ class TrainerState:
         another node's file is accessible (all nodes may run on one machine). Raises `ConfigError` if the training was
         resumed with a required state, and the state is missing.
         """
+        if self._task.local_epochs:
+            return None
         if self._handed is not None:
             if handed := cast(bytes, self._handed["state"]):
                 return handed
@@ -215,6 +217,8 @@ class TrainerState:
     def save(self, state: bytes | None, mean_loss: float, *, in_file: bool = True) -> None:
         """Save the state of the task's end; None if there is none."""
         task = self._task
+        if task.local_epochs:
+            return
         end = task.first_step + task.num_steps
         position = Position(task.group_id, task.num_groups, task.total_steps, end, task.seed)
         # Momentum of a group that diverged is NaN and would spoil the next interval's good weights as well.

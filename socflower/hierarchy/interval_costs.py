@@ -1,5 +1,6 @@
 """Costs of training under a plan: intervals as task graphs on the clock, for strategies and for predictions."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -8,6 +9,7 @@ from typing import TypeAlias
 from socflower.cluster import (
     FP32,
     Cluster,
+    Device,
     ModelProfile,
     Pricing,
     StepCost,
@@ -32,6 +34,30 @@ _SAME_TIME, _ROUNDING = 1e-9, 2.0**-44
 
 Phase: TypeAlias = tuple[int, Mapping[int, Pricing]]
 """Steps of an interval, and the pricings of groups (by id) that differ during them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnEpochs:
+    """The pricing of a member's whole interval as one step, if its batches are those of its own data."""
+
+    pricing: Pricing
+    num_steps: int
+    # The mean number of samples of a batch.
+    batch_size: float
+
+    def step_cost(self, model: ModelProfile, device: Device, num_samples: int) -> StepCost:
+        """Return the cost of all steps."""
+        cost = self.pricing.step_cost(model, device, math.ceil(self.batch_size))
+        return replace(
+            cost,
+            forward_s=cost.forward_s * self.num_steps,
+            backward_s=cost.backward_s * self.num_steps,
+            update_s=cost.update_s * self.num_steps,
+        )
+
+    def rate(self, model_name: str, device: Device) -> float:
+        """Return the FLOP/s of the pricing."""
+        return self.pricing.rate(model_name, device)
 
 
 @dataclass(frozen=True, kw_only=True)

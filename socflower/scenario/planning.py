@@ -302,7 +302,7 @@ def _work_of(
         profile=model_profile(scenario),
         num_samples=num_left,
         batch_size=scenario.train.batch_size,
-        reshuffle=settings.reshuffle,
+        reshuffle=scenario.reshuffle,
         uplink_turns=False,
         overlap_buckets=settings.overlap_buckets,
         gradients=GradientExchange(coding=coding),
@@ -338,7 +338,7 @@ def planned_intervals(scenario: Scenario, work: IntervalCosts) -> Sequence[SyncI
     return sync_schedule(
         scenario.train.epochs - scenario.synchronous_epochs,
         work.steps_per_epoch,
-        _interval_epochs(scenario),
+        scenario.interval_epochs,
         server_interval=_server_interval(scenario),
     )
 
@@ -348,7 +348,7 @@ def _planned_shapes(scenario: Scenario, work: IntervalCosts) -> Sequence[tuple[S
     shapes = sync_shapes(
         scenario.train.epochs - scenario.synchronous_epochs,
         work.steps_per_epoch,
-        _interval_epochs(scenario),
+        scenario.interval_epochs,
         server_interval=_server_interval(scenario),
         changes=work.gradients.coding.changes,
     )
@@ -369,12 +369,6 @@ def _lengths(shapes: Sequence[tuple[SyncInterval, int]]) -> dict[int, int]:
     for interval, count in shapes:
         lengths[interval.num_steps] = lengths.get(interval.num_steps, 0) + count
     return lengths
-
-
-def _interval_epochs(scenario: Scenario) -> float | str:
-    return group_strategy(scenario.strategy.name).sync_interval_epochs(
-        scenario.strategy.sync_interval_epochs
-    )
 
 
 def _server_interval(scenario: Scenario) -> int:

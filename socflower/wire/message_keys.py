@@ -207,10 +207,17 @@ class GroupTask(Record):
     compression: str = "none"
     # Whether groups of another plan continue with this one's optimiser.
     hands_over: bool = False
+    # If above 0, its only member passes so often over its own data, in batches of `batch_size`, with a new optimiser.
+    local_epochs: int = 0
 
     def check(self) -> None:
         """Raise `ConfigError` unless every member has its values and the leader is a member."""
         num_members, num_ratios = len(self.members), len(self.npu_ratios)
+        if self.local_epochs and (num_members != 1 or self.reshuffle):
+            raise ConfigError(
+                f"group {self.group_id}: local epochs are for one SoC with data of its own, not for "
+                f"{num_members}, or data that are dealt again"
+            )
         if num_ratios not in (0, num_members):
             raise ConfigError(
                 f"group {self.group_id}: {num_members} members and {num_ratios} NPU ratios; need one "

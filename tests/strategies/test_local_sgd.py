@@ -1,5 +1,6 @@
 """Local SGD and DiLoCo: the outer step against torch's SGD with Nesterov momentum, how models meet, what is refused."""
 
+import copy
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,18 +11,23 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 from torch.nn.functional import cross_entropy
 
 from socflower.clients.app import make_client_app
+from socflower.clients.node_training import SourceFn
 from socflower.cluster import parse_cluster
 from socflower.engines.local.grid import LocalGrid
 from socflower.errors import ConfigError
 from socflower.hierarchy.exchange.models import TREE
+from socflower.precision.processor_costs import MixedPricing
 from socflower.scenario.planning import plan_scenario
 from socflower.scenario.runner import run_scenario
+from socflower.scenario.schema.config import DataConfig
 from socflower.scenario.schema.file import load_scenario
 from socflower.scenario.schema.outer import OuterConfig
+from socflower.scenario.workload import partitions, scenario_data
+from socflower.strategies.baselines import TreeFedAvg
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.local_sgd import DiLoCo, PostLocalSGD
 from socflower.strategies.outer_sgd import OUTER_LEARNING_RATE, OUTER_MOMENTUM, OuterSGD, nesterov
-from socflower.strategies.settings import ExchangeSettings, Grouping, TrainingSchedule
+from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.training.fp32 import (
     FP32Trainer,
@@ -30,6 +36,7 @@ from socflower.training.fp32 import (
     cosine_annealing,
     sgd,
 )
+from socflower.workloads.dataset import LabelledData
 from tests.few_digits import few_digits
 from tests.one_line import refused
 from tests.process_grid import ProcessGrid
@@ -165,6 +172,11 @@ def test_a_comparison_trains_each_method_as_published() -> None:
         ('[train]\noptimizer = "adamw"\n[strategy]\nname = "muloco"', "'diloco'"),
         ('[train]\nmomentum = 0.9\n[strategy]\nname = "diloco"', "'adamw'"),
         ('[strategy]\nname = "diloco"\n[strategy.outer]\nname = "momentum"', "momentum"),
+        ('[strategy]\nname = "tree-fedavg"\nleaders = "star"', "leaders = 'star'"),
+        ('[strategy]\nname = "tree-fedavg"\ngroups = 2', "groups = 2"),
+        ('[strategy]\nname = "local-sgd"\npost_local_epochs = 2', "post_local_epochs = 2"),
+        ('[strategy]\nname = "post-local-sgd"\npost_local_epochs = 10', "post_local_epochs = 10"),
+        ('[strategy]\nname = "post-local-sgd"\ncompression = "int8"', "compression = 'int8'"),
         ('[strategy.outer]\nname = "sgd"\nmomentum = 0.9', "momentum = 0.9"),
         ('[strategy]\nname = "ring"\n[strategy.outer]\nname = "sgd"', "one group"),
     ],
@@ -192,10 +204,11 @@ def run_in_process(
     optimizer: OptimizerFn = MOMENTUM,
     scheduler: SchedulerFn | None = cosine_annealing,
     folder: Path | None = None,
+    part: SourceFn = ring_app.part,
 ) -> ArrayRecord:
     app = make_client_app(
         lambda context: ring_app.network(),
-        ring_app.part,
+        part,
         FP32Trainer(optimizer=optimizer, scheduler=scheduler),
         state_folder=lambda context: folder,
     )
@@ -331,3 +344,77 @@ def test_members_of_a_ring_keep_their_own_optimiser_at_the_switch(tmp_path: Path
         np.testing.assert_allclose(
             results[1].arrays[name].numpy(), results[0].arrays[name].numpy(), atol=1e-5
         )
+
+
+# ------------------------------------------------------------------------------------------- T-FedAvg
+ENDS = (20, 80, 180, 320)
+
+
+def unequal(context: Any, partition: int, num_partitions: int) -> LabelledData:
+    return ring_app.samples().select(torch.arange((0, *ENDS)[partition], ENDS[partition]))
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
+def test_tree_fedavg_is_fedavg_of_each_socs_own_epochs() -> None:
+    """Each SoC passes twice over its own 20 to 140 samples with a new optimiser; the mean is by samples."""
+    reference, optimizer = ring_app.network(), sgd(0.05, 0.9)
+    for server_round in range(2):
+        states, sizes = [], []
+        for k in range(4):
+            own, data = copy.deepcopy(reference), unequal(None, k, 4)
+            step, num_steps = optimizer(own.parameters()), -(-len(data) // 16)
+            rate = cosine_annealing(step, 4 * num_steps)
+            for _ in range(2 * server_round * num_steps):
+                rate.step()
+            for epoch in (2 * server_round, 2 * server_round + 1):
+                order = np.random.default_rng([4, epoch, k]).permutation(len(data))
+                for indices in np.array_split(order, num_steps):
+                    inputs, labels = data.batch(torch.from_numpy(indices))
+                    own.zero_grad()
+                    cross_entropy(own(inputs), labels).backward()
+                    step.step()
+                    rate.step()
+            states.append(own.state_dict())
+            sizes.append(len(data))
+        reference.load_state_dict(
+            {
+                name: sum(
+                    n / sum(sizes) * each[name] for n, each in zip(sizes, states, strict=True)
+                )
+                for name in states[0]
+            }
+        )
+    strategy = made(TreeFedAvg, local_epochs=2)
+    assert strategy.num_rounds == 2 and strategy.method.exchanges.leaders.kind == TREE
+    assert_weights(run_in_process(strategy, part=unequal), reference)
+
+
+def test_unequal_parts_are_priced_by_what_each_soc_trains() -> None:
+    run = {**RUN, "boards": (2,)}
+    even = small_result("tree-fedavg", **run)
+    with few_digits():
+        planned = plan_scenario(small("tree-fedavg", **run))
+        skewed = small("tree-fedavg", **run)
+        skewed = skewed.replaced(data=DataConfig(partition="dirichlet", alpha=0.1), seed=2)
+        sizes = [len(each) for each in partitions(skewed, scenario_data(skewed).train, 2)]
+        uneven = run_scenario(skewed, num_workers=0)
+    assert even["virtual_s"] == pytest.approx(2 * planned["predicted"]["epoch_s"], rel=0.02)
+    assert planned["leaders"] == even["plan"]["leaders"] == TREE
+    ratio = uneven["virtual_s"] / even["virtual_s"]
+    assert ratio == pytest.approx(max(sizes) / 500, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"exchange": ExchangeSettings(leaders="ring")}, "leaders = 'ring'"),
+        ({"local_epochs": 3}, "local_epochs = 3"),
+        ({"local_epochs": 0}, "local_epochs"),
+        ({"groups": 2}, "groups"),
+        ({"costs": Costs(pricing=MixedPricing(rule="paper"))}, "alpha"),
+    ],
+)
+def test_what_tree_fedavg_cannot_do_is_refused(settings: dict[str, Any], named: str) -> None:
+    cluster = parse_cluster({"boards": 2, "socs_per_board": 2})
+    schedule = TrainingSchedule(num_samples=32, batch_size=4, num_epochs=4)
+    refused(lambda: TreeFedAvg(cluster=cluster, schedule=schedule, **settings), named)

@@ -108,6 +108,8 @@ def _groups(parts: RunParts, num_groups: int, num_epochs: int) -> SoCFlow:
     own: dict[str, Any] = {}
     if scenario.synchronous_epochs:
         own["synchronous_epochs"] = scenario.synchronous_epochs
+    if kind.has_local_epochs:
+        own["local_epochs"] = scenario.train.local_epochs
     return strategy(
         **own,
         cluster=parts.run.cluster,
@@ -116,9 +118,9 @@ def _groups(parts: RunParts, num_groups: int, num_epochs: int) -> SoCFlow:
             num_samples=_num_samples(scenario),
             batch_size=scenario.train.batch_size,
             num_epochs=num_epochs,
-            interval_epochs=kind.sync_interval_epochs(settings.sync_interval_epochs),
+            interval_epochs=scenario.interval_epochs,
             server_interval=kind.server_interval(settings.server_interval),
-            reshuffle=settings.reshuffle,
+            reshuffle=scenario.reshuffle,
             seed=scenario.seed,
         ),
         costs=Costs(

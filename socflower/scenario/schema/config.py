@@ -11,7 +11,7 @@ from socflower.errors import ConfigError, SocflowerError
 from socflower.field_rules import OneOf
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
 from socflower.hierarchy.exchange.gradients import LargestValues
-from socflower.hierarchy.exchange.models import NONE
+from socflower.hierarchy.exchange.models import NONE, TREE
 from socflower.peers.ring.settings import RingSettings
 from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.report.quality import ACCURACY, LOSS, Quality, quality_of
@@ -28,7 +28,9 @@ from socflower.scenario.schema.strategies import (
     CLUSTER_STRATEGIES,
     STRATEGIES,
     GroupStrategy,
+    Strategy,
     family_of,
+    group_strategy,
 )
 from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
 from socflower.strategies.settings import (
@@ -199,7 +201,8 @@ class TrainConfig(Table):
         ),
     )
     local_epochs: Epochs = Field(
-        1, description="epochs of a `fedavg` client in a round; `epochs` must be a multiple"
+        1,
+        description="epochs of a client of `fedavg` or `tree-fedavg` in a round; `epochs` must be a multiple",
     )
     reduction: Annotated[str, OneOf(("auto", "always", "ring"))] = Field(
         "auto",
@@ -311,7 +314,7 @@ class StrategyConfig(Table):
         "decay",
         description=(
             'epochs between synchronisations; "decay" is 0.25, doubled every 10 epochs, up to 2; '
-            "`ring` and `sgd` ignore it"
+            "`ring`, `sgd` and `tree-fedavg` ignore it"
         ),
     )
     post_local_epochs: Epochs | None = Field(
@@ -656,7 +659,7 @@ class ScenarioFile(ClusterFile):
             for key in _OF_LEADERS:
                 why = f"it is for leaders of several groups, and {name}; leave it out"
                 yield is_set(strategy, key), self._at("strategy", key), why
-        first = STRATEGIES[strategy.name].is_synchronous_first
+        first = self._kind.is_synchronous_first
         yield (
             strategy.post_local_epochs is not None and not first,
             self._at("strategy", "post_local_epochs"),
@@ -670,6 +673,10 @@ class ScenarioFile(ClusterFile):
         for key in ("compression", "server_interval"):
             why = f"{self._name} has groups of two plans; leave it out"
             yield first and is_set(strategy, key), self._at("strategy", key), why
+        for key, fitting in (("groups", "auto"), ("leaders", "tree")):
+            why = f"{self._name} trains on each SoC alone and sums in a tree; leave it out"
+            has_own = is_set(strategy, key) and getattr(strategy, key) != fitting
+            yield self._kind.has_local_epochs and has_own, self._at("strategy", key), why
         compression = self._at("strategy", "compression")
         yield (
             strategy.compression != NONE and not exchanges_gradients(strategy.name),
@@ -724,6 +731,11 @@ class ScenarioFile(ClusterFile):
             train.momentum and self._trains_by_niti and not self.is_split,
             self._at("train", "momentum"),
             f"{self._at('precision', 'algorithm')} has none; leave it out, or use 'adaptive-fixed-point'",
+        )
+        yield (
+            arithmetic == "mixed" and self._kind.has_local_epochs,
+            said,
+            f"{self._name} prices whole epochs, and alpha is measured by steps; use 'fp32' or 'int8'",
         )
         yield (
             in_int8 and outer and outer.name == "fedprox",
@@ -861,12 +873,12 @@ class ScenarioFile(ClusterFile):
     @property
     def optimizer(self) -> str:
         """The optimiser of `[train]`, by default that of the strategy."""
-        return self.train.optimizer or STRATEGIES[self.strategy.name].optimizer
+        return self.train.optimizer or self._kind.optimizer
 
     @property
     def synchronous_epochs(self) -> int:
         """The epochs of one group of all SoCs before those of groups; 0 for strategies that begin with groups."""
-        if not STRATEGIES[self.strategy.name].is_synchronous_first:
+        if not self._kind.is_synchronous_first:
             return 0
         return self.strategy.post_local_epochs or self.train.epochs // 2
 
@@ -886,8 +898,28 @@ class ScenarioFile(ClusterFile):
         return isinstance(STRATEGIES[self.strategy.name], GroupStrategy)
 
     @property
+    def _kind(self) -> Strategy:
+        return STRATEGIES[self.strategy.name]
+
+    @property
+    def interval_epochs(self) -> float | str:
+        """Epochs between synchronisations of a strategy with groups."""
+        if self._kind.has_local_epochs:
+            return float(self.train.local_epochs)
+        return group_strategy(self.strategy.name).sync_interval_epochs(
+            self.strategy.sync_interval_epochs
+        )
+
+    @property
+    def reshuffle(self) -> bool:
+        """Whether data are dealt to groups again; not for strategies that train on what each SoC has."""
+        return self.strategy.reshuffle and not self._kind.has_local_epochs
+
+    @property
     def leaders(self) -> str:
-        """`[strategy] leaders`; "auto" is the star if the hub needs the groups' models."""
+        """`[strategy] leaders`; "auto" is the star if the hub needs the groups' models. `tree-fedavg` has a tree."""
+        if self._kind.has_local_epochs:
+            return TREE
         return (
             "star"
             if self.strategy.leaders == "auto" and self.hub_needs_models

@@ -80,6 +80,8 @@ class GroupsMethod(Method[Round, SettledRound]):
         What needs each group's model at the hub, so that leaders cannot exchange among themselves; may be empty.
     proximal_mu : float
         Weight of FedProx's term in the loss of groups.
+    local_epochs : int
+        If above 0, each group is a SoC that passes so often over its own data in a round, with a new optimiser.
     """
 
     def __init__(
@@ -97,7 +99,9 @@ class GroupsMethod(Method[Round, SettledRound]):
         needs_each_model: str = "",
         proximal_mu: float = 0.0,
         tolerate_client_errors: bool = False,
+        local_epochs: int = 0,
     ) -> None:
+        self._local_epochs = local_epochs
         self.schedule, self.intervals, self.steps_per_epoch = schedule, intervals, steps_per_epoch
         self.seed = schedule.seed
         self.planner, self.work = planner, work
@@ -345,6 +349,7 @@ class GroupsMethod(Method[Round, SettledRound]):
             proximal_mu=self._proximal_mu,
             num_buckets=self._exchange.overlap_buckets,
             compression=self._exchange.compression,
+            local_epochs=self._local_epochs,
         )
 
     # ------------------------------------------------------------------------------------ settling a round
