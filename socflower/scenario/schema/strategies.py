@@ -67,13 +67,13 @@ STRATEGIES: dict[str, Strategy] = {
     "socflow": GroupStrategy(),
     "ring": GroupStrategy(about="all SoCs in one ring", num_groups=1, interval_epochs=1.0),
     "fedavg": Strategy(about="all SoCs in every round, each on its own data"),
+    "sgd": GroupStrategy(about="SoC 0 alone", num_groups=1, num_socs=1, interval_epochs=1.0),
     "tree-fedavg": GroupStrategy(
         about="`fedavg` whose models are summed in a tree over boards and servers",
         target="socflower.strategies.baselines:TreeFedAvg",
         is_alone=True,
         has_local_epochs=True,
     ),
-    "sgd": GroupStrategy(about="SoC 0 alone", num_groups=1, num_socs=1, interval_epochs=1.0),
     "local-sgd": GroupStrategy(
         about="each SoC alone between synchronisations, with an optimiser that it keeps",
         target="socflower.strategies.local_sgd:LocalSGD",

@@ -35,7 +35,7 @@ def test_families_are_those_with_a_cloud_and_those_without() -> None:
 
 @pytest.mark.parametrize(
     ("name", "named"),
-    [("fedavg", "'socflow', 'ring', 'sgd', 'local-sgd'"), ("splitfed", "no groups")],
+    [("fedavg", "'socflow', 'ring', 'sgd', 'tree-fedavg', 'local-sgd'"), ("splitfed", "no groups")],
 )
 def test_what_has_no_groups_is_refused_with_those_that_have(name: str, named: str) -> None:
     refused(lambda: group_strategy(name), named)
