@@ -24,7 +24,6 @@ from socflower.model_graph.layer_profile import profile_module
 from socflower.pipeline.profiler.layers import read_model
 from socflower.scenario.schema.config import (
     CompareConfig,
-    OwnTraining,
     PredictedEpoch,
     ScenarioFile,
 )
@@ -299,13 +298,9 @@ def scenarios_page() -> str:
                 section(f"[[{name}]]" if shape else f"[{name}]", table, table.__doc__ or "")
             )
         if table is CompareConfig:
-            sections += [
-                section(heading, inner, inner.__doc__ or "")
-                for heading, inner in (
-                    ("[compare.train.NAME]", OwnTraining),
-                    ("[[compare.predict]]", PredictedEpoch),
-                )
-            ]
+            sections.append(
+                section("[[compare.predict]]", PredictedEpoch, PredictedEpoch.__doc__ or "")
+            )
     text = "\n\n".join(sections)
     return between(SCENARIOS, "tables", text)
 

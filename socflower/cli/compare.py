@@ -78,10 +78,17 @@ def compare(
     tune: Annotated[
         list[str] | None,
         typer.Option(
-            help="KEY=VALUE,VALUE,...: search a key of [train] for each "
+            help="KEY=VALUE,VALUE,...: search a key of [train] or [strategy] for each "
             "strategy, "
             "with an unreported seed, for the quickest to [compare] "
             "target, else the best accuracy or loss. Repeatable."
+        ),
+    ] = None,
+    search: Annotated[
+        int | None,
+        typer.Option(
+            help="So many trainings for each strategy: halve and double its SoCs, batch, rate, epochs, groups and "
+            "interval while it reaches the target sooner, with an unreported seed."
         ),
     ] = None,
     cluster: Annotated[Path | None, typer.Option(help="As of run.")] = None,
@@ -128,6 +135,7 @@ def compare(
             as_json,
             seeds=seeds,
             tune=tune,
+            search=search,
             logging=round_logging(log),
             **shared,
         )
@@ -155,13 +163,18 @@ def _compare_strategies(
     *,
     seeds: str | None,
     tune: list[str] | None,
+    search: int | None,
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """Compare strategies, print the comparison and return the claims."""
     from socflower.scenario.comparison import compare as run_comparison
     from socflower.scenario.comparison import parse_seeds
+    from socflower.scenario.search import Search
     from socflower.scenario.tuning import parse_tuning
 
+    if tune and search is not None:
+        raise ConfigError("--tune and --search both choose settings; give one of them")
+    found_by = None if search is None else Search(budget=search)
     names = list(scenario.compare.strategies)
     if strategies:
         names = [name.strip() for name in strategies.split(",")]
@@ -173,7 +186,7 @@ def _compare_strategies(
             target,
             on_start=bar,
             seeds=parse_seeds(seeds) if seeds else (),
-            tuning=parse_tuning(tune) if tune else None,
+            tuning=parse_tuning(tune) if tune else found_by,
             **settings,
         )
     return _printed(scenario, document, target, as_json)
@@ -312,26 +325,24 @@ def _print_predictions(console: Console, predictions: Sequence[Mapping[str, Any]
         "arithmetic",
         *strategies,
         "gain",
-        "at equal\nsamples",
-        title="Predicted, not trained: an epoch on this cluster",
+        title="Predicted, not trained: an epoch at equal samples a step, below it each at its best",
         title_justify="left",
         **_NARROW,
     )
     for row in found["rows"]:
+        pairs = zip(row["equal_epoch_s"], row["best_epoch_s"], strict=True)
         table.add_row(
             row["model"],
             row["arithmetic"],
-            *(human_seconds(seconds) for seconds in row["epoch_s"]),
-            human_ratio(row["gain"]),
-            human_ratio(row["equal_gain"]),
+            *(f"{human_seconds(equal)}\n{human_seconds(best)}" for equal, best in pairs),
+            f"{human_ratio(row['equal_gain'])}\n{human_ratio(row['best_gain'])}",
         )
     console.print(table)
     if strategies[1:]:
-        own, *theirs = found["rows"][0]["step_samples"]
         print_text(
-            f"the gain is {strategies[0]}'s over the quickest of {', '.join(strategies[1:])}, which take "
-            f"{' and '.join(map(str, dict.fromkeys(theirs)))} samples a step, {strategies[0]} {own}; at equal "
-            f"samples all take {own}",
+            f"the gain is {strategies[0]}'s over the quickest of {', '.join(strategies[1:])}; all take "
+            f"{found['rows'][0]['step_samples']} samples a step; at its best each has the number of SoCs and the "
+            "overlap that are quickest",
             console,
             "dim",
         )

@@ -50,6 +50,17 @@ class CloudAddress:
         return Tls(*files) if any(files) else None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """When a run ends before its last round: once its quality reaches a target, or its virtual time a limit."""
+
+    # "accuracy" or "loss".
+    quality: str
+    target: float
+    # Seconds; None: no limit.
+    most_virtual_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """Paths and formats of one run's folder."""
@@ -116,6 +127,15 @@ class RunFolder:
         """Return the cloud's address; None if both halves train in the clients' processes."""
         document = self._read("cloud")
         return None if document is None else CloudAddress(**document)
+
+    def write_ending(self, ending: Ending) -> None:
+        """Write when the run ends before its last round."""
+        self._write("ending", asdict(ending))
+
+    def read_ending(self) -> Ending | None:
+        """Return when the run ends before its last round; None if it does not."""
+        document = self._read("ending")
+        return None if document is None else Ending(**document)
 
     def write_outcome(self, outcome: dict[str, Any]) -> None:
         """Write the app's outcome, or `{"error": …}` with the `kind` of a `SocflowerError`."""

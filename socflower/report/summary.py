@@ -281,10 +281,10 @@ def verdict_on(claims: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def prediction_table(predictions: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the strategies of predicted epochs, and a row for each workload: its name, seconds, joules, gain.
+    """Return the strategies of predicted epochs, and a row for each workload: its name, seconds, joules, gains.
 
-    Seconds, joules and samples per step are lists by strategy. The gain is the speed of the first strategy relative to
-    the best other one; the equal gain is the same at equal samples per step.
+    Seconds and joules are lists by strategy, at equal samples a step: with the settings of the comparison, and with
+    each strategy's best. The gains are the speed of the first strategy relative to the best other one.
     """
     strategies = list(dict.fromkeys(str(each["strategy"]) for each in predictions))
     named = ("model", "data", "batch_size", "arithmetic")
@@ -296,10 +296,15 @@ def prediction_table(predictions: Sequence[Mapping[str, Any]]) -> dict[str, list
     for workload, by_name in rows.items():
         first, *others = (by_name[name] for name in strategies)
         row: dict[str, Any] = dict(zip(named, workload, strict=True))
-        for key in ("epoch_s", "epoch_energy_j", "step_samples"):
+        for key in ("equal_epoch_s", "best_epoch_s", "best_epoch_energy_j"):
             row[key] = [each[key] for each in (first, *others)]
-        for gain, key in (("gain", "epoch_s"), ("equal_gain", "equal_epoch_s")):
+        row["best"] = [
+            ", ".join(f"{key} = {value}" for key, value in each["best"].items())
+            for each in (first, *others)
+        ]
+        for gain, key in (("equal_gain", "equal_epoch_s"), ("best_gain", "best_epoch_s")):
             known = [each[key] for each in others if each[key]]
             row[gain] = _ratio(min(known, default=None), first[key])
+        row["step_samples"] = first["step_samples"]
         table.append(row)
     return {"strategies": strategies, "rows": table}

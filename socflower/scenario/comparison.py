@@ -1,24 +1,36 @@
 """Comparison of the same work under several strategies and seeds; finished results are reused."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from socflower.engines.checkpoint import training_keys
+from socflower.engines.run_folder import Ending
 from socflower.engines.run_log import NO_LOGGING, RoundLogging
-from socflower.errors import ConfigError, TrainingFailed
+from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.report.quality import FIGURES, TARGETS, Quality, costs_to_target
 from socflower.report.spread import means_of
 from socflower.report.summary import headline_of
 from socflower.scenario.caveats import caveats_of
 from socflower.scenario.expectations import check_expectations
-from socflower.scenario.planning import epochs_by_fusion, predicted_epochs
+from socflower.scenario.predicted_epochs import epochs_by_fusion, predicted_epochs
 from socflower.scenario.prepared_run import PreparedRun, prepare
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document
 from socflower.scenario.schema.strategies import STRATEGIES, family_of
-from socflower.scenario.tuning import Tuning, best_of, search_seed
+from socflower.scenario.search import (
+    NOT_REACHED,
+    Choice,
+    Cost,
+    Search,
+    is_over,
+    moves_of,
+    pattern_search,
+    start_of,
+)
+from socflower.scenario.tuning import Tuning, best_of, described, search_seed, with_choice
 from socflower.wire.folders import exclusive_folder
 from socflower.wire.saved_state import remove_partial, write_atomically
 
@@ -60,7 +72,7 @@ def compare(
     num_workers: int | None = None,
     on_start: OnStart = lambda strategy: lambda entry: None,
     seeds: Sequence[int] = (),
-    tuning: Tuning | None = None,
+    tuning: Tuning | Search | None = None,
     logging: RoundLogging = NO_LOGGING,
 ) -> dict[str, Any]:
     """Run the scenario under each strategy, and each of `seeds`, and return the comparison document.
@@ -69,7 +81,8 @@ def compare(
     scenario and engine is reused, so that an interrupted comparison continues where it stopped. `comparison.json` and
     `report.html` contain all of them. The claims are checked for the first strategy against the others, for each seed.
     `predictions` are of workloads that were not trained; `caveats` names settings that would have helped the others.
-    With `tuning` each strategy first trains with each of its values, in `out/tune/`, and then with the best one.
+    With `tuning` each strategy first trains with each of its values, or with those that a search of so many trainings
+    tries, in `out/tune/`, and then with the best one.
     `logging` writes the rounds of each run into its folder.
     """
     own = scenario.strategy.name
@@ -111,7 +124,7 @@ class _Comparison:
         num_workers: int | None,
         on_start: OnStart,
         seeds: tuple[int, ...],
-        tuning: Tuning | None,
+        tuning: Tuning | Search | None,
         logging: RoundLogging,
     ) -> None:
         self._scenario = scenario
@@ -126,11 +139,14 @@ class _Comparison:
 
     def check(self) -> None:
         """Prepare all runs, so that an error appears before any training."""
+        if isinstance(self._tuning, Search):
+            self._tuning.require_target(self._scenario, self._engine)
         for name in self._strategies:
             under = self._scenario.under(name)
-            for choice in self._tuning.choices if self._tuning else ():
-                tried = self._tuning.variant(under, choice) if self._tuning else under
-                prepare(tried.replaced(seed=self._search_seed), self._engine)
+            if isinstance(self._tuning, Tuning):
+                for choice in self._tuning.choices(name):
+                    tried = self._tuning.variant(under, choice)
+                    prepare(tried.replaced(seed=self._search_seed), self._engine)
             for seed in self._seeds:
                 prepare(under.replaced(seed=seed), self._engine)
             # With seeds every run has a scenario of its own, so that no prepared one can be reused.
@@ -165,11 +181,9 @@ class _Comparison:
     ) -> dict[str, Any]:
         means, predictions = means_of(results), self._predictions
         caveats = caveats_of({name: self._variant(name, found) for name in self._strategies})
-        tuning = (
-            None
-            if self._tuning is None
-            else {"key": self._tuning.key, "seed": self._search_seed, "strategies": found}
-        )
+        tuning: dict[str, Any] | None = None
+        if self._tuning is not None:
+            tuning = {"key": self._tuning.key, "seed": self._search_seed, "strategies": found}
         document = {
             "schema": 1,
             "scenario": to_document(self._scenario),
@@ -202,37 +216,76 @@ class _Comparison:
 
     def _search(self, name: str) -> dict[str, Any]:
         """Return the best combination of the search for a strategy, and what each came to."""
+        if isinstance(self._tuning, Search):
+            return self._search_by_moves(name, self._tuning)
         assert self._tuning is not None
-        choices, tried = self._tuning.choices, []
-        for choice in choices:
-            variant = self._tuning.variant(self._scenario.under(name), choice).replaced(
-                seed=self._search_seed
-            )
-            folder = "_".join(f"{key}-{value}" for key, value in choice.items())
-            label = ", ".join(f"{key} {value}" for key, value in choice.items())
-            tried.append(self._run(variant, self._out / "tune" / name / folder, f"{name}, {label}"))
+        choices = self._tuning.choices(name)
+        tried = [self._try(name, choice) for choice in choices]
         quality, target = self._scenario.compare.target_of(tried)
-        found = [result | costs_to_target(result, quality, target) for result in tried]
-        best = choices[best_of(found, quality)]
+        results = [result | costs_to_target(result, quality, target) for result in tried]
+        best = choices[best_of(results, quality)]
         return {
             "chosen": self._tuning.value(best),
             "settings": best,
             "tried": [
-                {
-                    "value": self._tuning.value(choice),
-                    quality.final_key: result[quality.final_key],
-                    quality.time_key: result[quality.time_key],
-                }
-                for choice, result in zip(choices, found, strict=True)
+                {"value": self._tuning.value(choice), **_figures(result, quality)}
+                for choice, result in zip(choices, results, strict=True)
             ],
         }
+
+    def _search_by_moves(self, name: str, search: Search) -> dict[str, Any]:
+        """Return the same of a search by moves.
+
+        A training ends at the target, or when it takes longer than the best so far.
+        """
+        under = self._scenario.under(name)
+        tried: dict[str, dict[str, Any]] = {}
+        quality, target = self._scenario.compare.target_of([])
+        assert target is not None
+
+        def cost_of(choice: Choice, best: Cost) -> Cost | None:
+            limit_s = best[0] if math.isfinite(best[0]) else None
+            ending = Ending(quality=quality.name, target=target, most_virtual_s=limit_s)
+            try:
+                result = self._try(name, choice, ending)
+            except (ConfigError, InfeasiblePlan):
+                return None
+            except TrainingFailed:
+                return NOT_REACHED
+            result |= costs_to_target(result, quality, target)
+            tried[described(choice)] = _figures(result, quality)
+            reached_s = result[quality.time_key]
+            # Of two that are as quick the first stays: a search for quality would end in longer and longer trainings.
+            if reached_s is not None:
+                return reached_s, 0.0
+            return math.inf, quality.rank(result[quality.final_key])
+
+        found = pattern_search(start_of(under), moves_of(under), cost_of, search.budget)
+        return {
+            "chosen": described(found.best.choice),
+            "settings": dict(found.best.choice),
+            "is_done": found.is_done,
+            "tried": [
+                {"value": described(trial.choice), **tried.get(described(trial.choice), {})}
+                for trial in found.trials
+            ],
+        }
+
+    def _try(
+        self, name: str, choice: Mapping[str, Any], ending: Ending | None = None
+    ) -> dict[str, Any]:
+        """Return the result of a strategy's training with a combination, by the seed of the search."""
+        variant = with_choice(self._scenario.under(name), choice).replaced(seed=self._search_seed)
+        folder = "_".join(f"{key}-{value}" for key, value in choice.items()) or "as-it-is"
+        label = ", ".join(f"{key} {value}" for key, value in choice.items())
+        return self._run(
+            variant, self._out / "tune" / name / folder, f"{name}, {label}", ending=ending
+        )
 
     def _variant(self, name: str, found: Mapping[str, Any]) -> Scenario:
         """Return the scenario under a strategy, with what a search has found for it."""
         under = self._scenario.under(name)
-        return (
-            under if self._tuning is None else self._tuning.variant(under, found[name]["settings"])
-        )
+        return with_choice(under, found[name]["settings"]) if found else under
 
     def _reported(self, name: str, seed: int, found: Mapping[str, Any]) -> dict[str, Any]:
         variant = self._variant(name, found).replaced(seed=seed)
@@ -242,10 +295,16 @@ class _Comparison:
         prepared = self._prepared[name]
         return self._run(variant if self._tuning else prepared, folder, name)
 
-    def _run(self, run: Scenario | PreparedRun, folder: Path, label: str) -> dict[str, Any]:
+    def _run(
+        self,
+        run: Scenario | PreparedRun,
+        folder: Path,
+        label: str,
+        ending: Ending | None = None,
+    ) -> dict[str, Any]:
         """Return the result in a folder if it is of this scenario, else run it."""
         scenario = run.scenario if isinstance(run, PreparedRun) else run
-        result = _finished(folder / "result.json", scenario, self._engine)
+        result = _finished(folder / "result.json", scenario, self._engine, ending)
         if result is None:
             from socflower.scenario.runner import run_to_folder
 
@@ -258,6 +317,7 @@ class _Comparison:
                     num_workers=self._num_workers,
                     on_round=self._on_start(label),
                     logging=self._logging,
+                    ending=ending,
                 )
             except TrainingFailed as error:
                 raise failed_run(label, error, self._out, self._done) from None
@@ -267,13 +327,25 @@ class _Comparison:
         return result
 
 
-def _finished(path: Path, scenario: Scenario, engine: str) -> dict[str, Any] | None:
+def _figures(result: Mapping[str, Any], quality: Quality) -> dict[str, Any]:
+    """Return what a training of a search came to."""
+    return {key: result[key] for key in (quality.final_key, quality.time_key)}
+
+
+def _finished(
+    path: Path, scenario: Scenario, engine: str, ending: Ending | None
+) -> dict[str, Any] | None:
+    """Return the result in a file if it is one of this training, to its end or as far as `ending` asks."""
     try:
         result: dict[str, Any] = json.loads(path.read_text("utf-8"))
         same = result["engine"] == engine and training_keys(result["scenario"]) == training_keys(
             to_document(scenario)
         )
+        ended_early = result.get("ended_after") is not None
+        is_enough = not ended_early or (
+            ending is not None and is_over(ending, result["rounds"][-1])
+        )
     except (OSError, ValueError, KeyError, TypeError):
         # The file is incomplete, or is no result.
         return None
-    return result if same else None
+    return result if same and is_enough else None

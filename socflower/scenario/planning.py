@@ -35,7 +35,7 @@ from socflower.scenario.costs import (
     pricing,
 )
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
-from socflower.scenario.schema.config import DataConfig, ModelConfig, PrecisionConfig, Scenario
+from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.strategies import group_strategy
 from socflower.sim import EventClock
@@ -132,75 +132,6 @@ def model_document(profile: ModelProfile) -> dict[str, float]:
         "forward_flops": profile.forward_flops,
         "training_flops": profile.training_flops,
     }
-
-
-def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict[str, Any]]:
-    """Return what an epoch of each `[[compare.predict]]` takes under each strategy that has a plan, so not FedAvg.
-
-    Seconds and joules on the scenario's cluster without heat; nothing is trained. An epoch of N groups has N times
-    fewer steps, each of N batches; `equal_epoch_s` is that of batches with which a strategy takes as many samples a
-    step as the first one does, None if they do not fit a device.
-    """
-    rows: list[dict[str, Any]] = []
-    for entry in scenario.compare.predict:
-        step_samples: int | None = None
-        for name in strategies:
-            planned = scenario.replaced(
-                strategy=scenario.strategy.under(name, outer=None),
-                edgecloud=None,
-                model=ModelConfig(name=entry.model),
-                data=DataConfig(name=entry.data),
-                train=scenario.train.replaced(batch_size=entry.batch_size),
-                precision=PrecisionConfig(arithmetic=entry.arithmetic),
-            )
-            # FedAvg has no plan, so nothing is predicted for it.
-            if not planned.has_groups:
-                continue
-            cluster = scenario_cluster(planned)
-            clock = EventClock(cluster)
-            work, _ = planned_work(planned, cluster, clock)
-            predicted, num_groups = _predict(planned, work, clock), len(work.plan.groups)
-            own_samples = num_groups * entry.batch_size
-            # The first strategy decides at how many samples a step all are compared.
-            step_samples = step_samples or own_samples
-            equal_s: float | None = predicted["epoch_s"]
-            if own_samples != step_samples:
-                equal_s = _epoch_with_batches(planned, max(1, step_samples // num_groups))
-            rows.append(
-                {
-                    **entry.model_dump(),
-                    "strategy": name,
-                    "epoch_s": predicted["epoch_s"],
-                    "epoch_energy_j": predicted["epoch_energy_j"],
-                    "step_samples": own_samples,
-                    "equal_epoch_s": equal_s,
-                }
-            )
-    return rows
-
-
-def _epoch_with_batches(scenario: Scenario, batch_size: int) -> float | None:
-    """Return the seconds of an epoch with other batches, None if these do not fit a device's memory."""
-    changed = scenario.replaced(train=scenario.train.replaced(batch_size=batch_size))
-    try:
-        return _epoch_s(changed, changed.strategy.fusion)
-    except InfeasiblePlan:
-        return None
-
-
-def epochs_by_fusion(scenario: Scenario, strategies: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the predicted seconds of an epoch with each price of messages (F8a), for strategies that have a plan."""
-    plans = {name: scenario.under(name) for name in strategies}
-    return [
-        {"strategy": name, "epoch_s": {fusion: _epoch_s(plan, fusion) for fusion in FUSIONS}}
-        for name, plan in plans.items()
-        if plan.has_groups
-    ]
-
-
-def _epoch_s(scenario: Scenario, fusion: str) -> float:
-    planned = scenario.replaced(strategy=scenario.strategy.replaced(fusion=fusion))
-    return planned_training(planned, scenario_cluster(planned)).duration_s / planned.train.epochs
 
 
 def _predict_one_soc(scenario: Scenario, cluster: Cluster) -> dict[str, float]:

@@ -12,7 +12,7 @@ from socflower.engines.any_engine import (
 )
 from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
 from socflower.engines.local.workers import AppReference
-from socflower.engines.run_folder import RunFolder
+from socflower.engines.run_folder import Ending, RunFolder
 from socflower.engines.run_log import NO_LOGGING, RoundLogging
 from socflower.errors import ConfigError
 from socflower.report.quality import costs_to_target
@@ -50,6 +50,7 @@ class ScenarioJob:
     run: PreparedRun
     # Keeps checkpoints in the folder of its results.
     resumable: bool = False
+    ending: Ending | None = None
 
     @property
     def title(self) -> str:
@@ -80,7 +81,9 @@ class ScenarioJob:
         return checkpoint_folder(out) if self.resumable else None
 
     def prepare(self, folder: RunFolder, kept: Kept | None, settings: EngineSettings) -> None:
-        """Write where checkpoints are, and after which one the run resumes."""
+        """Write when the run ends, where checkpoints are, and after which one the run resumes."""
+        if self.ending is not None:
+            folder.write_ending(self.ending)
         if not isinstance(kept, CheckpointFolder):
             return
         checkpoint = kept.resume(
@@ -143,15 +146,18 @@ def run_to_folder(
     fresh: bool = False,
     save_model: Path | None = None,
     logging: RoundLogging = NO_LOGGING,
+    ending: Ending | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Run into a folder; see `run_job_to_folder`, and `EngineSettings` for `settings`.
+
+    `ending` ends the run early, on engines of this machine.
 
     A `resumable` run keeps checkpoints in `out/checkpoint` until it succeeds, and resumes from the newest one there
     unless `fresh` is set.
     """
     where = EngineSettings(engine=engine, **settings)
-    job = ScenarioJob(run=_prepared(scenario, where), resumable=resumable)
+    job = ScenarioJob(run=_prepared(scenario, where), resumable=resumable, ending=ending)
     return run_job_to_folder(job, out, where, fresh=fresh, save_model=save_model, logging=logging)
 
 

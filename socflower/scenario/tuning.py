@@ -1,4 +1,4 @@
-"""The search of `compare --tune`: for each strategy the best combination of values of keys of `[train]`."""
+"""The search of `compare --tune`: for each strategy the best combination of values of keys."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -7,15 +7,15 @@ from itertools import count, product
 from typing import Any
 
 from socflower.errors import ConfigError
-from socflower.field_rules import keys_of, unknown_key
 from socflower.report.quality import Quality
-from socflower.scenario.schema.config import Scenario, TrainConfig
+from socflower.scenario.schema.config import Scenario, own_settings_by_table
+from socflower.scenario.schema.strategies import STRATEGIES
 from socflower.toml_file import parse_value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """Values of keys of `[train]` that a comparison tries for each strategy: every combination."""
+    """Values of keys of `[train]` and `[strategy]` that a comparison tries for each strategy: every combination."""
 
     # Each key with its values.
     axes: tuple[tuple[str, tuple[Any, ...]], ...]
@@ -25,11 +25,15 @@ class Tuning:
         """The keys, for people."""
         return ", ".join(key for key, _ in self.axes)
 
-    @property
-    def choices(self) -> tuple[dict[str, Any], ...]:
-        """Every combination of the keys' values; the last key changes first."""
-        keys = [key for key, _ in self.axes]
-        values_by_key = [values for _, values in self.axes]
+    def choices(self, strategy: str) -> tuple[dict[str, Any], ...]:
+        """Return every combination of the keys' values; the last key changes first.
+
+        Keys that the strategy does not read are left out, which may leave one empty combination.
+        """
+        unread = STRATEGIES[strategy].unread_keys
+        read = [axis for axis in self.axes if axis[0] not in unread]
+        keys = [key for key, _ in read]
+        values_by_key = [values for _, values in read]
         choices = []
         for values in product(*values_by_key):
             choice = dict(zip(keys, values, strict=True))
@@ -38,17 +42,31 @@ class Tuning:
 
     def value(self, choice: Mapping[str, Any]) -> Any:
         """Return a combination for documents: the value if there is one key, else a text."""
-        if len(choice) == 1:
+        if len(choice) == len(self.axes) == 1:
             return next(iter(choice.values()))
-        return ", ".join(f"{key}={value}" for key, value in choice.items())
+        return described(choice)
 
     def variant(self, scenario: Scenario, choice: Mapping[str, Any]) -> Scenario:
         """Return the scenario with a combination; `ConfigError` if it does not fit."""
         try:
-            return scenario.replaced(train=scenario.train.replaced(**choice))
+            return with_choice(scenario, choice)
         except ConfigError as error:
             tried = " --tune ".join(f"{key}={value}" for key, value in choice.items())
             raise ConfigError(f"--tune {tried}: {error}") from None
+
+
+def described(choice: Mapping[str, Any]) -> str:
+    """Return a combination as a text."""
+    return ", ".join(f"{key}={value}" for key, value in choice.items())
+
+
+def with_choice(scenario: Scenario, choice: Mapping[str, Any]) -> Scenario:
+    """Return the scenario with other values of keys of `[train]` and `[strategy]`."""
+    of_train, of_strategy = own_settings_by_table(choice)
+    return scenario.replaced(
+        train=scenario.train.replaced(**of_train),
+        strategy=scenario.strategy.replaced(**of_strategy),
+    )
 
 
 def parse_tuning(texts: Sequence[str]) -> Tuning:
@@ -79,9 +97,7 @@ def key_and_values(option: str, text: str) -> tuple[str, list[str]]:
 
 def _axis(text: str) -> tuple[str, tuple[Any, ...]]:
     key, tried = key_and_values("--tune", text)
-    known = keys_of(TrainConfig)
-    if key not in known:
-        raise ConfigError(unknown_key(key, ",".join(tried), known, f"--tune {text}"))
+    own_settings_by_table({key: ",".join(tried)}, f"--tune {text}")
     return key, tuple(map(parse_value, tried))
 
 

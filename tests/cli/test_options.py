@@ -73,6 +73,7 @@ VALUES = {
     "vary": "--vary key=1,2",
     "seeds": "--seeds 1,2",
     "tune": "--tune epochs=1,2",
+    "search": "--search 5",
     "log": "--log csv,jsonl",
     "fusion": "--fusion per-tensor",
 }
@@ -146,7 +147,7 @@ def test_each_option_of_run_is_read_or_refused(
 
 
 OF_APPS = {"cluster", "vary", "nodes", "training_flops", "expect"}
-OF_SCENARIOS = {"strategies", "seeds", "tune", "fusion"}
+OF_SCENARIOS = {"strategies", "seeds", "tune", "search", "fusion"}
 OF_CLUSTERS = {"fusion"}
 
 

@@ -391,6 +391,9 @@ def test_predictions_stand_apart_and_say_that_nothing_was_trained() -> None:
             "epoch_energy_j": 7000.0,
             "step_samples": 512 if name == "socflow" else 64,
             "equal_epoch_s": None if name == "sgd" else min(seconds, 100.0),
+            "best_epoch_s": seconds / 2,
+            "best_epoch_energy_j": 4000.0,
+            "best": {} if name == "sgd" else {"socs": 8},
         }
         for arithmetic, times in (("fp32", (80.0, 400.0, 160.0)), ("mixed", (60.0, 400.0, 90.0)))
         for name, seconds in zip(("socflow", "ring", "sgd"), times, strict=True)
@@ -398,10 +401,10 @@ def test_predictions_stand_apart_and_say_that_nothing_was_trained() -> None:
     text = _text(*_three(), predictions=rows)
     assert "Predicted, not trained" in text and "Predicted, not trained" not in _text(*_three())
     assert (
-        "<vgg11>, fp32 cifar10, batches of 64 2.00× 1.25× 1 min 20 s 7.00 kJ 6 min 40 s 7.00 kJ 2 min 40 s"
-        in text
+        "<vgg11>, fp32 cifar10, 512 samples a step 1.25× 2.00× 1 min 20 s 40.0 s, 4.00 kJ with socs = 8 "
+        "1 min 40 s 3 min 20 s, 4.00 kJ with socs = 8" in text
     )
-    assert "1.50×" in text and "1.67×" in text
+    assert "1.67×" in text and "1.50×" in text
 
 
 def test_caveats_stand_right_below_the_headline() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.schema.config import (
     CompareConfig,
     ModelConfig,
-    OwnTraining,
     PrecisionConfig,
     PredictedEpoch,
     Scenario,
@@ -147,8 +147,8 @@ def test_a_result_that_is_cut_short_or_somebody_elses_is_trained_again(
 ) -> None:
     path = tmp_path / "result.json"
     path.write_bytes(content)
-    assert comparison._finished(path, small(), "local") is None
-    assert comparison._finished(tmp_path / "none.json", small(), "local") is None
+    assert comparison._finished(path, small(), "local", None) is None
+    assert comparison._finished(tmp_path / "none.json", small(), "local", None) is None
 
 
 def test_the_common_target_is_reached_by_all(trained: TrainedBy, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_an_unknown_strategy_is_refused_before_anything_trains(
 
 
 def test_a_strategy_trains_with_settings_of_its_own(trained: TrainedBy, tmp_path: Path) -> None:
-    own = {"sgd": OwnTraining(epochs=3, learning_rate=0.125, sync_interval_epochs=0.25)}
+    own = {"sgd": dict(epochs=3, learning_rate=0.125, sync_interval_epochs=0.25)}
     scenario = small().replaced(compare=CompareConfig(train=own, strategies=("socflow", "sgd")))
     compare(scenario, ["socflow", "sgd"], tmp_path)
     socflow, sgd = (
@@ -191,7 +191,7 @@ def test_a_strategy_trains_with_settings_of_its_own(trained: TrainedBy, tmp_path
     [
         ({"train": {"adam": {"epochs": 1}}}, "no such strategy"),
         ({"train": {"sgd": {"epochs": 0}}}, "train.sgd] epochs = 0"),
-        ({"train": {"sgd": {"momentum": 0.5}}}, "unknown key 'momentum'"),
+        ({"train": {"sgd": {"momentun": 0.5}}}, "unknown key 'momentun'"),
         ({"strategies": ["socflow"], "train": {"sgd": {"epochs": 1}}}, "'sgd'"),
         ({"predict": [{"model": "vgg11", "arithmetic": "int4"}]}, "arithmetic = 'int4'"),
         ({"predict": [{"data": "cifar10"}]}, "model is missing"),
@@ -241,6 +241,25 @@ def test_predicted_epochs_are_also_compared_at_equal_samples_a_step(
     assert groups["equal_epoch_s"] == groups["epoch_s"]
     assert alone["equal_epoch_s"] == epoch_of(scenario, "sgd", batch_size=32)
     assert alone["equal_epoch_s"] != alone["epoch_s"]
+
+
+def test_predicted_epochs_are_also_those_of_each_strategys_best_number_of_socs(
+    trained: TrainedBy, tmp_path: Path
+) -> None:
+    entry = PredictedEpoch(model="resnet8", data="digits", batch_size=16)
+    scenario = small(boards=(4, 4)).replaced(compare=CompareConfig(predict=(entry,)))
+    for row in compare(scenario, ["socflow", "ring", "sgd"], tmp_path)["predictions"]:
+        counts = {"socflow": (2, 4, 8), "ring": (1, 2, 4, 8), "sgd": (8,)}[row["strategy"]]
+        batch_size = 16 if row["strategy"] == "socflow" else 32
+        seconds = {}
+        for socs, buckets in product(counts, (1, 8)):
+            settings = scenario.strategy.replaced(socs=socs, overlap_buckets=buckets)
+            tried = scenario.replaced(strategy=settings)
+            seconds[socs, buckets] = epoch_of(tried, row["strategy"], batch_size=batch_size)
+        assert row["best_epoch_s"] == pytest.approx(min(seconds.values()), rel=1e-12)
+        if row["best"]:
+            best = (row["best"]["socs"], row["best"].get("overlap_buckets", 1))
+            assert seconds[best] == row["best_epoch_s"]
 
 
 def epoch_of(

@@ -109,9 +109,9 @@ def test_a_search_of_several_keys_tries_every_combination_once(sizes: list[int])
             for key, size in zip(keys, sizes, strict=True)
         ]
     )
-    tried = [tuple(choice[key] for key in keys) for choice in tuning.choices]
+    tried = [tuple(choice[key] for key in keys) for choice in tuning.choices("sgd")]
     assert sorted(tried) == sorted(product(*(range(1, size + 1) for size in sizes)))
-    assert len({str(tuning.value(choice)) for choice in tuning.choices}) == prod(sizes)
+    assert len({str(tuning.value(choice)) for choice in tuning.choices("sgd")}) == prod(sizes)
 
 
 def test_a_search_of_two_keys_reports_the_best_combination(runs: Runs, tmp_path: Path) -> None:

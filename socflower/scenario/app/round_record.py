@@ -16,6 +16,7 @@ from socflower.engines.trained_devices import TrainedDevices
 from socflower.report.quality import final_figures
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document
+from socflower.scenario.search import is_over
 from socflower.scenario.workload import ModelMetrics
 from socflower.sim import EventClock, Trace
 from socflower.strategies.planned_rounds import EvaluateFn
@@ -24,6 +25,14 @@ from socflower.strategies.reply_events import ReplyEvent
 from socflower.wire.message_keys import TRAINING
 
 RoundEnd: TypeAlias = Callable[[int], dict[str, Any]]
+
+
+class Ended(Exception):
+    """A run ends after a round that is not its last, with the model of that round."""
+
+    def __init__(self, server_round: int, arrays: ArrayRecord) -> None:
+        super().__init__(f"ended after round {server_round}")
+        self.server_round, self.arrays = server_round, arrays
 
 
 class RoundRecord:
@@ -45,6 +54,7 @@ class RoundRecord:
         self._devices, self._evaluate = devices, evaluate
         self._checkpointing = folder.read_checkpointing()
         self._training = folder.training
+        self._ending = folder.read_ending()
         self._trace_parts: list[int] = []
         self._num_spans_kept = 0
 
@@ -81,6 +91,8 @@ class RoundRecord:
     ) -> EvaluateFn:
         """Return the evaluate function of `Strategy.start`; it also records the round and writes a checkpoint of it.
 
+        It raises `Ended` after a round with which the run is over.
+
         `round_end` returns a round's `epoch`, `events` and further entries; `own_state` that from which the strategy
         resumes; `extra_figures` figures that are known in round 0 as well.
         """
@@ -108,6 +120,9 @@ class RoundRecord:
             if server_round or self.warm_up is not None:
                 self._write_checkpoint(server_round, num_rounds, arrays, own_state())
             self._folder.append_progress({**self.rounds[-1], "num_rounds": num_rounds})
+            ending = self._ending
+            if ending and server_round < num_rounds and is_over(ending, self.rounds[-1]):
+                raise Ended(server_round, arrays)
             scores: dict[str, int | float | list[int] | list[float]] = {"loss": outcome.loss}
             if outcome.accuracy is not None:
                 scores["accuracy"] = outcome.accuracy

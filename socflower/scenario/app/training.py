@@ -15,7 +15,7 @@ from socflower.engines.trained_devices import TrainedDevices
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.flower_adapter import log
 from socflower.scenario.app.presets import Preset, RunParts, preset_of
-from socflower.scenario.app.round_record import RoundRecord, event_documents
+from socflower.scenario.app.round_record import Ended, RoundRecord, event_documents
 from socflower.scenario.arithmetic import evaluation_device, kernels
 from socflower.scenario.heat import heat_document, rack_dynamics, unthrottled_training_s
 from socflower.scenario.prepared_run import PreparedRun
@@ -101,8 +101,9 @@ def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
         now = rack.present
         return {"hottest_c": now.hottest_c, "mean_clock": now.mean_clock, "fan_rpm": now.rpm}
 
+    ended_after: int | None = None
     try:
-        final = strategy.start(
+        final: ArrayRecord | None = strategy.start(
             preset.grid,
             arrays,
             num_rounds=strategy.num_rounds,
@@ -112,6 +113,8 @@ def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
                 round_end, strategy.num_rounds, lambda: strategy.state, heat
             ),
         ).arrays
+    except Ended as ended:
+        final, ended_after = ended.arrays, ended.server_round
     finally:
         strategy.method.close()
     # A resumed run may have no round left.
@@ -133,6 +136,7 @@ def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
         "wall_s": perf_counter() - started_s,
         "heat": _heat_document(parts, rack, preset),
         "plan": plan,
+        "ended_after": ended_after,
         **preset.summary(record.rounds, clock.now_s),
     }
 

@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeAlias
 
 from pydantic import Field
 
 from socflower.cluster.cluster_file import ClusterFile
 from socflower.errors import ConfigError, SocflowerError
-from socflower.field_rules import OneOf
+from socflower.field_rules import OneOf, unknown_key
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
 from socflower.hierarchy.exchange.gradients import LargestValues
 from socflower.hierarchy.exchange.models import NONE, TREE
@@ -480,25 +480,23 @@ def exchanges_gradients(strategy: str) -> bool:
     return isinstance(kind, GroupStrategy) and kind.num_socs != 1
 
 
-class OwnTraining(Table):
-    """`[compare.train.NAME]`: a strategy's own values for keys of the scenario."""
-
-    epochs: Epochs | None = Field(None, description="passes over the data")
-    batch_size: BatchSize | None = Field(None, description="as in [train]")
-    learning_rate: float | None = Field(None, gt=0, description="of the optimiser")
-    optimizer: Annotated[str, OneOf(OPTIMIZERS)] | None = Field(None, description="as in [train]")
-    sync_interval_epochs: float | None = Field(
-        None,
-        gt=0,
-        le=MOST_EPOCHS,
-        description=(
-            "as in [strategy]; with `ring` and `sgd`, at most 1, how often they are evaluated"
-        ),
-    )
+OwnSettings: TypeAlias = dict[str, Any]
+"""`[compare.train.NAME]`: a strategy's own values for keys of [train] and [strategy]."""
 
 
-def _of_train(own: OwnTraining) -> dict[str, Any]:
-    return own.model_dump(exclude_none=True, exclude={"sync_interval_epochs"})
+def own_settings_by_table(
+    values: Mapping[str, Any], at: str = "[compare.train]"
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of keys of [train], and of [strategy]; `ConfigError` for a key that neither has."""
+    of_train = {key: value for key, value in values.items() if key in TrainConfig.model_fields}
+    others = {key: value for key, value in values.items() if key not in of_train}
+    known = [*TrainConfig.model_fields, *StrategyConfig.model_fields]
+    # Another strategy would be another row of the comparison.
+    known.remove("name")
+    for key, value in others.items():
+        if key not in known:
+            raise ConfigError(unknown_key(key, value, known, at))
+    return of_train, others
 
 
 class PredictedEpoch(Table):
@@ -533,7 +531,12 @@ class CompareConfig(Table):
             "default: 1 % above the highest final loss"
         ),
     )
-    train: dict[str, OwnTraining] = Field({})
+    train: dict[str, OwnSettings] = Field(
+        {},
+        description=(
+            "tables `[compare.train.NAME]`, a strategy's own values for keys of [train] and [strategy], such as `socs`"
+        ),
+    )
     predict: tuple[PredictedEpoch, ...] = Field(())
 
     def target_of(self, results: Sequence[Mapping[str, Any]]) -> tuple[Quality, float | None]:
@@ -629,9 +632,8 @@ class ScenarioFile(ClusterFile):
             for broken, key, why in rules():
                 if broken:
                     raise ConfigError(f"{key}: {why}")
-        for own in self.compare.train.values():
-            # This refuses values that do not fit [train].
-            self.train.replaced(**_of_train(own))
+        for name, own in self.compare.train.items():
+            self._require_own(name, own)
 
     def _compare_what_fits(self) -> None:
         """Replace the strategies that are compared by default with those of this scenario's family."""
@@ -841,21 +843,40 @@ class ScenarioFile(ClusterFile):
     def _family(self) -> tuple[str, ...]:
         return family_of(self.strategy.name)
 
-    def under(self, strategy: str) -> Self:
-        """Return the scenario under another strategy, with that strategy's own values of `[compare]`."""
-        own = self.compare.train.get(strategy, OwnTraining())
-        interval = own.sync_interval_epochs or self.strategy.sync_interval_epochs
+    def under(self, strategy: str, own: Mapping[str, Any] | None = None) -> Self:
+        """Return the scenario under another strategy, with that strategy's own values of `[compare]`, or with `own`."""
+        if own is None:
+            own = self.compare.train.get(strategy, {})
+        of_train, of_strategy = own_settings_by_table(own)
         # Other strategies refuse the table of pipelines.
         pipeline = self.pipeline if STRATEGIES[strategy].is_pipeline else None
-        changes = _of_train(own)
         if strategy != self.strategy.name and STRATEGIES[strategy].optimizer != "sgd":
             # It is published with this optimiser.
-            changes = {"optimizer": None, "momentum": None, **changes}
+            of_train = {"optimizer": None, "momentum": None, **of_train}
         return self.replaced(
-            strategy=self.strategy.under(strategy, sync_interval_epochs=interval),
+            strategy=self.strategy.under(strategy, **of_strategy),
             pipeline=pipeline,
-            train=self.train.replaced(**changes),
+            train=self.train.replaced(**of_train),
         )
+
+    def value_of(self, key: str) -> Any:
+        """Return the value of a key of `[train]` or `[strategy]`."""
+        return getattr(self.train if key in TrainConfig.model_fields else self.strategy, key)
+
+    def _require_own(self, name: str, own: OwnSettings) -> None:
+        """Raise `ConfigError` for own values of a strategy that do not fit, or that it does not read."""
+        at, kind = f"[compare.train.{name}]", STRATEGIES[name]
+        for key in kind.unread_keys:
+            if key in own:
+                raise ConfigError(
+                    f"{at} {key} = {own[key]!r}: {name} does not read it; leave it out"
+                )
+        of_train, of_strategy = own_settings_by_table(own, at)
+        try:
+            self.train.replaced(**of_train)
+            self.strategy.under(name, **of_strategy)
+        except ConfigError as error:
+            raise ConfigError(f"{at} {error}") from None
 
     @property
     def _trains_by_niti(self) -> bool:

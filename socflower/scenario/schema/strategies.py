@@ -25,6 +25,12 @@ class Strategy:
     has_local_epochs: bool = False
     optimizer: str = "sgd"
 
+    @property
+    def unread_keys(self) -> frozenset[str]:
+        """The keys by which strategies differ, and that this one does not read."""
+        own_epochs = {"local_epochs"} if self.uses_cloud or self.is_pipeline else set()
+        return frozenset({"groups", *own_epochs})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupStrategy(Strategy):
@@ -41,6 +47,17 @@ class GroupStrategy(Strategy):
     num_socs: int | None = None
     interval_epochs: float | None = None
     needs_each_model: bool = False
+
+    @property
+    def unread_keys(self) -> frozenset[str]:
+        """The keys by which strategies differ, and that this one does not read."""
+        unread = {
+            "groups": self.num_groups is not None or self.has_local_epochs,
+            "socs": self.num_socs is not None,
+            "local_epochs": not self.has_local_epochs,
+            "sync_interval_epochs": self.has_local_epochs,
+        }
+        return frozenset(key for key, is_unread in unread.items() if is_unread)
 
     def groups(self, asked: int | str, num_socs: int) -> int | str:
         """Return the number of groups of so many SoCs; `asked` is the value in `[strategy]`."""

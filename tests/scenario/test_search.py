@@ -1,0 +1,184 @@
+"""The search for settings of `compare --search`, and trainings that end at a target."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from socflower.engines.run_folder import Ending
+from socflower.report import report
+from socflower.scenario.comparison import _finished, compare
+from socflower.scenario.runner import run_to_folder
+from socflower.scenario.schema.config import CompareConfig, StrategyConfig, TrainConfig
+from socflower.scenario.schema.strategies import CLUSTER_STRATEGIES, STRATEGIES
+from socflower.scenario.search import (
+    Choice,
+    Cost,
+    Search,
+    moves_of,
+    pattern_search,
+    searched_keys,
+    start_of,
+)
+from tests.command_line import Socflower, is_mistake
+from tests.one_line import refused
+from tests.scenario.small_runs import small
+
+pytestmark = pytest.mark.usefixtures("on_few_digits")
+
+AXES = ("a", "b", "c")
+points = st.lists(st.integers(-4, 4), min_size=3, max_size=3)
+
+
+def moves(choice: Choice) -> Iterator[Choice]:
+    for key in choice:
+        for factor in (2, 0.5):
+            yield {**choice, key: choice[key] * factor}
+
+
+@given(optimum=points, start=points, budget=st.integers(2, 60))
+def test_a_search_ends_where_no_move_is_better_or_its_trainings_are_used_up(
+    optimum: list[int], start: list[int], budget: int
+) -> None:
+    calls: list[Choice] = []
+
+    def cost_of(choice: Choice, best: Cost) -> Cost:
+        calls.append(choice)
+        assert best == min((distance(each) for each in calls[:-1]), default=(math.inf, math.inf))
+        return distance(choice)
+
+    def distance(choice: Choice) -> Cost:
+        return (
+            sum(abs(math.log2(choice[key]) - at) for key, at in zip(AXES, optimum, strict=True)),
+            0.0,
+        )
+
+    first = {key: 2.0**at for key, at in zip(AXES, start, strict=True)}
+    found = pattern_search(first, moves, cost_of, budget)
+    assert len(calls) == len(found.trials) == len({tuple(each.items()) for each in calls}) <= budget
+    assert calls[0] == first and found.best.cost == min(distance(each) for each in calls)
+    if found.is_done:
+        # Every key by itself can reach its optimum, so that the best is that of all.
+        assert found.best.cost[0] == 0.0
+        assert all(distance(move) >= found.best.cost for move in moves(found.best.choice))
+    else:
+        assert len(calls) == budget
+
+
+def test_a_choice_that_cannot_run_costs_no_training() -> None:
+    def cost_of(choice: Choice, best: Cost) -> Cost | None:
+        return None if choice["a"] > 1 else (choice["a"], 0.0)
+
+    found = pattern_search({"a": 1.0}, moves, cost_of, 4)
+    assert [trial.choice["a"] for trial in found.trials] == [1.0, 0.5, 0.25, 0.125]
+    assert not found.is_done
+
+
+def test_each_strategy_is_searched_over_all_keys_that_it_reads() -> None:
+    scenario = small()
+    keys = {name: searched_keys(scenario.under(name)) for name in CLUSTER_STRATEGIES}
+    common = ("batch_size", "learning_rate", "epochs")
+    assert keys["sgd"] == common
+    assert keys["ring"] == keys["fedavg"] == (*common, "socs")
+    assert set(common) | {"socs", "groups"} <= set(keys["socflow"])
+
+
+def test_moves_stay_inside_the_cluster_and_rates_follow_batches() -> None:
+    scenario = small()
+    start = start_of(scenario)
+    made = list(moves_of(scenario)(start))
+    assert all(1 <= each["groups"] <= each["socs"] <= start["socs"] for each in made)
+    both = {"batch_size": start["batch_size"] * 2, "learning_rate": start["learning_rate"] * 2}
+    assert {**start, **both} in made and {**start, "batch_size": start["batch_size"] * 2} in made
+
+
+@pytest.mark.parametrize("name", CLUSTER_STRATEGIES)
+def test_a_strategy_may_have_every_setting_that_another_may_have(name: str) -> None:
+    """Keys of [train] and [strategy] are settings of every strategy, unless it does not read them."""
+    kind, tables = STRATEGIES[name], (TrainConfig, StrategyConfig)
+    for key in {key for table in tables for key in table.model_fields} - {"name"}:
+        own: dict[str, Any] = {name: {key: small().value_of(key)}}
+        if own[name][key] is None:
+            continue
+        asked = CompareConfig(train=own)
+        if key in kind.unread_keys:
+            refused(lambda asked=asked: small().replaced(compare=asked), key, "does not read it")
+        else:
+            assert small().replaced(compare=asked).under(name).value_of(key) == own[name][key]
+
+
+@pytest.mark.parametrize(
+    ("own", "named"),
+    [
+        ({"socs": 0}, "socs = 0"),
+        ({"sokcs": 4}, "did you mean 'socs'?"),
+        ({"name": "sgd"}, "unknown key 'name'"),
+        ({"learning_rate": -1}, "learning_rate = -1"),
+    ],
+)
+def test_own_settings_that_do_not_fit_are_refused(own: dict[str, Any], named: str) -> None:
+    asked = CompareConfig(train={"ring": own})
+    refused(lambda: small().replaced(compare=asked), "[compare.train.ring]", named)
+
+
+@pytest.mark.parametrize("most_virtual_s", [None, 1e-9])
+def test_a_run_ends_at_its_target_or_its_time_with_the_rounds_of_the_whole_run(
+    most_virtual_s: float | None, tmp_path: Path
+) -> None:
+    scenario = small().replaced(train=small().train.replaced(epochs=3))
+    whole = run_to_folder(scenario, tmp_path / "whole", num_workers=0)
+    target = whole["rounds"][1]["accuracy"] if most_virtual_s is None else 2.0
+    ending = Ending(quality="accuracy", target=target, most_virtual_s=most_virtual_s)
+    ended = run_to_folder(scenario, tmp_path / "ended", num_workers=0, ending=ending)
+    first = next(
+        each["round"]
+        for each in whole["rounds"]
+        if each["accuracy"] >= target or (each["round"] and most_virtual_s)
+    )
+    assert ended["ended_after"] == first and whole["ended_after"] is None
+    assert ended["rounds"] == whole["rounds"][: first + 1]
+    assert ended["virtual_s"] == whole["rounds"][first]["virtual_s"]
+
+
+def test_a_search_finds_settings_for_each_and_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "write_report", lambda path, *_, **__: path.write_text("page"))
+    scenario = small().replaced(compare=CompareConfig(target_accuracy=0.3))
+    document = compare(
+        scenario, ["socflow", "sgd"], tmp_path, tuning=Search(budget=3), num_workers=0
+    )
+    found = document["tuning"]["strategies"]
+    assert [len(found[name]["tried"]) for name in ("socflow", "sgd")] == [3, 3]
+    for name in ("socflow", "sgd"):
+        reached = [
+            math.inf if (at := each["time_to_accuracy_s"]) is None else at
+            for each in found[name]["tried"]
+        ]
+        assert found[name]["chosen"] == found[name]["tried"][reached.index(min(reached))]["value"]
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
+    again = compare(scenario, ["socflow", "sgd"], tmp_path, tuning=Search(budget=3), num_workers=0)
+    assert again == document
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")} == times
+
+
+def test_a_search_needs_a_target_and_virtual_time(socflower: Socflower) -> None:
+    is_mistake(socflower("compare auto_groups --search 5"), "target_accuracy")
+    is_mistake(socflower("compare digits_demo --search 1"), "2 or more")
+    is_mistake(socflower("compare digits_demo --search 5 --engine deployment"), "virtual time")
+    is_mistake(socflower("compare digits_demo --search 5 --tune epochs=1,2"), "give one of them")
+
+
+def test_a_training_that_ended_early_is_reused_only_as_far_as_it_went(tmp_path: Path) -> None:
+    scenario, path = small(), tmp_path / "result.json"
+    ending = Ending(quality="accuracy", target=2.0, most_virtual_s=1e-9)
+    run_to_folder(scenario, tmp_path, num_workers=0, ending=ending)
+    later = replace(ending, most_virtual_s=1e9)
+    easier = replace(later, target=0.0)
+    kept = [_finished(path, scenario, "local", asked) for asked in (ending, easier, later, None)]
+    assert [each is not None for each in kept] == [True, True, False, False]
