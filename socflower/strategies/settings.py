@@ -129,18 +129,18 @@ class ExchangeSettings:
         less time, at the devices' nominal speeds (F7); without a clock or a profile groups take turns.
     overlap_buckets : int
         Gradient buckets that overlap with the backward pass (F7).
-    compression : "none", "fp16", "int8", "int8-stochastic" or "dgc"
+    compression : "none", "fp16", "int8", "int8-stochastic", "int4" or "dgc"
         What members exchange instead of FP32 gradients: halves, eight bits (with error feedback or rounded at random),
-        or the largest values (deep gradient compression). Each bucket is compressed by itself.
+        four bits, or the largest values (deep gradient compression). Each bucket is compressed by itself.
     leaders : "auto", "ring", "star" or "tree"
         How leaders exchange models (F8): over the hub, in a ring among themselves, in which the hub gets their mean, or
         by board and server. "auto" chooses for every new plan what the clock predicts to take less time, without a
         clock or a profile the ring. Real machines have a ring or a tree where nodes have a ring address, with "auto" if
         the grid is a `GroupGrid`. A strategy that needs each group's model, or is around this one, has the star.
-    leader_compression : "none", "fp16" or "int8"
+    leader_compression : "none", "fp16", "int8" or "int4"
         What leaders in a ring or a tree exchange: their models, or the models' changes since the last synchronisation
-        in halves, or in eight bits with error feedback, which stays with the group whoever leads it. BatchNorm's
-        statistics are exchanged as they are.
+        in halves, or with error feedback in eight bits, or in a ring in four. The feedback stays with the group, whoever
+        leads it. BatchNorm's statistics are exchanged as they are.
     fusion : "buckets" or "per-tensor"
         What costs a message in virtual time (F8a): each of the `overlap_buckets`, and the model of a leader, as rings
         of real machines send them, or each tensor, as SoCFlow+ seems to have sent them.

@@ -203,7 +203,7 @@ class GroupTask(Record):
     proximal_mu: float = 0.0
     # Parts of the gradient, each of which is exchanged as soon as the backward pass has completed it (F7).
     num_buckets: int = 1
-    # Of gradients: "none", "fp16", "int8", "int8-stochastic" or "dgc".
+    # Of gradients: "none", "fp16", "int8", "int8-stochastic", "int4" or "dgc".
     compression: str = "none"
     # Whether groups of another plan continue with this one's optimiser.
     hands_over: bool = False
@@ -268,7 +268,7 @@ class RingTask:
     leaders: tuple[str, ...] = ()
     # If they form a tree, the place of each group's leader: "group board server".
     leader_places: tuple[str, ...] = ()
-    # The compression of the leaders' exchange: "none", "fp16" or "int8".
+    # The compression of the leaders' exchange: "none", "fp16", "int8" or "int4".
     leader_compression: str = "none"
     # Digest of the error feedback of that compression, which the group's members keep.
     feedback_sha256: str = ""

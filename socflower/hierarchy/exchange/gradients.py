@@ -6,7 +6,11 @@
 | `fp16`            | 4(n-1)/n                                  | 11 bits are kept; n rounding errors                |
 | `int8`            | 2(n-1)/n                                  | nothing for good: rounding errors are sent later   |
 | `int8-stochastic` | 2(n-1)/n                                  | noise that is zero on average; keeps no state      |
+| `int4`            | (n-1)/2                                   | nothing for good: rounding errors are sent later   |
 | `dgc`             | 8(n-1) · ratio                            | nothing for good: small values are sent later      |
+
+`int4` gathers what members send, and sums it in FP32: from 4 members on it sends more than `int8`, from 16 on more than
+`none`.
 
 These are descriptions. `training/exchange` has their sums for a group in one process, `peers/ring` sends them between
 machines. The headers of messages are not counted, and encoding takes no virtual time.
@@ -30,10 +34,12 @@ from socflower.hierarchy.exchange.collectives import (
 
 RING, SERVER = "ring", "server"
 KINDS = (RING, SERVER)
-CODINGS = ("none", "fp16", "int8", "int8-stochastic", "dgc")
+CODINGS = ("none", "fp16", "int8", "int8-stochastic", "int4", "dgc")
 
 BLOCK = 4096
 """Elements of a block, which share a step in eight bits."""
+SMALL_BLOCK = 256
+"""The same in four bits, which have few levels for elements of other sizes."""
 
 _VALUE_BYTES = 4
 # A value and its index.
@@ -159,6 +165,22 @@ class StochasticInt8(Int8):
     max_rounding = 1.0
 
 
+class Int4(Coding):
+    """Each member's own multiples of its own steps, gathered and summed in float32 (Douillard et al., 2025)."""
+
+    name = "int4"
+    # On each side of zero.
+    levels: ClassVar[int] = 7
+
+    def operations(
+        self, num_bytes: float, size: int, step: int | None = None
+    ) -> tuple[Operation, ...]:
+        """Return an all-gather of the blocks' steps and of half a byte for each element."""
+        num_elements = num_elements_of(num_bytes)
+        payload = _VALUE_BYTES * -(-num_elements // SMALL_BLOCK) + -(-num_elements // 2)
+        return Operation(_LENGTH_BYTES * size), Operation(payload, gathers=True)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LargestValues(Coding):
     """Each member sends its largest accumulated gradients, and accumulates the others further.
@@ -232,6 +254,8 @@ def gradient_coding(name: str, *, steps_per_epoch: int = 0) -> Coding:
             return Int8()
         case "int8-stochastic":
             return StochasticInt8()
+        case "int4":
+            return Int4()
         case "dgc":
             return LargestValues(warm_up_steps=_WARM_UP_EPOCHS * steps_per_epoch)
     raise ConfigError(f"compression = {name!r} does not exist; use one of {', '.join(CODINGS)}")

@@ -27,6 +27,16 @@ def test_halves_are_half_of_the_bytes_and_eight_bits_a_quarter() -> None:
         assert sent["dgc"] == pytest.approx((size - 1) * 8 * 1000, rel=0.01)
 
 
+def test_four_bits_are_fewer_for_few_members_since_they_are_gathered() -> None:
+    def sent(name: str, size: int) -> float:
+        return GradientExchange(coding=gradient_coding(name)).wire_bytes(4e6, size)
+
+    assert [size for size in range(2, 40) if sent("int4", size) < sent("int8", size)] == [2, 3]
+    assert [size for size in range(2, 40) if sent("int4", size) < sent("none", size)] == [
+        *range(2, 16)
+    ]
+
+
 def test_a_server_sends_what_it_gets() -> None:
     """Over all members it is n - 1 uploads and downloads."""
     assert 5 * GradientExchange(kind=SERVER).wire_bytes(100.0, 5) == 2 * 4 * 100.0
