@@ -44,14 +44,14 @@ from socflower.sim.trace import Trace as Trace
 from socflower.strategies.baselines import OrderedFedAvg as OrderedFedAvg, RingAllReduce as RingAllReduce, SingleDevice as SingleDevice, TreeFedAvg as TreeFedAvg
 from socflower.strategies.group_grid import GroupGrid as GroupGrid
 from socflower.strategies.hybrid_pipeline import HybridPipeline as HybridPipeline
-from socflower.strategies.local_sgd import DiLoCo as DiLoCo, LocalSGD as LocalSGD, PostLocalSGD as PostLocalSGD
+from socflower.strategies.local_sgd import DiLoCo as DiLoCo, LocalSGD as LocalSGD, PostLocalSGD as PostLocalSGD, StreamingDiLoCo as StreamingDiLoCo
 from socflower.strategies.method import RoundReport as RoundReport
 from socflower.strategies.methods.local import LocalSchedule as LocalSchedule
 from socflower.strategies.methods.split import CloudSessions as CloudSessions
 from socflower.strategies.methods.split_report import SplitRoundReport as SplitRoundReport
 from socflower.strategies.outer_sgd import OuterSGD as OuterSGD, nesterov as nesterov
 from socflower.strategies.planned_rounds import Resumable as Resumable
-from socflower.strategies.settings import Costs as Costs, ExchangeSettings as ExchangeSettings, Grouping as Grouping, TrainingSchedule as TrainingSchedule
+from socflower.strategies.settings import Costs as Costs, ExchangeSettings as ExchangeSettings, Grouping as Grouping, Streaming as Streaming, TrainingSchedule as TrainingSchedule
 from socflower.strategies.socflow import SoCFlow as SoCFlow
 from socflower.strategies.split_replay import SplitReplay as SplitReplay
 from socflower.strategies.warm_up import profile_group_count as profile_group_count

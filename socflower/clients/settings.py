@@ -32,6 +32,7 @@ from socflower.wire.message_keys import (
     RESUMED,
     RING,
     SERVER_ROUND,
+    STREAM,
     TRAINING,
     WARM_UP,
 )
@@ -164,7 +165,7 @@ class ReadSettings:
             allowed, keys = (*allowed, SPLIT), ()
             known = "a split training's settings are arguments of SplitReplay and of its program"
         elif GROUP in records:
-            allowed = (*allowed, GROUP, RING, PIPELINE, DEPARTURES, HANDED)
+            allowed = (*allowed, GROUP, RING, PIPELINE, DEPARTURES, HANDED, STREAM)
             known = "a group's batch size, epochs and seed are arguments of its strategy"
         else:
             keys = (*STANDALONE_KEYS, *read)

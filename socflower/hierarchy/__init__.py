@@ -16,7 +16,7 @@ from socflower.hierarchy.exchange.choice import Exchanges, choose_exchanges, unp
 from socflower.hierarchy.exchange.collectives import Exchange
 from socflower.hierarchy.exchange.gradients import GradientExchange, gradient_coding
 from socflower.hierarchy.group_count import GroupCountChoice, choose_group_count, default_candidates
-from socflower.hierarchy.interval_costs import IntervalCosts, Phase
+from socflower.hierarchy.interval_costs import Fragment, IntervalCosts, Phase
 from socflower.hierarchy.mapping.integrity_greedy import integrity_greedy, map_groups
 from socflower.hierarchy.mapping.placement import GroupPlacement
 from socflower.hierarchy.plan import Group, GroupPlan, plan_groups, plan_without
@@ -33,6 +33,7 @@ __all__ = [
     "CapacitiesInUse",
     "Exchange",
     "Exchanges",
+    "Fragment",
     "GradientExchange",
     "Group",
     "GroupCountChoice",

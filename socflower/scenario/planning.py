@@ -8,6 +8,7 @@ from socflower.cluster import Activity, Cluster, ModelProfile, Usage, sustained_
 from socflower.errors import InfeasiblePlan
 from socflower.hierarchy import (
     Exchanges,
+    Fragment,
     GradientExchange,
     GroupPlan,
     IntervalCosts,
@@ -39,6 +40,7 @@ from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.strategies import group_strategy
 from socflower.sim import EventClock
+from socflower.strategies.settings import require_few_fragments, streamed_interval
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,10 +229,14 @@ def _work_of(
     steps_per_epoch = group_steps_per_epoch(num_left, len(plan.groups), scenario.train.batch_size)
     coding = gradient_coding(settings.compression, steps_per_epoch=steps_per_epoch)
     coding.require_size(max(len(group.members) for group in plan.groups))
+    profile = model_profile(scenario)
+    if scenario.is_streaming:
+        require_few_fragments(scenario.streaming, scenario.interval_epochs, steps_per_epoch)
     return IntervalCosts(
         cluster=cluster,
         plan=plan,
-        profile=model_profile(scenario),
+        profile=profile,
+        fragment=_fragment(scenario, profile),
         num_samples=num_left,
         batch_size=scenario.train.batch_size,
         reshuffle=scenario.reshuffle,
@@ -269,7 +275,7 @@ def planned_intervals(scenario: Scenario, work: IntervalCosts) -> Sequence[SyncI
     return sync_schedule(
         scenario.train.epochs - scenario.synchronous_epochs,
         work.steps_per_epoch,
-        scenario.interval_epochs,
+        _interval_epochs(scenario),
         server_interval=_server_interval(scenario),
     )
 
@@ -279,7 +285,7 @@ def _planned_shapes(scenario: Scenario, work: IntervalCosts) -> Sequence[tuple[S
     shapes = sync_shapes(
         scenario.train.epochs - scenario.synchronous_epochs,
         work.steps_per_epoch,
-        scenario.interval_epochs,
+        _interval_epochs(scenario),
         server_interval=_server_interval(scenario),
         changes=work.gradients.coding.changes,
     )
@@ -300,6 +306,26 @@ def _lengths(shapes: Sequence[tuple[SyncInterval, int]]) -> dict[int, int]:
     for interval, count in shapes:
         lengths[interval.num_steps] = lengths.get(interval.num_steps, 0) + count
     return lengths
+
+
+def _interval_epochs(scenario: Scenario) -> float | str:
+    """Return the epochs between synchronisations, be they of fragments."""
+    interval = scenario.interval_epochs
+    if not scenario.is_streaming:
+        return interval
+    return streamed_interval(interval, scenario.streaming.fragments)
+
+
+def _fragment(scenario: Scenario, profile: ModelProfile) -> Fragment | None:
+    """Return what a synchronisation exchanges, if not the whole model: the mean of its fragments."""
+    if not scenario.is_streaming:
+        return None
+    streaming = scenario.streaming
+    return Fragment(
+        num_bytes=profile.weight_bytes / streaming.fragments,
+        num_tensors=max(1, round(profile.num_tensors / streaming.fragments)),
+        delay_steps=streaming.delay_steps,
+    )
 
 
 def _server_interval(scenario: Scenario) -> int:

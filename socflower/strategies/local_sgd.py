@@ -7,14 +7,23 @@ from flwr.serverapp.strategy import Strategy
 
 from socflower.cluster import Cluster
 from socflower.errors import ConfigError, require_range, require_type
-from socflower.hierarchy import GroupPlan, SyncInterval, plan_groups
+from socflower.hierarchy import GroupPlan, SyncInterval, plan_groups, sync_schedule
 from socflower.hierarchy.exchange.models import NONE
 from socflower.plain_numbers import plain_numbers
 from socflower.strategies.methods.groups import GroupsMethod
 from socflower.strategies.methods.post_local import Opening, PostLocalMethod, opened_intervals
-from socflower.strategies.outer_sgd import nesterov
+from socflower.strategies.methods.streaming import StreamingMethod
+from socflower.strategies.outer_sgd import OuterSGD, nesterov
 from socflower.strategies.round_planner import RoundPlanner
-from socflower.strategies.settings import ExchangeSettings, Grouping, TrainingSchedule
+from socflower.strategies.settings import (
+    Costs,
+    ExchangeSettings,
+    Grouping,
+    Streaming,
+    TrainingSchedule,
+    require_few_fragments,
+    streamed_interval,
+)
 from socflower.strategies.socflow import SoCFlow, intervals_of
 
 
@@ -112,3 +121,66 @@ class DiLoCo(LocalSGD):
                 f"{type(self).__name__}: average is its outer step's; leave it out, or give outer"
             )
         super().__init__(outer=outer or nesterov(fraction_evaluate=0.0), **settings)
+
+
+class StreamingDiLoCo(DiLoCo):
+    """Streaming DiLoCo (Douillard et al., 2025): DiLoCo that synchronises a fragment at a time beside the training.
+
+    A round ends with the synchronisation of one fragment; each is synchronised once an interval. An exchange is charged
+    to the next round, beside whose first steps it runs. Groups of another plan, and a group whose reply is lost, begin
+    again from the hub's model.
+
+    Parameters
+    ----------
+    schedule : TrainingSchedule
+        `interval_epochs` is H, a number of epochs, of at least as many steps as fragments.
+    streaming : Streaming, optional
+        Fragments, delay, and mixing.
+    settings
+        As of `DiLoCo`; `outer` is a step of SGD. Each SoC is a group; models are not compressed; clients train in FP32.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: TrainingSchedule,
+        streaming: Streaming | None = None,
+        outer: Strategy | None = None,
+        **settings: Any,
+    ) -> None:
+        name = type(self).__name__
+        require_type(name, (TrainingSchedule,), "TrainingSchedule(…)", schedule=schedule)
+        streaming = Streaming() if streaming is None else streaming
+        require_type(name, (Streaming,), "Streaming(…) or None", streaming=streaming)
+        require_type(name, (OuterSGD, type(None)), "OuterSGD(…) or nesterov(…)", outer=outer)
+        interval, exchange = schedule.interval_epochs, settings.get("exchange", ExchangeSettings())
+        for broken, why in (
+            (isinstance(interval, str), f"interval_epochs = {interval!r}; give a number"),
+            (schedule.server_interval > 1, "server_interval averages whole models; leave it out"),
+            (
+                exchange.leader_compression != NONE,
+                "leader_compression is of whole models; leave it out",
+            ),
+            (
+                getattr(settings.get("costs", Costs()).pricing, "arithmetic", ""),
+                "fragments change in a round, which int8 does not see; train in FP32",
+            ),
+        ):
+            if broken:
+                raise ConfigError(f"{name}: {why}")
+        self._streaming = streaming
+        super().__init__(schedule=schedule, outer=outer, **settings)
+        if len(self.plan.groups) != len(self.plan.participants):
+            raise ConfigError(f"{name}: each SoC trains alone; leave groups out")
+
+    def _intervals(
+        self, schedule: TrainingSchedule, num_groups: int
+    ) -> tuple[int, Sequence[SyncInterval]]:
+        steps_per_epoch, _ = intervals_of(schedule, num_groups)
+        interval = streamed_interval(schedule.interval_epochs, self._streaming.fragments)
+        intervals = sync_schedule(schedule.num_epochs, steps_per_epoch, interval)
+        require_few_fragments(self._streaming, schedule.interval_epochs, steps_per_epoch)
+        return steps_per_epoch, intervals
+
+    def _method(self, **settings: Any) -> GroupsMethod:
+        return StreamingMethod(self._streaming, **settings)

@@ -95,7 +95,8 @@ class OuterSGD(FedAvg):
                 )
         step.step()
         if self.momentum:
-            self.moments = {
+            # A round may step on a fragment of the model.
+            self.moments |= {
                 name: step.state[weight]["momentum_buffer"].numpy()
                 for name, weight in weights.items()
             }

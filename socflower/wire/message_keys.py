@@ -47,6 +47,9 @@ HANDED = "socflower-optimizer"
 """The record with the optimiser that groups of another plan continue with: of a reply to a task that hands it over, and
 of the next round's messages. There it is empty if each member has it, from its own ring."""
 
+STREAM = "socflower-stream"
+"""The record of a TRAIN message for a group that sends and gets fragments of its model; see `StreamTask`."""
+
 TRAINED_ON = "socflower-trained-on"
 """The record of a reply with the devices that trained; see `DeviceReport`."""
 
@@ -229,6 +232,19 @@ class GroupTask(Record):
                 f"group {self.group_id}: needs a leader among its members, and {num_members} "
                 "capacities and partitions"
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamTask:
+    """A round in which a fragment of a group's model is synchronised."""
+
+    # The tensors that the reply has.
+    names: tuple[str, ...]
+    # Whether the message has the whole model, not the fragment that was synchronised last.
+    is_whole: bool
+    # After how many steps that fragment is mixed in, and what part of the own weights stays.
+    delay_steps: int
+    mixing: float
 
 
 @checked

@@ -1,13 +1,15 @@
 """Local SGD and DiLoCo: the outer step against torch's SGD with Nesterov momentum, how models meet, what is refused."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.serverapp.strategy import FedAdam
 from torch.nn.functional import cross_entropy
 
 from socflower.clients.app import make_client_app
@@ -25,9 +27,15 @@ from socflower.scenario.schema.outer import OuterConfig
 from socflower.scenario.workload import partitions, scenario_data
 from socflower.strategies.baselines import TreeFedAvg
 from socflower.strategies.group_grid import GroupGrid
-from socflower.strategies.local_sgd import DiLoCo, PostLocalSGD
+from socflower.strategies.local_sgd import DiLoCo, PostLocalSGD, StreamingDiLoCo
 from socflower.strategies.outer_sgd import OUTER_LEARNING_RATE, OUTER_MOMENTUM, OuterSGD, nesterov
-from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
+from socflower.strategies.settings import (
+    Costs,
+    ExchangeSettings,
+    Grouping,
+    Streaming,
+    TrainingSchedule,
+)
 from socflower.strategies.socflow import SoCFlow
 from socflower.training.fp32 import (
     FP32Trainer,
@@ -172,6 +180,11 @@ def test_a_comparison_trains_each_method_as_published() -> None:
         ('[train]\noptimizer = "adamw"\n[strategy]\nname = "muloco"', "'diloco'"),
         ('[train]\nmomentum = 0.9\n[strategy]\nname = "diloco"', "'adamw'"),
         ('[strategy]\nname = "diloco"\n[strategy.outer]\nname = "momentum"', "momentum"),
+        (
+            '[strategy]\nname = "diloco"\n[strategy.streaming]\nfragments = 2',
+            "[strategy.streaming]",
+        ),
+        ('[strategy]\nname = "streaming-diloco"', "sync_interval_epochs = 'decay'"),
         ('[strategy]\nname = "tree-fedavg"\nleaders = "star"', "leaders = 'star'"),
         ('[strategy]\nname = "tree-fedavg"\ngroups = 2', "groups = 2"),
         ('[strategy]\nname = "local-sgd"\npost_local_epochs = 2', "post_local_epochs = 2"),
@@ -418,3 +431,138 @@ def test_what_tree_fedavg_cannot_do_is_refused(settings: dict[str, Any], named: 
     cluster = parse_cluster({"boards": 2, "socs_per_board": 2})
     schedule = TrainingSchedule(num_samples=32, batch_size=4, num_epochs=4)
     refused(lambda: TreeFedAvg(cluster=cluster, schedule=schedule, **settings), named)
+
+
+# ------------------------------------------------------------------------------------------- Streaming DiLoCo
+ADAMW = partial(torch.optim.AdamW, lr=3e-3)
+
+
+def streaming(**changes: Any) -> Any:
+    own = {
+        key: changes.pop(key) for key in ("fragments", "delay_steps", "mixing") if key in changes
+    }
+    return made(StreamingDiLoCo, streaming=Streaming(**own), **{"interval_epochs": 1.0, **changes})
+
+
+def bits(arrays: ArrayRecord) -> dict[str, bytes]:
+    return {name: each.data for name, each in arrays.items()}
+
+
+def test_one_fragment_without_delay_is_diloco() -> None:
+    strategies = (streaming(fragments=1, delay_steps=0), made(DiLoCo, interval_epochs=1.0))
+    ours, reference = (run_in_process(each, optimizer=ADAMW) for each in strategies)
+    assert bits(ours) == bits(reference)
+
+
+def test_streaming_diloco_is_its_papers_algorithm() -> None:
+    """Three fragments of strided layers, each every five steps: the outer step of one comes a step late, mixed in."""
+    alpha, delay, lr, mu = 0.4, 1, 0.7, 0.9
+    workers = Workers(ADAMW)
+    names = [name for name, _ in workers.models[0].named_parameters()]
+    layers = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    outer = {name: value.clone() for name, value in workers.models[0].state_dict().items()}
+    moments = {name: torch.zeros_like(value) for name, value in outer.items()}
+    due: dict[int, list[str]] = {}
+    strategy = streaming(fragments=3, delay_steps=delay, mixing=alpha)
+    ends = [each.first_step + each.num_steps for each in strategy.method.intervals]
+    for number in range(20):
+        for worker in workers.models:
+            for name in due.get(number, ()):
+                own = dict(worker.named_parameters())[name].data
+                own.mul_(alpha).add_(outer[name], alpha=1 - alpha)
+        workers.backward(number)
+        workers.step()
+        if number + 1 in ends:
+            place = ends.index(number + 1) % 3
+            parts = [name for name in names if layers.index(name.rpartition(".")[0]) % 3 == place]
+            due[number + 1 + delay] = parts
+            for name in parts:
+                mean = torch.stack([each.state_dict()[name] for each in workers.models]).mean(0)
+                gradient = outer[name] - mean
+                moments[name] = mu * moments[name] + gradient
+                outer[name] = outer[name] - lr * (gradient + mu * moments[name])
+    ours = run_in_process(strategy, optimizer=ADAMW, scheduler=None)
+    for name, value in outer.items():
+        np.testing.assert_allclose(ours[name].numpy(), value.numpy(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("done", [1, 4])
+def test_a_streaming_training_continues_with_the_models_of_its_clients(
+    done: int, tmp_path: Path
+) -> None:
+    whole, begun, resumed = (streaming(fragments=2, delay_steps=1) for _ in range(3))
+    halfway = run_in_process(begun, done, folder=tmp_path)
+    resumed.resume_from(done, **begun.state)
+    assert bits(run_in_process(resumed, None, halfway, folder=tmp_path)) == bits(
+        run_in_process(whole)
+    )
+
+
+class Sizes(GroupGrid):
+    """What messages and replies have, in names."""
+
+    def __init__(self, grid: Any) -> None:
+        super().__init__(grid)
+        self.sent: list[list[str]] = []
+        self.got: list[list[str]] = []
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Message]:
+        messages = list(messages)
+        replies = super().send_and_receive(messages, timeout=timeout)
+        for names, these in ((self.sent, messages), (self.got, replies)):
+            names += [list(each.content["arrays"]) for each in these if "arrays" in each.content]
+        return replies
+
+
+def test_only_fragments_are_sent_after_the_first_round_and_all_of_them_are_trained() -> None:
+    strategy, app = (
+        streaming(fragments=2),
+        make_client_app(lambda context: ring_app.network(), ring_app.part),
+    )
+    with LocalGrid(app, 4, num_workers=0) as grid:
+        sizes = Sizes(grid)
+        result = strategy.start(sizes, ring_app.initial(), strategy.num_rounds, timeout=60)
+    one, other = ["0.weight", "0.bias", "5.weight", "5.bias"], ["3.weight", "3.bias"]
+    assert sizes.sent[0] == list(ring_app.initial()) and len(sizes.got) == 4 * strategy.num_rounds
+    assert sizes.sent[4::4] == ([one, other] * 4)[:7]
+    assert sizes.got[::4] == [one, other] * 4
+    initial = bits(ring_app.initial())
+    assert all(initial[name] != data for name, data in bits(result.arrays).items())
+
+
+def test_the_exchange_of_a_fragment_is_hidden_behind_steps() -> None:
+    run = {**RUN, "epochs": 2, "interval": 0.5}
+    table = Streaming(fragments=2, delay_steps=2)
+    ours = small_result("streaming-diloco", **run, streaming=table)
+    with few_digits():
+        planned = plan_scenario(small("streaming-diloco", **run, streaming=table))
+    assert ours["virtual_s"] == pytest.approx(2 * planned["predicted"]["epoch_s"], rel=0.1)
+    exposed = small_result(
+        "streaming-diloco", **run, streaming=Streaming(fragments=2, delay_steps=0)
+    )
+    alone, diloco = small_result("sgd", **run), small_result("diloco", **run)
+    assert ours["virtual_s"] < exposed["virtual_s"]
+    assert alone["virtual_s"] / sum(BOARDS) < ours["virtual_s"]
+    sent = [sum(ran["rounds"][-1]["bytes"].values()) for ran in (ours, diloco)]
+    # A fragment at a time, each as often as DiLoCo sends the whole model.
+    assert sent[0] == pytest.approx(sent[1], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"interval_epochs": "decay"}, "'decay'"),
+        ({"fragments": 6}, "fragments = 6"),
+        ({"fragments": 2, "delay_steps": 3}, "delay_steps = 3"),
+        ({"outer": FedAdam()}, "OuterSGD"),
+        ({"groups": 2}, "groups"),
+        ({"leader_compression": "int8"}, "leader_compression"),
+    ],
+)
+def test_what_streaming_diloco_cannot_do_is_refused(settings: dict[str, Any], named: str) -> None:
+    refused(lambda: streaming(**settings), named)
+
+
+def test_more_fragments_than_layers_and_another_arithmetic_are_refused() -> None:
+    strategy = streaming(fragments=4, delay_steps=0, interval_epochs=2.0)
+    refused(lambda: run_in_process(strategy), "fragments = 4", "3 layers")

@@ -108,6 +108,8 @@ def _groups(parts: RunParts, num_groups: int, num_epochs: int) -> SoCFlow:
     own: dict[str, Any] = {}
     if scenario.synchronous_epochs:
         own["synchronous_epochs"] = scenario.synchronous_epochs
+    if kind.is_streaming:
+        own["streaming"] = scenario.streaming
     if kind.has_local_epochs:
         own["local_epochs"] = scenario.train.local_epochs
     return strategy(

@@ -16,7 +16,7 @@ from socflower.peers.ring.settings import RingSettings
 from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.report.quality import ACCURACY, LOSS, Quality, quality_of
 from socflower.scenario.schema.key_rules import is_set, require_reader, shown
-from socflower.scenario.schema.outer import OuterConfig
+from socflower.scenario.schema.outer import OUTER_SGD, OuterConfig
 from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PIPELINE_STRATEGY, PipelineConfig
 from socflower.scenario.schema.split import (
     CLICK_MODEL,
@@ -45,6 +45,7 @@ from socflower.strategies.settings import (
     Leaders,
     NumSocs,
     OverlapBuckets,
+    Streaming,
     UplinkTurns,
 )
 from socflower.toml_file import Table
@@ -404,6 +405,9 @@ class StrategyConfig(Table):
             "rounds"
         ),
     )
+    streaming: Streaming | None = Field(
+        None, description="table of `streaming-diloco`: the fragments of a model, and their delay"
+    )
     outer: OuterConfig | None = Field(
         None,
         description=(
@@ -452,6 +456,8 @@ class StrategyConfig(Table):
             keys = ("groups", "outer", "compression")
         if not STRATEGIES[name].is_synchronous_first:
             keys = (*keys, "post_local_epochs")
+        if not STRATEGIES[name].is_streaming:
+            keys = (*keys, "streaming")
         if name == self.name:
             keys = ()
         left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
@@ -676,6 +682,7 @@ class ScenarioFile(ClusterFile):
         for key in ("compression", "server_interval"):
             why = f"{self._name} has groups of two plans; leave it out"
             yield first and is_set(strategy, key), self._at("strategy", key), why
+        yield from self._rules_of_streaming()
         for key, fitting in (("groups", "auto"), ("leaders", "tree")):
             why = f"{self._name} trains on each SoC alone and sums in a tree; leave it out"
             has_own = is_set(strategy, key) and getattr(strategy, key) != fitting
@@ -704,6 +711,29 @@ class ScenarioFile(ClusterFile):
             self._at("strategy", "leader_compression"),
             f"{needs_models} needs each group's model, and not their mean; leave it out",
         )
+
+    def _rules_of_streaming(self) -> Iterator[Rule]:
+        """Yield what fragments of a model do not allow."""
+        strategy, said = self.strategy, f"{self._name} exchanges fragments of the model"
+        if not self._kind.is_streaming:
+            why = f"it is for name = 'streaming-diloco', and {self._name}; leave it out"
+            yield strategy.streaming is not None, "[strategy.streaming]", why
+            return
+        interval = strategy.sync_interval_epochs
+        outer, arithmetic = strategy.outer_step, self.precision.arithmetic
+        for broken, key, why in (
+            (isinstance(interval, str), "sync_interval_epochs", "give a number of epochs"),
+            (strategy.groups != "auto", "groups", "each SoC is one; leave it out"),
+            (strategy.server_interval > 1, "server_interval", "leave it out"),
+            (strategy.leader_compression != NONE, "leader_compression", "leave it out"),
+        ):
+            yield broken, self._at("strategy", key), f"{said}; {why}"
+        yield (
+            outer and outer.name not in OUTER_SGD,
+            f"[strategy.outer] name = {outer and outer.name!r}",
+            f"{said}; use one of {', '.join(OUTER_SGD)}",
+        )
+        yield arithmetic != "fp32", self._at("precision", "arithmetic"), f"{said}; use 'fp32'"
 
     def _rules_of_arithmetic(self) -> Iterator[Rule]:
         """Yield what training in integers does not know."""
@@ -933,6 +963,16 @@ class ScenarioFile(ClusterFile):
         return group_strategy(self.strategy.name).sync_interval_epochs(
             self.strategy.sync_interval_epochs
         )
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether the strategy synchronises fragments of the model."""
+        return self._kind.is_streaming
+
+    @property
+    def streaming(self) -> Streaming:
+        """The fragments of the model, or the defaults."""
+        return self.strategy.streaming or Streaming()
 
     @property
     def reshuffle(self) -> bool:

@@ -33,8 +33,9 @@ _READERS = {
     for _, keys in OUTER_STRATEGIES.values()
     for key in keys
 }
-_OF_SGD = ("sgd", "momentum", "nesterov")
-_OF_MEANS = ("fedavg", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedprox", *_OF_SGD)
+OUTER_SGD = ("sgd", "momentum", "nesterov")
+"""Steps of SGD, which may step on a part of the model."""
+_OF_MEANS = ("fedavg", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedprox", *OUTER_SGD)
 _COUNTS_GROUPS = ("fedtrimmedavg", "krum", "multikrum", "bulyan")
 
 

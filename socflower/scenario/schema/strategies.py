@@ -21,6 +21,8 @@ class Strategy:
     outer: str = ""
     # Whether its first epochs are those of one group of all SoCs.
     is_synchronous_first: bool = False
+    # Whether it synchronises fragments of the model.
+    is_streaming: bool = False
     # Whether each SoC passes over its own data, and models are summed in a tree.
     has_local_epochs: bool = False
     optimizer: str = "sgd"
@@ -52,7 +54,7 @@ class GroupStrategy(Strategy):
     def unread_keys(self) -> frozenset[str]:
         """The keys by which strategies differ, and that this one does not read."""
         unread = {
-            "groups": self.num_groups is not None or self.has_local_epochs,
+            "groups": self.num_groups is not None or self.has_local_epochs or self.is_streaming,
             "socs": self.num_socs is not None,
             "local_epochs": not self.has_local_epochs,
             "sync_interval_epochs": self.has_local_epochs,
@@ -106,6 +108,14 @@ STRATEGIES: dict[str, Strategy] = {
         about="the same with AdamW inside, and an outer step with Nesterov momentum",
         target="socflower.strategies.local_sgd:DiLoCo",
         is_alone=True,
+        outer="nesterov",
+        optimizer="adamw",
+    ),
+    "streaming-diloco": GroupStrategy(
+        about="DiLoCo that synchronises a fragment of the model at a time, beside the training",
+        target="socflower.strategies.local_sgd:StreamingDiLoCo",
+        is_alone=True,
+        is_streaming=True,
         outer="nesterov",
         optimizer="adamw",
     ),
