@@ -1,8 +1,15 @@
 """Local SGD and DiLoCo: the outer step against torch's SGD with Nesterov momentum, how models meet, what is refused."""
 
 import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
+from importlib import metadata
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from threading import Barrier
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -249,9 +256,11 @@ class Workers:
         self.steps = [optimizer(own.parameters()) for own in self.models]
         self.rates = [scheduler(step, 20) for step in self.steps] if scheduler else []
 
-    def backward(self, number: int) -> None:
+    def backward(self, number: int, only: int | None = None) -> None:
         epoch, within = divmod(number, self.steps_per_epoch)
         for k, (worker, part) in enumerate(zip(self.models, self.parts, strict=True)):
+            if only not in (None, k):
+                continue
             order = np.random.default_rng([4, epoch, k]).permutation(len(part))
             own = torch.from_numpy(np.array_split(order, self.steps_per_epoch)[within])
             inputs, labels = part.batch(own)
@@ -454,16 +463,19 @@ def test_one_fragment_without_delay_is_diloco() -> None:
     assert bits(ours) == bits(reference)
 
 
-def test_streaming_diloco_is_its_papers_algorithm() -> None:
-    """Three fragments of strided layers, each every five steps: the outer step of one comes a step late, mixed in."""
-    alpha, delay, lr, mu = 0.4, 1, 0.7, 0.9
+@pytest.mark.parametrize(("fragments", "delay", "alpha"), [(3, 1, 0.4), (3, 0, 0.4), (1, 0, 0.0)])
+def test_streaming_diloco_is_its_papers_algorithm_and_with_one_fragment_diloco(
+    fragments: int, delay: int, alpha: float
+) -> None:
+    """Fragments of strided layers, each every five steps: the outer step of one comes late, and is mixed in."""
+    lr, mu = 0.7, 0.9
     workers = Workers(ADAMW)
     names = [name for name, _ in workers.models[0].named_parameters()]
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     outer = {name: value.clone() for name, value in workers.models[0].state_dict().items()}
     moments = {name: torch.zeros_like(value) for name, value in outer.items()}
     due: dict[int, list[str]] = {}
-    strategy = streaming(fragments=3, delay_steps=delay, mixing=alpha)
+    strategy = streaming(fragments=fragments, delay_steps=delay, mixing=alpha)
     ends = [each.first_step + each.num_steps for each in strategy.method.intervals]
     for number in range(20):
         for worker in workers.models:
@@ -473,8 +485,10 @@ def test_streaming_diloco_is_its_papers_algorithm() -> None:
         workers.backward(number)
         workers.step()
         if number + 1 in ends:
-            place = ends.index(number + 1) % 3
-            parts = [name for name in names if layers.index(name.rpartition(".")[0]) % 3 == place]
+            place = ends.index(number + 1) % fragments
+            parts = [
+                name for name in names if layers.index(name.rpartition(".")[0]) % fragments == place
+            ]
             due[number + 1 + delay] = parts
             for name in parts:
                 mean = torch.stack([each.state_dict()[name] for each in workers.models]).mean(0)
@@ -483,6 +497,96 @@ def test_streaming_diloco_is_its_papers_algorithm() -> None:
                 outer[name] = outer[name] - lr * (gradient + mu * moments[name])
     ours = run_in_process(strategy, optimizer=ADAMW, scheduler=None)
     for name, value in outer.items():
+        np.testing.assert_allclose(ours[name].numpy(), value.numpy(), rtol=1e-3, atol=1e-5)
+
+
+class LockStep:
+    """What torchft's DiLoCo asks of its manager, for replicas in threads that average what they send."""
+
+    _use_async_quorum = False
+    start_quorum = allow_state_dict_read = disallow_state_dict_read = lambda self: None
+
+    def __init__(self, rank: int, rows: dict[int, torch.Tensor], barrier: Barrier) -> None:
+        self._rank, self._rows, self._barrier, self._step = rank, rows, barrier, 0
+
+    def register_state_dict_fn(self, *_: object) -> None:
+        return
+
+    def current_step(self) -> int:
+        return self._step
+
+    def should_commit(self) -> bool:
+        self._step += 1
+        return True
+
+    def allreduce(self, values: torch.Tensor, should_quantize: bool) -> SimpleNamespace:
+        self._rows[self._rank] = values.clone()
+        self._barrier.wait()
+        values.copy_(torch.stack([self._rows[rank] for rank in sorted(self._rows)]).mean(0))
+        self._barrier.wait()
+        return SimpleNamespace(wait=lambda: None)
+
+
+def torchfts_diloco(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return `torchft.local_sgd.DiLoCo`, from its file: the package imports telemetry and a service in Rust."""
+    try:
+        files = metadata.files("torchft") or []
+    except metadata.PackageNotFoundError:
+        pytest.skip("torchft is not installed: pip install --no-deps torchft==0.2.0")
+    (path,) = (each.locate() for each in files if str(each) == "torchft/local_sgd.py")
+    for name, held in {
+        "torchft": {"__path__": []},
+        "torchft.manager": {"Manager": LockStep},
+        "torchft.utils": {"get_stream_context": lambda stream: nullcontext()},
+    }.items():
+        stub = ModuleType(name)
+        vars(stub).update(held)
+        monkeypatch.setitem(sys.modules, name, stub)
+    spec = spec_from_file_location("torchft.local_sgd", str(path))
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.DiLoCo
+
+
+@pytest.mark.parametrize(("fragments", "alpha"), [(1, 0.0), (3, 0.0), (3, 0.4)])
+def test_the_weights_are_those_of_torchft(
+    fragments: int, alpha: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, workers, every = torchfts_diloco(monkeypatch), Workers(ADAMW), 6
+    rows, barrier = dict[int, torch.Tensor](), Barrier(4)
+
+    def replica(k: int) -> dict[str, torch.Tensor]:
+        model = cast(torch.nn.Sequential, workers.models[k])
+        layers = [model] if fragments == 1 else [model[0], model[3], model[5]]
+        outer = [
+            torch.optim.SGD(each.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+            for each in layers
+        ]
+        averaging = kind(
+            LockStep(k, rows, barrier), layers, workers.steps[k], outer, every,
+            fragment_update_alpha=alpha,
+        )  # fmt: skip
+        with averaging:
+            for number in range(18):
+                workers.backward(number, only=k)
+                workers.steps[k].step()
+        held = zip(
+            ("", "") if fragments == 1 else ("0.", "3.", "5."), averaging._fragments, strict=False
+        )
+        return {
+            prefix + name: value
+            for prefix, each in held
+            for name, value in each.original_parameters.items()
+        }
+
+    with ThreadPoolExecutor(4) as threads:
+        reference, *_ = threads.map(replica, range(4))
+    strategy = streaming(
+        fragments=fragments, delay_steps=0, mixing=alpha, interval_epochs=1.2, num_epochs=4
+    )
+    ours = run_in_process(strategy, 18 * fragments // every, optimizer=ADAMW, scheduler=None)
+    for name, value in reference.items():
         np.testing.assert_allclose(ours[name].numpy(), value.numpy(), rtol=1e-3, atol=1e-5)
 
 
@@ -566,3 +670,43 @@ def test_what_streaming_diloco_cannot_do_is_refused(settings: dict[str, Any], na
 def test_more_fragments_than_layers_and_another_arithmetic_are_refused() -> None:
     strategy = streaming(fragments=4, delay_steps=0, interval_epochs=2.0)
     refused(lambda: run_in_process(strategy), "fragments = 4", "3 layers")
+
+
+# ------------------------------------------------------------------------------------------- on other engines
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "name", ["local-sgd", "post-local-sgd", "diloco", "streaming-diloco", "muloco", "tree-fedavg"]
+)
+def test_the_simulation_has_the_weights_of_the_local_engine(name: str) -> None:
+    pytest.importorskip("ray", reason="flwr run needs socflower[simulation]")
+    scenario = small(name, boards=(2,), groups="auto", epochs=2, interval=1.0, batch_size=128)
+    here, there = (
+        run_scenario(scenario, engine, num_workers=1) for engine in ("local", "simulation")
+    )
+    assert here["weights_sha256"] == there["weights_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", [StreamingDiLoCo, TreeFedAvg, DiLoCo])
+def test_machines_of_their_own_have_the_weights_of_one_process(kind: type[SoCFlow]) -> None:
+    results = []
+    for real in (False, True):
+        strategy, nodes = made(kind, interval_epochs=1.0), ring_app.node_configs(ring_app.cluster())
+        app, config = ring_app.client_app, {"member-passes": "ring"}
+        with (
+            ProcessGrid(app, nodes, run_config=config)
+            if real
+            else LocalGrid(app(), 4, run_config=config, num_workers=0) as grid
+        ):
+            results.append(
+                strategy.start(
+                    GroupGrid(grid), ring_app.initial(), strategy.num_rounds, timeout=120
+                )
+            )
+        assert [report.events for report in strategy.reports] == [()] * strategy.num_rounds
+    for name in results[0].arrays:
+        np.testing.assert_allclose(
+            results[1].arrays[name].numpy(), results[0].arrays[name].numpy(), atol=1e-5
+        )
