@@ -164,7 +164,8 @@ def _byte_rows(place: str, contest: Contest, times: Sequence[Times], num_members
             exchange = BucketExchange(model, entry.num_buckets)
             described = GradientExchange(coding=gradient_coding(entry.compression))
             limit = sum(
-                described.wire_bytes(4.0 * size, num_members) for size in exchange.bucket_sizes
+                described.wire_bytes(Exchange(num_bytes=4.0 * size, num_tensors=1), num_members)
+                for size in exchange.bucket_sizes
             )
             exchange.close()
             rows.append(

@@ -150,7 +150,7 @@ def model_rows(name: str, channels: int, size: int) -> dict[str, list[list[Any]]
                 layer.kind,
                 int(layer.forward_flops),
                 int(layer.output_bytes),
-                *(weight.nbytes for weight in weights),
+                *("x".join(map(str, weight.shape)) for weight in weights),
             ]
         )
     cuts = [

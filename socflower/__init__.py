@@ -12,7 +12,15 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "strategies.socflow": ("SoCFlow",),
     "strategies.method": ("RoundReport",),
-    "strategies.baselines": ("OrderedFedAvg", "RingAllReduce", "SingleDevice", "TreeFedAvg"),
+    "strategies.baselines": (
+        "HiPress",
+        "OrderedFedAvg",
+        "ParameterServer",
+        "PowerSGDAllReduce",
+        "RingAllReduce",
+        "SingleDevice",
+        "TreeFedAvg",
+    ),
     "strategies.local_sgd": ("DiLoCo", "LocalSGD", "PostLocalSGD", "StreamingDiLoCo"),
     "strategies.outer_sgd": ("OuterSGD", "nesterov"),
     "strategies.methods.local": ("LocalSchedule",),

@@ -41,7 +41,7 @@ from socflower.precision.operator_costs import profile_operators as profile_oper
 from socflower.precision.processor_costs import Int8Pricing as Int8Pricing, MixedPricing as MixedPricing
 from socflower.sim.event_clock import EventClock as EventClock
 from socflower.sim.trace import Trace as Trace
-from socflower.strategies.baselines import OrderedFedAvg as OrderedFedAvg, RingAllReduce as RingAllReduce, SingleDevice as SingleDevice, TreeFedAvg as TreeFedAvg
+from socflower.strategies.baselines import HiPress as HiPress, OrderedFedAvg as OrderedFedAvg, ParameterServer as ParameterServer, PowerSGDAllReduce as PowerSGDAllReduce, RingAllReduce as RingAllReduce, SingleDevice as SingleDevice, TreeFedAvg as TreeFedAvg
 from socflower.strategies.group_grid import GroupGrid as GroupGrid
 from socflower.strategies.hybrid_pipeline import HybridPipeline as HybridPipeline
 from socflower.strategies.local_sgd import DiLoCo as DiLoCo, LocalSGD as LocalSGD, PostLocalSGD as PostLocalSGD, StreamingDiLoCo as StreamingDiLoCo

@@ -59,7 +59,7 @@ PARTS: tuple[Any, ...] = (
     *(cluster.Board, cluster.Server, cluster.Processor, cluster.LayerProfile),
     *(StepTimings, cost_model.Gradient, Reading),
     *(build_click_model, build_generator, click_data),
-    *(partition, hierarchy.choose_group_count, hierarchy.group_steps_per_epoch),
+    *(partition, hierarchy.choose_by_time, hierarchy.group_steps_per_epoch),
     *(hierarchy.integrity_greedy, hierarchy.map_groups, hierarchy.sync_schedule),
     # methods that users call
     *(socflower.EventClock.run, socflower.EventClock.predicted_s, socflower.Resumable.resume_from),

@@ -16,6 +16,7 @@ PER_RUN_S = 1200.0
 FIXED_TIME = {
     **dict.fromkeys(
         (
+            "baselines_on_slow_links",
             "broken_reply",
             "compressed_gradients",
             "compressed_leaders",
@@ -37,6 +38,7 @@ FIXED_TIME = {
             "server_momentum",
             "split_int8_edge",
             "split_shared_uplink",
+            "two_dimensions",
             "two_servers",
         ),
         "devices and links are as the file says, and every seed trains as many batches; faults strike by plan",

@@ -23,6 +23,7 @@ from socflower.cli.profile import profile
 from socflower.cli.run import run
 from socflower.cli.scenarios import demo, scenarios
 from socflower.cli.terminal import ERR, OUT
+from socflower.cli.tune import tune
 from socflower.errors import SocflowerError, TrainingFailed
 
 app = typer.Typer(
@@ -40,6 +41,7 @@ for _command in (
     run,
     compare,
     plan,
+    tune,
     scenarios,
     demo,
     paper,

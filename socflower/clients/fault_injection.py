@@ -22,7 +22,6 @@ from socflower.wire.message_keys import (
     RING,
     SERVER_ROUND,
     STATUS,
-    WARM_UP,
     GroupTask,
     RingTask,
     decode,
@@ -55,8 +54,6 @@ def inject(
     """
     records = message.content.config_records
     config = records.get(CONFIG, ConfigRecord())
-    if WARM_UP in config:
-        return call_next(message, context)
     server_round = config.get(SERVER_ROUND)
     socs = _socs(message, context)
     if config.get(ASK) == ASK_STATUS:

@@ -38,7 +38,6 @@ from socflower.wire.message_keys import (
     PARTITION_ID,
     TRAINED_ON,
     UNTRAINED,
-    WARM_UP,
     DeviceReport,
     GroupTask,
     encode,
@@ -92,8 +91,8 @@ class NodeTraining:
 
     @property
     def state_files(self) -> StateFiles | None:
-        """The files of states on this node's disk; None without a folder, and in a warm-up."""
-        if self.state_folder is None or WARM_UP in self.config:
+        """The files of states on this node's disk; None without a folder."""
+        if self.state_folder is None:
             return None
         return state_files(self.message, self.state_folder(self.context))
 

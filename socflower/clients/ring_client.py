@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from torch import nn
 
 from socflower.clients.node_config import RingNode, board_and_slot, ring_node
-from socflower.clients.saved_training import FeedbackState, ResidualState, StateFiles
+from socflower.clients.saved_training import FeedbackState, ResidualState
 from socflower.errors import ConfigError
 from socflower.peers.preemption import PreemptionSwitch, preempt_switch
 from socflower.peers.ring.member import AppliedStep, MemberResult, RingMember
@@ -76,10 +76,9 @@ class MemberWork:
 
 
 def train_member(
-    work: MemberWork, files: StateFiles | None, residuals: ResidualState
+    work: MemberWork, feedback: FeedbackState, residuals: ResidualState
 ) -> MemberResult:
     """Open this node's ring port and train as one member; compression and feedback continue from their states."""
-    feedback = FeedbackState(work.group, work.context, files)
     with work.port_and_switch() as (port, switch):
         end = RingMember(
             model=work.model,

@@ -20,7 +20,7 @@ from socflower.clients.ring_client import (
     step_ledger,
     train_member,
 )
-from socflower.clients.saved_training import ResidualState
+from socflower.clients.saved_training import FeedbackState, ResidualState
 from socflower.errors import ConfigError
 from socflower.training.batches import own_steps
 from socflower.training.model_state import frozen_parameters, load_trainable_state
@@ -65,7 +65,8 @@ def train_as_member(training: NodeTraining) -> Message:
     else:
         files = training.state_files
         residuals = ResidualState(task, ring.participant, message, context, files)
-        end = train_member(work, files, residuals)
+        feedback = FeedbackState(task, message, context, files)
+        end = train_member(work, feedback, residuals)
     if end.end is None:
         return member_reply(message, context, task, end, None)
     state.save(end.end.state, end.mean_loss, in_file=end.outcome.answers)

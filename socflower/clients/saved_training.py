@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,15 @@ from numpy.typing import NDArray
 from socflower.errors import ConfigError
 from socflower.wire.arrays import array_to_bytes
 from socflower.wire.folders import LOCK_FILE, FolderLock
-from socflower.wire.message_keys import CONFIG, HANDED, LOST_STATE, RESUMED, TRAINING, GroupTask
+from socflower.wire.message_keys import (
+    CONFIG,
+    HANDED,
+    LOST_STATE,
+    RESUMED,
+    TRAINING,
+    WARM_UP,
+    GroupTask,
+)
 from socflower.wire.saved_state import DamagedFile, StateKind, StateStore, UnreadableFile
 
 _TRAINER = StateKind(name="trainer state", schema=3, remedy="start a new training (--fresh)")
@@ -62,9 +71,10 @@ class StateFiles:
             owner=f"{plan}-seed-{position.seed}",
         )
 
-    def delete(self, group_id: int) -> None:
-        """Delete all states of a group, since its training starts again."""
-        for path in self.folder.glob(f"{self.owner}-{group_id}-*.state"):
+    def delete(self, group_id: int, num_groups: int | None = None) -> None:
+        """Delete a group's states, since its training starts again; of one plan if its number of groups is given."""
+        plan = "" if num_groups is None else f"of-{num_groups}-"
+        for path in self.folder.glob(f"{self.owner}-{group_id}-{plan}*.state"):
             path.unlink(missing_ok=True)
 
 
@@ -126,6 +136,38 @@ def _remove_old_trainings(folder: Path) -> None:
 TRAINER_STATE = "socflower-trainer"
 
 
+def _num_groups_tried(message: Message, task: GroupTask) -> int | None:
+    """Return the number of groups of a warm-up, which trains in several; None in a training."""
+    config = message.content.config_records.get(CONFIG, ConfigRecord())
+    return task.num_groups if WARM_UP in config else None
+
+
+class _Kept:
+    """A record in a node's context: in a warm-up one for each number of groups, of which the chosen one goes on."""
+
+    def __init__(self, key: str, task: GroupTask, message: Message, context: Context) -> None:
+        self._key, self._of_plan = key, f"{key}-of-{task.num_groups}"
+        self._is_warm_up = _num_groups_tried(message, task) is not None
+        self._records = context.state
+
+    def read(self) -> Iterator[ConfigRecord]:
+        """Yield what was kept, that of the training first."""
+        for key in (self._key, self._of_plan):
+            if saved := self._records.config_records.get(key):
+                yield saved
+
+    def write(self, record: ConfigRecord | None) -> None:
+        """Keep a record instead; None: none. After a warm-up, those of its other numbers of groups are removed."""
+        key = self._of_plan if self._is_warm_up else self._key
+        if not self._is_warm_up:
+            for old in [each for each in self._records if each.startswith(f"{self._key}-of-")]:
+                del self._records[old]
+        if record is not None:
+            self._records[key] = record
+        else:
+            self._records.pop(key, None)
+
+
 class TrainerState:
     """The optimiser state of one group at this node; momentum stays local (F3)."""
 
@@ -141,7 +183,8 @@ class TrainerState:
         *,
         is_leader: bool = True,
     ) -> None:
-        self._task, self._context, self._files = task, context, files
+        self._task, self._files = task, files
+        self._kept = _Kept(self._KEY, task, message, context)
         # A digest of the trainer's settings in the train config.
         self._settings = settings
         config = message.content.config_records.get(CONFIG, ConfigRecord())
@@ -152,7 +195,7 @@ class TrainerState:
             task.group_id, task.num_groups, task.total_steps, task.first_step, task.seed
         )
         if files is not None and task.first_step == 0:
-            files.delete(task.group_id)
+            files.delete(task.group_id, _num_groups_tried(message, task))
 
     def read(self) -> bytes | None:
         """Return the initial state, from the context, or from a file if the training was resumed; else None.
@@ -169,10 +212,10 @@ class TrainerState:
             # Its own, from the ring of all SoCs.
             self._begin = self._begin._replace(group_id=0, num_groups=1)
             self._resumed = self._required = True
-        saved = self._context.state.config_records.get(self._KEY)
-        if saved and saved["position"] == list(self._begin):
-            self._require_same_settings(saved["settings"])
-            return cast(bytes, saved["state"])
+        for saved in self._kept.read():
+            if saved["position"] == list(self._begin):
+                self._require_same_settings(saved["settings"])
+                return cast(bytes, saved["state"])
         if not self._resumed or not self._begin.next_step:
             return None
         cause, remedy = "no folder for states was given to make_client_app", _TRAINER.remedy
@@ -223,12 +266,13 @@ class TrainerState:
         position = Position(task.group_id, task.num_groups, task.total_steps, end, task.seed)
         # Momentum of a group that diverged is NaN and would spoil the next interval's good weights as well.
         left = state if math.isfinite(mean_loss) else None
-        if left is not None:
-            self._context.state[self._KEY] = ConfigRecord(
+        self._kept.write(
+            None
+            if left is None
+            else ConfigRecord(
                 {"state": left, "position": list(position), "settings": self._settings}
             )
-        else:
-            self._context.state.pop(self._KEY, None)
+        )
         if self._files is not None and (in_file or task.hands_over):
             self._files.of(position, _TRAINER).write(
                 position.next_step,
@@ -267,19 +311,21 @@ class FeedbackState:
     They are identified by a digest: any member that holds the right ones can supply them, whenever it saved them.
     """
 
-    def __init__(self, task: GroupTask, context: Context, files: StateFiles | None) -> None:
-        self._task, self._context = task, context
+    def __init__(
+        self, task: GroupTask, message: Message, context: Context, files: StateFiles | None
+    ) -> None:
+        self._task, self._kept = task, _Kept(_KEPT_FEEDBACK, task, message, context)
         self._files = None if files is None else StateFiles(files.folder, owner="feedback")
         if self._files is not None and task.first_step == 0:
-            self._files.delete(task.group_id)
+            self._files.delete(task.group_id, _num_groups_tried(message, task))
 
     def read(self, sha256: str) -> NDArray[np.float32] | None:
         """Return the feedback with this digest, from the context or a file; None if this node does not hold it."""
         if not sha256:
             return None
-        saved = self._context.state.config_records.get(_KEPT_FEEDBACK)
-        if saved and saved["sha256"] == sha256:
-            return _floats(cast(bytes, saved["values"]))
+        for saved in self._kept.read():
+            if saved["sha256"] == sha256:
+                return _floats(cast(bytes, saved["values"]))
         if self._files is not None:
             store = self._files.of(self._position(self._task.first_step), _FEEDBACK)
             for number in store.numbers():
@@ -293,7 +339,7 @@ class FeedbackState:
     def save(self, sha256: str, feedback: NDArray[np.float32]) -> None:
         """Save the feedback of the task's end."""
         payload = bytes(array_to_bytes(feedback))
-        self._context.state[_KEPT_FEEDBACK] = ConfigRecord({"sha256": sha256, "values": payload})
+        self._kept.write(ConfigRecord({"sha256": sha256, "values": payload}))
         if self._files is not None:
             end = self._task.first_step + self._task.num_steps
             self._files.of(self._position(end), _FEEDBACK).write(

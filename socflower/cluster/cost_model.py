@@ -46,6 +46,8 @@ class Gradient:
     num_bytes: float
     # The fraction of the backward pass after which it is complete.
     done: float
+    # Of the tensor; empty if it is not known, or is a single number.
+    shape: tuple[int, ...] = ()
 
 
 @plain_numbers

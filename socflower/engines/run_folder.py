@@ -16,6 +16,7 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
+from socflower.engines.ending import Ending
 from socflower.wire.saved_state import write_atomically
 from socflower.wire.secure_channel import Tls
 
@@ -48,17 +49,6 @@ class CloudAddress:
         """The PEM files, or None for plain text; `ConfigError` for a certificate without its key."""
         files = [Path(name) if name else None for name in (self.ca, self.certificate, self.key)]
         return Tls(*files) if any(files) else None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ending:
-    """When a run ends before its last round: once its quality reaches a target, or its virtual time a limit."""
-
-    # "accuracy" or "loss".
-    quality: str
-    target: float
-    # Seconds; None: no limit.
-    most_virtual_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

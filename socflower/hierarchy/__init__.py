@@ -15,7 +15,12 @@ from socflower.hierarchy.delayed_sync import (
 from socflower.hierarchy.exchange.choice import Exchanges, choose_exchanges, unpredicted_exchanges
 from socflower.hierarchy.exchange.collectives import Exchange
 from socflower.hierarchy.exchange.gradients import GradientExchange, gradient_coding
-from socflower.hierarchy.group_count import GroupCountChoice, choose_group_count, default_candidates
+from socflower.hierarchy.group_count import (
+    GroupCountChoice,
+    choose_by_floor,
+    choose_by_time,
+    default_candidates,
+)
 from socflower.hierarchy.interval_costs import Fragment, IntervalCosts, Phase
 from socflower.hierarchy.mapping.integrity_greedy import integrity_greedy, map_groups
 from socflower.hierarchy.mapping.placement import GroupPlacement
@@ -45,8 +50,9 @@ __all__ = [
     "StepTimes",
     "SyncInterval",
     "UplinkTurns",
+    "choose_by_floor",
+    "choose_by_time",
     "choose_exchanges",
-    "choose_group_count",
     "choose_turns",
     "communication_groups",
     "conflicts",

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import pairwise
 
 from socflower.cluster import HUB, Activity, Cluster, GraphBuilder, StepCost, TaskGraph
+from socflower.cluster.cost_model import UPDATE_PASSES
 from socflower.errors import ConfigError, require_range
 from socflower.hierarchy.communication_groups import conflicts
 from socflower.hierarchy.exchange.collectives import (
@@ -69,7 +70,13 @@ def step_graph(
             costs,
             exchange.buckets(overlap_buckets),
             before,
-            partial(gradients.lower, builder, group.members, step=step),
+            partial(
+                gradients.lower,
+                builder,
+                group.members,
+                step=step,
+                compute=partial(_encode, builder, costs, exchange.num_bytes),
+            ),
         )
     for group_id, others in neighbours.items():
         later = [
@@ -119,6 +126,25 @@ def _group_step(
         for task in begins[soc]:
             builder.follow_previous(task, (update,))
     return first, last
+
+
+def _encode(
+    builder: GraphBuilder,
+    costs: Mapping[int, StepCost],
+    weight_bytes: float,
+    name: str,
+    soc: int,
+    memory_bytes: float,
+    after: Sequence[int],
+) -> int:
+    """Add work of so much memory traffic, at the rate at which a member updates its weights."""
+    return builder.compute(
+        name,
+        soc,
+        costs[soc].update_s * memory_bytes / (UPDATE_PASSES * weight_bytes),
+        processor=costs[soc].processor,
+        after=after,
+    )
 
 
 def _compute(

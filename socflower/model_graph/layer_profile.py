@@ -446,7 +446,7 @@ def _gradients(
             key = owner or type(skeleton).__name__
             completed[weight] = max(completed.get(weight, 0.0), done.get(key, 1.0))
     return tuple(
-        Gradient(num_bytes=float(_num_bytes([weight])), done=share)
+        Gradient(num_bytes=float(_num_bytes([weight])), done=share, shape=tuple(weight.shape))
         for weight, share in reversed(completed.items())
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from socflower.engines.checkpoint import training_keys
-from socflower.engines.run_folder import Ending
+from socflower.engines.ending import Ending
 from socflower.engines.run_log import NO_LOGGING, RoundLogging
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.report.quality import FIGURES, TARGETS, Quality, costs_to_target
@@ -304,7 +304,7 @@ class _Comparison:
     ) -> dict[str, Any]:
         """Return the result in a folder if it is of this scenario, else run it."""
         scenario = run.scenario if isinstance(run, PreparedRun) else run
-        result = _finished(folder / "result.json", scenario, self._engine, ending)
+        result = finished(folder / "result.json", scenario, self._engine, ending)
         if result is None:
             from socflower.scenario.runner import run_to_folder
 
@@ -332,7 +332,7 @@ def _figures(result: Mapping[str, Any], quality: Quality) -> dict[str, Any]:
     return {key: result[key] for key in (quality.final_key, quality.time_key)}
 
 
-def _finished(
+def finished(
     path: Path, scenario: Scenario, engine: str, ending: Ending | None
 ) -> dict[str, Any] | None:
     """Return the result in a file if it is one of this training, to its end or as far as `ending` asks."""

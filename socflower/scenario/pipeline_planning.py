@@ -20,6 +20,7 @@ from socflower.scenario.layer_profiles import measured_seconds
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import num_participants, scenario_cluster
 from socflower.scenario.schema.pipeline import PEERS, PipelineConfig
+from socflower.scenario.schema.strategies import STRATEGIES
 from socflower.sim import EventClock, Trace
 from socflower.wire.saved_state import write_atomically
 from socflower.workloads.models.built_in import PIECES, built_in_pieces, model_names
@@ -43,21 +44,24 @@ def plan_of_pipeline(
     Raises ConfigError for a model that cannot be cut and for one device, and InfeasiblePlan if nothing fits.
     """
     problem, epoch_samples = pipeline_problem(scenario)
-    sizes = micro_batch_sizes(scenario)
+    settings = planner_settings(scenario)
+    sizes = settings.micro_batch_sizes
+    # Asteroid's 2-D plans, whose stages may have several devices, have the same name.
+    names = [name for name in PEERS if name != scenario.strategy.name]
     num_steps = 0
 
     def step(text: str, done: int, total: int) -> None:
         nonlocal num_steps
         num_steps = total
-        on_step(text, done, total + len(PEERS))
+        on_step(text, done, total + len(names))
 
-    planned = plan_pipeline(problem, PlannerSettings(micro_batch_sizes=tuple(sizes)), on_step=step)
+    planned = plan_pipeline(problem, settings, on_step=step)
     prediction, own = planned.prediction, planned.problem
 
     def peer_step(text: str, done: int, total: int) -> None:
         on_step(text, num_steps + done, num_steps + total)
 
-    compared = compare(problem, PEERS, micro_batch_sizes=sizes, on_step=peer_step)
+    compared = compare(problem, names, micro_batch_sizes=sizes, on_step=peer_step)
     peers = [_peer_document(each, prediction.step_s) for each in compared]
     # An epoch has at least one update, also if it has fewer samples than a mini-batch.
     steps = max(1, epoch_samples // scenario.train.batch_size)
@@ -191,6 +195,15 @@ def _require_read(
                 )
 
 
+def planner_settings(scenario: Scenario) -> PlannerSettings:
+    """Return what the planner searches: any plan, or with `2d` pipelines of groups."""
+    groups, is_grid = scenario.strategy.groups, STRATEGIES[scenario.strategy.name].is_grid
+    number = groups if isinstance(groups, int) else 0
+    return PlannerSettings(
+        micro_batch_sizes=tuple(micro_batch_sizes(scenario)), grid=number if is_grid else None
+    )
+
+
 def micro_batch_sizes(scenario: Scenario) -> Sequence[int]:
     """Return the sizes of micro-batches to try, which divide the mini-batch."""
     own = scenario.pipeline.micro_batch_sizes if scenario.pipeline else ()
@@ -229,8 +242,16 @@ def _notes(planned: Planned) -> list[str]:
 
 def _verdict(planned: Planned, peers: Sequence[dict[str, Any]]) -> str:
     """Return which kind of parallelism pays, and how much longer others take, the next best first."""
+    fitting = [row for row in peers if row["over_ours"] is not None]
+    best = min(fitting, key=lambda row: float(row["over_ours"]), default=None)
+    # A plan of one kind alone may be slower than others.
+    if best is not None and best["over_ours"] < 1 / _SAME:
+        times = 1 / best["over_ours"]
+        return (
+            f"{best['name']} pays here: {planned.plan.architecture} takes {times:.2f} times as long"
+        )
     slower = sorted(
-        (row for row in peers if row["over_ours"] is not None and row["over_ours"] > _SAME),
+        (row for row in fitting if row["over_ours"] > _SAME),
         key=lambda row: float(row["over_ours"]),
     )
     others = [f"{row['name']} takes {row['over_ours']:.2f} times as long" for row in slower]

@@ -9,7 +9,6 @@ from socflower.errors import InfeasiblePlan
 from socflower.hierarchy import (
     Exchanges,
     Fragment,
-    GradientExchange,
     GroupPlan,
     IntervalCosts,
     Rebalancing,
@@ -23,6 +22,7 @@ from socflower.hierarchy import (
     sync_shapes,
 )
 from socflower.hierarchy.exchange.collectives import FUSIONS
+from socflower.hierarchy.exchange.gradients import exchange_in_groups
 from socflower.hierarchy.exchange.models import KINDS, ModelExchange
 from socflower.precision.cpu_share import RULES_BY_THROUGHPUT
 from socflower.precision.processor_costs import MixedPricing
@@ -105,7 +105,7 @@ def _notes(scenario: Scenario, cluster: Cluster, work: IntervalCosts) -> Iterato
     cost, settings = work.pricing, scenario.strategy
     if group_strategy(settings.name).groups(settings.groups, cluster.num_socs) == "auto":
         yield (
-            "groups = 'auto' is decided by training an epoch with each candidate; planned with "
+            "groups = 'auto' is decided by training the first rounds with several numbers; planned with "
             f"{len(work.plan.groups)}, one group per board"
         )
     if isinstance(cost, MixedPricing):
@@ -227,8 +227,12 @@ def _work_of(
     )
     num_left = num_training_samples(scenario, num_samples(scenario))
     steps_per_epoch = group_steps_per_epoch(num_left, len(plan.groups), scenario.train.batch_size)
-    coding = gradient_coding(settings.compression, steps_per_epoch=steps_per_epoch)
-    coding.require_size(max(len(group.members) for group in plan.groups))
+    gradients = exchange_in_groups(
+        *scenario.gradient_exchange,
+        cluster,
+        [group.members for group in plan.groups],
+        steps_per_epoch,
+    )
     profile = model_profile(scenario)
     if scenario.is_streaming:
         require_few_fragments(scenario.streaming, scenario.interval_epochs, steps_per_epoch)
@@ -242,7 +246,7 @@ def _work_of(
         reshuffle=scenario.reshuffle,
         uplink_turns=False,
         overlap_buckets=settings.overlap_buckets,
-        gradients=GradientExchange(coding=coding),
+        gradients=gradients,
         pricing=cost,
         rebalancing=rebalancing(scenario),
         fusion=settings.fusion,

@@ -22,6 +22,7 @@ from socflower.scenario.heat import check_boards
 from socflower.scenario.planning import group_work
 from socflower.scenario.schema.config import Scenario, several_groups
 from socflower.scenario.schema.file import num_participants, scenario_cluster
+from socflower.scenario.schema.key_rules import is_set
 from socflower.scenario.schema.strategies import STRATEGIES
 from socflower.scenario.split_setting import SplitSetting
 from socflower.workloads.sources import data_names, load_data
@@ -113,16 +114,18 @@ class PreparedRun:
     def _check_groups(self, num_socs: int) -> None:
         scenario = self.scenario
         groups = scenario.strategy.groups
-        if isinstance(groups, int) and groups > num_socs:
+        reads_groups = "groups" not in STRATEGIES[scenario.strategy.name].unread_keys
+        if reads_groups and isinstance(groups, int) and groups > num_socs:
             raise InfeasiblePlan(
                 f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; use "
                 "fewer"
             )
         is_alone = groups == num_socs and several_groups(scenario.strategy.name)
         is_alone |= groups == "auto" and STRATEGIES[scenario.strategy.name].is_alone
-        if is_alone and scenario.strategy.compression != NONE:
-            why = "each group has one SoC, which exchanges no gradients; leave it out"
-            raise scenario.mistake("strategy", "compression", why)
+        for key in ("exchange", "compression"):
+            if is_alone and is_set(scenario.strategy, key):
+                why = "each group has one SoC, which exchanges no gradients; leave it out"
+                raise scenario.mistake("strategy", key, why)
         if scenario.precision.arithmetic == "int8" and scenario.has_groups:
             _check_int8_exchange(scenario)
         last = self.cluster.num_socs - 1
@@ -202,9 +205,10 @@ def prepare(scenario: Scenario, engine: str = "local", *, trains_here: bool = Tr
 
 def _check_int8_exchange(scenario: Scenario) -> None:
     """Raise for settings that the exchange of integer gradients does not have."""
-    if scenario.strategy.compression != "none":
+    if scenario.gradient_exchange[1] != NONE:
+        key = "name" if scenario.strategy.compression == NONE else "compression"
         why = "arithmetic = 'int8' sums its gradients exactly; leave it out, or use 'mixed'"
-        raise scenario.mistake("strategy", "compression", why)
+        raise scenario.mistake("strategy", key, why)
     if scenario.strategy.overlap_buckets > 1:
         # Members agree on the scale of each tensor only once its whole gradient is there.
         why = "gradients in int8 are exchanged after the backward pass; leave it out"

@@ -11,8 +11,9 @@ from socflower.engines.any_engine import (
     with_predictions,
 )
 from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
+from socflower.engines.ending import Ending
 from socflower.engines.local.workers import AppReference
-from socflower.engines.run_folder import Ending, RunFolder
+from socflower.engines.run_folder import RunFolder
 from socflower.engines.run_log import NO_LOGGING, RoundLogging
 from socflower.errors import ConfigError
 from socflower.report.quality import costs_to_target

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from socflower.engines.run_folder import Ending
+from socflower.engines.ending import Ending
 from socflower.errors import ConfigError
 from socflower.report.quality import QUALITIES
 from socflower.scenario.schema.config import Scenario
@@ -117,10 +117,11 @@ def _again(before: Choice, after: Choice) -> Choice | None:
 
 
 def is_over(ending: Ending, latest: Mapping[str, Any]) -> bool:
-    """Whether a run has ended by its latest round: by its quality, or its virtual time."""
+    """Whether a run has ended by its latest round: by its quality, its virtual time, or its epochs."""
     if QUALITIES[ending.quality].reaches(latest[ending.quality], ending.target):
         return True
-    return ending.most_virtual_s is not None and latest["virtual_s"] >= ending.most_virtual_s
+    limits = {"virtual_s": ending.most_virtual_s, "epoch": ending.most_epochs}
+    return any(limit is not None and latest[key] >= limit for key, limit in limits.items())
 
 
 # --------------------------------------------------------------------------------------------- of a scenario

@@ -1,5 +1,6 @@
-"""Strategies to compare SoCFlow with: one ring over all SoCs, a single device, and FedAvg, also summed in a tree."""
+"""Strategies to compare SoCFlow with: all SoCs in one group, a single device, and FedAvg, also in a tree."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +8,7 @@ from flwr.serverapp.strategy import Strategy
 
 from socflower.cluster import Cluster
 from socflower.errors import ConfigError, require_range, require_type
+from socflower.hierarchy.exchange.gradients import SERVER, PowerSGD, SelectedBuckets
 from socflower.hierarchy.exchange.models import AUTO, TREE
 from socflower.plain_numbers import plain_numbers
 from socflower.precision.processor_costs import MixedPricing
@@ -47,6 +49,44 @@ class RingAllReduce(SoCFlow):
             groups=Grouping(num_groups=1, num_socs=num_socs),
             **settings,
         )
+
+
+class ParameterServer(RingAllReduce):
+    """Synchronous SGD with a parameter server: the first SoC sums the others' gradients and sends each the sum.
+
+    It trains too, as in SoCFlow+ section 4.1.
+    """
+
+    def __init__(self, *, exchange: ExchangeSettings = ExchangeSettings(), **settings: Any) -> None:
+        super().__init__(exchange=replace(exchange, exchange=SERVER), **settings)
+
+
+class _CompressingRing(RingAllReduce):
+    """A ring over all SoCs with a coding of its own; `options` are the coding's, such as ``rank=4``."""
+
+    def __init__(
+        self,
+        *,
+        options: Mapping[str, float] = {},
+        exchange: ExchangeSettings = ExchangeSettings(),
+        **settings: Any,
+    ) -> None:
+        spec = " ".join((self._coding, *(f"{key}={value}" for key, value in options.items())))
+        super().__init__(exchange=replace(exchange, compression=spec), **settings)
+
+    _coding = ""
+
+
+class HiPress(_CompressingRing):
+    """A ring with deep gradient compression of those buckets that it makes faster (Bai et al., SOSP 2021)."""
+
+    _coding = SelectedBuckets.name
+
+
+class PowerSGDAllReduce(_CompressingRing):
+    """A ring that sums gradients as factors of low rank (Vogels et al., NeurIPS 2019)."""
+
+    _coding = PowerSGD.name
 
 
 class SingleDevice(SoCFlow):

@@ -90,6 +90,27 @@ class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
         self._is_started = True
         return super().start(grid, initial_arrays, num_rounds, *args, **named_args)
 
+    def train_round(
+        self,
+        server_round: int,
+        grid: Grid,
+        arrays: ArrayRecord,
+        *,
+        timeout_s: float,
+        train_config: ConfigRecord,
+    ) -> ArrayRecord:
+        """Train one round and return the next model; `start` then continues after this round.
+
+        For a training that is watched round by round, as a warm-up is; nodes do not evaluate.
+        """
+        self._is_started = True
+        config = ConfigRecord(dict(train_config))
+        messages = self.configure_train(server_round, arrays, config, grid)
+        replies = grid.send_and_receive(messages, timeout=timeout_s)
+        merged, _ = self.aggregate_train(server_round, replies)
+        self.resumed_after = server_round
+        return merged or arrays
+
     _is_started = False
     """Whether it is started itself, and not a strategy around it."""
 

@@ -9,8 +9,9 @@ from socflower.cluster import FP32, ModelProfile, Pricing, VirtualClock
 from socflower.cluster.cluster_file import MOST_SOCS
 from socflower.errors import ConfigError, require_type
 from socflower.field_rules import OneOf, checked
+from socflower.hierarchy.exchange import gradients
 from socflower.hierarchy.exchange.collectives import BUCKETS, FUSIONS
-from socflower.hierarchy.exchange.gradients import CODINGS
+from socflower.hierarchy.exchange.gradients import CODINGS, GradientExchange, gradient_coding
 from socflower.hierarchy.exchange.models import (
     COMPRESSIONS,
     NONE,
@@ -33,7 +34,18 @@ NumSocs = Annotated[int, Field(gt=0, le=MOST_SOCS)]
 UplinkTurns = bool | Annotated[str, OneOf((AUTO,))]
 OverlapBuckets = Annotated[int, Field(gt=0, le=_MOST_BUCKETS)]
 Leaders = Annotated[str, OneOf((AUTO, RING, STAR, TREE))]
-Compression = Annotated[str, OneOf(CODINGS)]
+
+
+class _WithOptions(OneOf):
+    """Limits a key to texts that begin with one of some words; `gradient_coding` checks the rest."""
+
+    def _check(self, value: int | str) -> int | str:
+        super()._check(str(value).partition(" ")[0])
+        return value
+
+
+Compression = Annotated[str, _WithOptions(CODINGS)]
+GradientExchangeKind = Annotated[str, OneOf(gradients.KINDS)]
 LeaderCompression = Annotated[str, OneOf(COMPRESSIONS)]
 Fusion = Annotated[str, OneOf(FUSIONS)]
 
@@ -180,9 +192,12 @@ class ExchangeSettings:
         less time, at the devices' nominal speeds (F7); without a clock or a profile groups take turns.
     overlap_buckets : int
         Gradient buckets that overlap with the backward pass (F7).
-    compression : "none", "fp16", "int8", "int8-stochastic", "int4" or "dgc"
+    exchange : "ring" or "server"
+        With whom members exchange gradients: in a ring, or with the first member as the parameter server of the others.
+    compression : "none", "fp16", "int8", "int8-stochastic", "int4", "dgc", "hipress" or "powersgd"
         What members exchange instead of FP32 gradients: halves, eight bits (with error feedback or rounded at random),
-        four bits, or the largest values (deep gradient compression). Each bucket is compressed by itself.
+        four bits, the largest values (deep gradient compression; HiPress where they are predicted to be faster), or
+        factors of low rank. Each bucket is compressed by itself. Options follow: "powersgd rank=4", "dgc ratio=0.01".
     leaders : "auto", "ring", "star" or "tree"
         How leaders exchange models (F8): over the hub, in a ring among themselves, in which the hub gets their mean, or
         by board and server. "auto" chooses for every new plan what the clock predicts to take less time, without a
@@ -199,12 +214,14 @@ class ExchangeSettings:
 
     uplink_turns: UplinkTurns = AUTO
     overlap_buckets: OverlapBuckets = 1
+    exchange: GradientExchangeKind = gradients.RING
     compression: Compression = NONE
     leaders: Leaders = AUTO
     leader_compression: LeaderCompression = NONE
     fusion: Fusion = BUCKETS
 
     def check(self) -> None:
-        """Refuse a compression that the leaders' exchange does not have."""
+        """Refuse options that a compression does not have, and a compression that an exchange does not have."""
+        GradientExchange(kind=self.exchange, coding=gradient_coding(self.compression))
         if fault := compression_fault(self.leaders, self.leader_compression):
             raise ConfigError(fault)

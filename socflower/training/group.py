@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from socflower.hierarchy.exchange.gradients import gradient_coding
+from socflower.hierarchy.exchange.gradients import GradientExchange, gradient_coding
 from socflower.model_graph import batch_form
 from socflower.model_graph.batch_form import NOTHING
 from socflower.model_graph.random_state import own_random_state
@@ -74,7 +74,7 @@ def train_group(
             members = GroupSum(
                 exchanging(session, coding, type(trainer).__name__),
                 model,
-                coding,
+                GradientExchange(kind=task.exchange, coding=coding),
                 task.members,
                 num_buckets=task.num_buckets,
                 seed=task.seed,

@@ -66,7 +66,7 @@ EVALUATED = "socflower-evaluated"
 """In the evaluate config of a group's node: its own partition of the data, and the number of partitions."""
 
 WARM_UP = "socflower-warm-up"
-"""Present in messages of warm-up epochs, which only serve to choose the number of groups."""
+"""Present in messages of rounds that are trained in several numbers of groups, to choose one of them."""
 
 RESUMED = "socflower-resumed"
 """In a group's first message after a resume: its client reads the group's state after the last round from its file.
@@ -206,8 +206,10 @@ class GroupTask(Record):
     proximal_mu: float = 0.0
     # Parts of the gradient, each of which is exchanged as soon as the backward pass has completed it (F7).
     num_buckets: int = 1
-    # Of gradients: "none", "fp16", "int8", "int8-stochastic", "int4" or "dgc".
+    # Of gradients: the `spec` of a coding.
     compression: str = "none"
+    # With whom members exchange gradients: in a "ring", or with the first of them as a "server".
+    exchange: str = "ring"
     # Whether groups of another plan continue with this one's optimiser.
     hands_over: bool = False
     # If above 0, its only member passes so often over its own data, in batches of `batch_size`, with a new optimiser.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -445,11 +446,23 @@ def test_a_new_training_takes_nothing_from_the_one_before(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == [next(tmp_path.iterdir()).name]
 
 
-def test_the_warm_up_keeps_no_files(tmp_path: Path) -> None:
-    make_app(state_folder=lambda context: tmp_path)(
-        message(group=half(0), **{WARM_UP: True}), node()
-    )
-    assert not list(tmp_path.iterdir())
+def test_of_the_groups_of_a_warm_up_those_that_are_chosen_go_on(tmp_path: Path) -> None:
+    """Several numbers of groups train in turn on one node, each with its own momentum and files."""
+    app, own = make_app(state_folder=lambda context: tmp_path), node()
+    tried = {number: replace(half(0), num_groups=number) for number in (1, 2)}
+    for of_number in tried.values():
+        app(message(group=of_number, **{WARM_UP: True}), own)
+    assert len(list(tmp_path.iterdir())) == 2
+    for of_number in tried.values():
+        later = replace(of_number, first_step=4)
+        alone, fresh = node(), make_app()
+        fresh(message(group=of_number), alone)
+        expected = fresh(message(group=later), alone)
+        assert_equal_weights(app(message(group=later, **{WARM_UP: True}), own), expected)
+        assert_equal_weights(app(message(group=later, **{RESUMED: True}), node()), expected)
+    app(message(group=replace(tried[2], first_step=8)), own)
+    kept = [key for key in own.state if key.startswith("socflower-trainer")]
+    assert kept == ["socflower-trainer"]
     make_app(state_folder=lambda context: None)(message(group=half(0)), node())
 
 

@@ -326,7 +326,7 @@ def test_only_what_leaders_exchange_among_themselves_is_compressed(
     graph = sync_graph(plan_groups(cluster, 4), EXCHANGE, cluster, models=models)
     between = {
         operation.num_bytes / (4 if leaders == "ring" else 1)
-        for operation in coding.operations(EXCHANGE.num_bytes, 4)
+        for operation in coding.operations(EXCHANGE, 4)
     }
     sizes = {task.num_bytes for task in transfers(graph)}
     assert sizes == {1200.0} | (set() if leaders == "star" else between)

@@ -38,6 +38,14 @@ def wait_for_peers(port: RingPort, ranks: list[int]) -> None:
                 time.sleep(0.05)
 
 
+def opened(
+    name: str, port: RingPort, ranks: list[int], generation: int, heartbeat_s: float
+) -> Collective:
+    """Open a ring over a transport, or for "gloo-server" and "grpc-server" a star."""
+    transport, _, kind = name.partition("-")
+    return open_ring(transport, port, ranks, generation, heartbeat_s, kind or "ring")
+
+
 class Peer:
     """A process with one member, forked from the server of processes; ended on leaving the `with` block."""
 
@@ -127,7 +135,7 @@ def reduce_on(
 ) -> None:
     torch.set_num_threads(1)
     wait_for_peers(port, ranks)
-    ring: Collective = open_ring(transport, port, ranks, 1, heartbeat_s)
+    ring = opened(transport, port, ranks, 1, heartbeat_s)
     lines.send("ready")
     while True:
         ring.all_reduce(torch.ones(250_000)).wait()
@@ -140,7 +148,7 @@ def close_gracefully(
     wait_for_peers(port, ranks)
     sums = []
     for generation in range(10):
-        ring = open_ring(transport, port, ranks, generation, heartbeat_s)
+        ring = opened(transport, port, ranks, generation, heartbeat_s)
         buffer = torch.ones(100_000)
         try:
             ring.all_reduce(buffer).wait()

@@ -1,17 +1,28 @@
 """2-D plans: the closed form beside the simulator, part by part."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from socflower.errors import InfeasiblePlan
 from socflower.pipeline.plan import TwoDPlan
 from socflower.pipeline.planner.closed_form import latency, update_latency
-from socflower.pipeline.planner.selection import predict
+from socflower.pipeline.planner.selection import PlannerSettings, plan_pipeline, predict
 from socflower.pipeline.planner.two_dimensions import best_two_d
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.schedule.run import simulate_schedule
-from tests.pipeline.problems import layer, linear_seconds, problem, random_problem, straight_plan
+from tests.one_line import refused
+from tests.pipeline.problems import (
+    even,
+    layer,
+    linear_seconds,
+    problem,
+    random_problem,
+    straight_plan,
+)
 
 
 def two_pairs(output: float, link: float = 100.0) -> tuple[PipelineProblem, TwoDPlan]:
@@ -62,3 +73,62 @@ def test_both_closed_forms_are_equal_unless_a_transfer_dominates(seed: int) -> N
     forms = [latency(case, group, reduces=False) for group in plan.groups]
     if not any(step.transfers for form in forms for step in form.steps):
         assert found.duplex_s == found.formula_s
+
+
+# ------------------------------------------------------------------------------- a device a stage, as SoCFlow+ compares
+@given(seed=st.integers(0, 2**32 - 1), num_devices=st.integers(4, 8), asked=st.sampled_from([0, 2]))
+@settings(max_examples=25)
+def test_in_a_grid_every_stage_has_one_device_and_all_devices_take_part(
+    seed: int, num_devices: int, asked: int
+) -> None:
+    case = random_problem(
+        np.random.default_rng(seed), 5, num_devices, micro_batch_size=6, num_micro_batches=3
+    )
+    planned = plan_pipeline(case, PlannerSettings(grid=asked, micro_batch_sizes=(6, 9)))
+    pipelines = planned.plan.pipelines
+    assert isinstance(planned.plan, TwoDPlan) and len(pipelines) == (asked or len(pipelines)) >= 2
+    assert sorted(planned.plan.socs) == [*range(num_devices)]
+    assert all(len(stage.devices) == 1 for each in pipelines for stage in each.stages)
+    lengths = {len(each.stages) for each in pipelines}
+    assert min(lengths) >= 2 and max(lengths) - min(lengths) <= (
+        1 if asked or num_devices % 2 else 0
+    )
+    others = [each.prediction.step_s for each in planned.alternatives]
+    assert planned.prediction.step_s <= min(others, default=np.inf)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=25)
+def test_the_cut_of_a_group_is_the_best_of_all(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    case = random_problem(rng, 6, 4, micro_batch_size=4, num_micro_batches=4)
+    case = replace(
+        case, devices=tuple(replace(each, seconds=case.devices[0].seconds) for each in case.devices)
+    )
+    planned = plan_pipeline(case, PlannerSettings(grid=2))
+    own = replace(case, devices=case.devices[:2], micro_batch_size=2)
+
+    def seconds(cut: int) -> float:
+        plan = straight_plan((cut, 5), ((2,), (2,)), 4)
+        return latency(own, plan, reduces=False, duplex=True).seconds
+
+    found = latency(own, planned.plan.pipelines[0], reduces=False, duplex=True).seconds
+    assert found == pytest.approx(min(map(seconds, range(5))))
+
+
+@pytest.mark.parametrize(("num_layers", "num_devices", "grid"), [(4, 6, 4), (2, 9, 3), (9, 16, 8)])
+def test_a_grid_that_cannot_be_is_refused_with_what_a_group_needs(
+    num_layers: int, num_devices: int, grid: int
+) -> None:
+    case = even(num_layers, num_devices)
+    refused(
+        lambda: plan_pipeline(case, PlannerSettings(grid=grid)),
+        f"{grid} groups",
+        f"{num_devices} devices",
+        error=InfeasiblePlan,
+    )
+
+
+def test_three_devices_are_one_pipeline() -> None:
+    planned = plan_pipeline(even(4, 3), PlannerSettings(grid=0))
+    assert [len(each.stages) for each in planned.plan.pipelines] == [3]

@@ -147,8 +147,8 @@ def test_a_result_that_is_cut_short_or_somebody_elses_is_trained_again(
 ) -> None:
     path = tmp_path / "result.json"
     path.write_bytes(content)
-    assert comparison._finished(path, small(), "local", None) is None
-    assert comparison._finished(tmp_path / "none.json", small(), "local", None) is None
+    assert comparison.finished(path, small(), "local", None) is None
+    assert comparison.finished(tmp_path / "none.json", small(), "local", None) is None
 
 
 def test_the_common_target_is_reached_by_all(trained: TrainedBy, tmp_path: Path) -> None:

@@ -485,11 +485,16 @@ def test_groups_auto_compares_losses_and_a_target_of_loss_judges_models_with_acc
     auto = load(
         tmp_path,
         own,
-        ("strategy.groups=auto", "train.learning_rate=0.5"),
+        (
+            "strategy.groups=auto",
+            "train.learning_rate=0.5",
+            "train.epochs=10",
+            "strategy.sync_interval_epochs=0.25",
+        ),
         model="Writer",
         data="texts",
     )
-    tried = run_scenario(auto, num_workers=0)["warm_up"]["first_epoch_accuracy"]
+    tried = run_scenario(auto, num_workers=0)["warm_up"]["accuracy"]
     assert all(0.0 < likelihood < 1.0 for likelihood in tried.values()) and len(tried) > 1
     timed = load(
         tmp_path, own, ("compare.target_loss=0.69",), model="drawn num_classes=2", data="points"

@@ -180,14 +180,10 @@ def test_fedavg_never_averages_nan_in() -> None:
     assert result["final_accuracy"] > 0.2  # an average with NaN guesses one class: 0.1
 
 
-def test_events_strike_the_training_and_not_the_warm_up_that_chooses_the_groups() -> None:
-    scenario = small("socflow", events=(event("nan", soc=0),))
-    auto = scenario.replaced(
-        strategy=scenario.strategy.replaced(groups="auto"),
-        train=scenario.train.replaced(batch_size=16),
-    )
-    result = run_scenario(auto, num_workers=0)
-    assert result["warm_up"]["num_groups"] >= 2
+def test_events_strike_every_number_of_groups_that_a_warm_up_tries() -> None:
+    scenario = small("socflow", groups="auto", epochs=2, batch_size=8, interval=0.0625)
+    result = run_scenario(scenario.replaced(events=(event("nan", soc=0),)), num_workers=0)
+    assert result["warm_up"]["num_rounds"] > 0 and result["warm_up"]["num_groups"] >= 2
     assert [report["kind"] for report in events_by_round(result)[1]] == ["not-finite"]
 
 

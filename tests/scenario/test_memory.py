@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from flwr.app import ArrayRecord
-from flwr.serverapp.strategy import Result
 
 from socflower.cluster.device_catalog import device_table, figure, toml_text
 from socflower.errors import InfeasiblePlan
@@ -51,8 +50,8 @@ def with_memory(
 class Untrained(SoCFlow):
     """A strategy whose training is over at once."""
 
-    def start(self, *_: Any, **__: Any) -> Result:
-        return Result(arrays=ArrayRecord())
+    def train_round(self, *_: Any, **__: Any) -> ArrayRecord:
+        return ArrayRecord()
 
 
 def refused(use: Callable[..., object], *arguments: object, **named: object) -> None:
@@ -128,15 +127,17 @@ def test_the_strategy_of_an_app_refuses_its_plan_and_auto_tries_what_fits(
             cluster=scenario_cluster(scenario),
             groups=Grouping(num_groups=num_groups),
             costs=Costs(model_profile=model_profile(scenario)),
-            schedule=TrainingSchedule(num_samples=64, batch_size=32, num_epochs=1),
+            schedule=TrainingSchedule(num_samples=64, batch_size=32, num_epochs=9),
         )
         tried.append(num_groups)
         return made
 
     refused(strategy, 4)
     tried.clear()
-    choice = profile_group_count(grid, ArrayRecord(), lambda arrays: 0.9, strategy, (1, 2, 4))
-    assert choice.num_groups == 2 and set(choice.accuracies) == {1, 2} and 4 not in tried
+    found = profile_group_count(
+        grid, ArrayRecord(), lambda arrays: 0.9, strategy, (1, 2, 4), rule="paper"
+    )
+    assert found.num_groups == 2 and set(found.accuracies) == {1, 2} and 4 not in tried
     refused(profile_group_count, grid, ArrayRecord(), lambda arrays: 0.9, strategy, (4,))
 
 

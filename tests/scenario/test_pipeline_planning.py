@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -26,6 +27,7 @@ from socflower.scenario.schema.file import from_document, load_scenario, to_docu
 from socflower.scenario.shipped import scenario_files
 from tests.command_line import Socflower, is_mistake
 from tests.one_line import refused
+from tests.scenario.small_runs import small
 
 PLANNED = sorted((Path(__file__).parents[2] / "scenarios" / "planned").glob("*.toml"))
 PIPELINE_PAYS = next(path for path in PLANNED if path.stem == "pipeline_pays")
@@ -331,3 +333,43 @@ def test_shares_that_virtual_time_would_not_change_are_refused(
     command = "run pipeline_on_a_hot_board --set strategy.rebalance=shares --out"
     is_mistake(socflower(command, out), "rebalance = 'shares'", "'groups'")
     assert not out.exists()
+
+
+# ------------------------------------------------------------------------------------------------ 2-D parallelism
+GRID = BASE.replace("hybrid-pipeline", "2d").replace("socs_per_board = 1", "socs_per_board = 2")
+
+
+def test_2d_takes_the_number_of_groups_or_that_of_the_least_time(tmp_path: Path) -> None:
+    document, planned = plan_of_pipeline(scenario(tmp_path, text=GRID))
+    given_two, _ = plan_of_pipeline(scenario(tmp_path, "strategy.groups=2", text=GRID))
+    assert document["architecture"] == "2-D" and len(planned.plan.pipelines) == 2
+    assert given_two["pipelines"] == document["pipelines"]
+    assert "2d" not in [row["name"] for row in document["peers"]]
+    best = min(document["peers"], key=lambda row: row["step_s"])
+    first = best["name"] if best["over_ours"] < 0.99 else "2-D"
+    assert document["verdict"].startswith(f"{first} pays here: ")
+    with pytest.raises(InfeasiblePlan, match="3 groups"):
+        plan_of_pipeline(scenario(tmp_path, "strategy.groups=3", text=GRID))
+
+
+def test_pipelines_read_a_number_of_groups_only_with_2d(tmp_path: Path) -> None:
+    refused(lambda: scenario(tmp_path, "strategy.groups=2"), "groups", "'hybrid-pipeline'")
+    table = ("strategy.name='ring'", "pipeline.micro_batch_sizes=[8]")
+    refused(lambda: scenario(tmp_path, *table, text=GRID), "[pipeline]", "'2d'")
+
+
+@pytest.mark.usefixtures("on_few_digits")
+def test_pipelines_train_what_an_ordinary_scenario_trains_without_what_only_groups_read(
+    tmp_path: Path,
+) -> None:
+    """F4: LeNet has no layer that depends on the batch, so that its weights are those of one SoC."""
+    own = small(boards=(2, 2), leaders="ring", fusion="buckets", reshuffle=True, overlap_buckets=2)
+    final = {}
+    for name in ("2d", "hybrid-pipeline", "sgd"):
+        result = run_scenario(own.under(name), num_workers=0, model_to=tmp_path / name)
+        assert result["strategy"] == name and result["virtual_s"] > 0.0
+        with np.load(tmp_path / name) as arrays:
+            final[name] = dict(arrays)
+    for name, array in final["sgd"].items():
+        for other in ("2d", "hybrid-pipeline"):
+            np.testing.assert_allclose(final[other][name], array, atol=1e-4)

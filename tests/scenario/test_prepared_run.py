@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from socflower.scenario.prepared_run import prepare
-from socflower.scenario.schema.config import Scenario, TrainConfig
+from socflower.scenario.schema.config import PrecisionConfig, Scenario, TrainConfig
 from tests.command_line import Socflower, is_mistake
 from tests.one_line import refused
 from tests.scenario.small_runs import small
@@ -30,6 +30,46 @@ def test_compression_of_gradients_is_refused_without_groups_but_dormant_in_a_com
     refused(lambda: compressed(compression="zip"), "zip", "dgc")
     alone = small(groups=4, compression="fp16")
     refused(lambda: prepare(alone), "compression = 'fp16'", "one SoC")
+
+
+def test_a_strategy_that_decides_the_exchange_refuses_another_one() -> None:
+    refused(
+        lambda: compressed("ring", compression="none", exchange="server"),
+        "exchange = 'server'",
+        "name = 'ring'",
+    )
+    refused(lambda: compressed("hipress", compression="fp16"), "compression = 'fp16'", "'hipress'")
+    refused(
+        lambda: compressed("fedavg", compression="none", exchange="server"),
+        "exchange = 'server'",
+        "'fedavg'",
+    )
+    refused(
+        lambda: compressed("ps", compression="hipress"), "compression = 'hipress'", "server", "dgc"
+    )
+    refused(lambda: compressed(compression="powersgd rank=x"), "rank=x", "rank=N")
+    refused(lambda: prepare(small(groups=4, exchange="server")), "exchange", "one SoC")
+    adam = TrainConfig(optimizer="adam")
+    refused(lambda: small("hipress").replaced(train=adam), "name = 'hipress'", "'adam'")
+    int8 = PrecisionConfig(arithmetic="int8")
+    in_int8 = small("powersgd").replaced(precision=int8)
+    refused(lambda: prepare(in_int8), "name = 'powersgd'", "int8")
+
+
+@pytest.mark.parametrize(
+    ("name", "exchange", "compression"),
+    [
+        ("socflow", "server", "int8"),
+        ("ring", "ring", "int8"),
+        ("ps", "server", "int8"),
+        ("powersgd", "ring", "powersgd"),
+    ],
+)
+def test_a_comparison_keeps_what_a_strategy_lets_the_file_decide(
+    name: str, exchange: str, compression: str
+) -> None:
+    scenario = small(exchange="server", compression="int8").under(name)
+    assert scenario.gradient_exchange == (exchange, compression)
 
 
 def test_the_command_ends_with_status_2_and_writes_nothing(

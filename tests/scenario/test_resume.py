@@ -115,6 +115,10 @@ CASES: dict[str, Scenario] = {
         events=(EventConfig(kind="preempt", soc=2, round=2, rounds=1),),
     ),
     "largest gradients": small(interval=0.5, epochs=2, groups=1, compression="dgc"),
+    "low rank at a server": small(
+        interval=0.5, epochs=2, groups=1, exchange="server", compression="powersgd rank=2"
+    ),
+    "hipress": small("hipress", epochs=2),
     "ring": small("ring", epochs=3),
     "sgd": small("sgd", epochs=3),
     "diloco": small("diloco", groups="auto", epochs=2),
@@ -290,15 +294,29 @@ def test_groups_auto_is_tried_out_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scenario, out = small(groups="auto", interval=0.5), tmp_path / "out"
-    undisturbed = reference(scenario)
-    stop_after(scenario, out, 0)  # at once after the warm-up
-    monkeypatch.setattr(
-        presets, "profile_group_count", lambda *_, **__: pytest.fail("tried out again")
-    )
-    stop_after(scenario, out, 1)
+    scenario = small(groups="auto", epochs=2, batch_size=8, interval=0.0625)
+    undisturbed, out = reference(scenario), tmp_path / "out"
+    warm_up = json.loads((undisturbed / "result.json").read_text())["warm_up"]
+    last = warm_up["num_rounds"]
+    assert last > 0
+    # Killed in the middle of the warm-up, it is tried out from the beginning.
+    calls: list[int] = []
+    score = presets._score
+
+    def score_or_stop(metrics: Any) -> float:
+        calls.append(1)
+        if len(calls) == 4:
+            raise Stopped
+        return score(metrics)
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(presets, "_score", score_or_stop)
+        run_to_folder(scenario, out, resumable=True, num_workers=0)
+    stop_after(scenario, out, last)  # at once after the warm-up
+    monkeypatch.setattr(presets, "warm_up", lambda *_, **__: pytest.fail("tried out again"))
+    stop_after(scenario, out, last + 1)
     resume(scenario, out)
-    assert assert_ends_as(undisturbed, out)["resumed_from"] == [0, 1]
+    assert assert_ends_as(undisturbed, out)["resumed_from"] == [last, last + 1]
 
 
 # ---------------------------------------------------------------------------------------------------- faults

@@ -177,24 +177,41 @@ def test_one_group_of_all_socs_is_the_ring() -> None:
     assert one_group["virtual_s"] == small_result("ring")["virtual_s"]
 
 
-def test_auto_groups_trains_an_epoch_with_each_candidate_first() -> None:
-    result = small_result("socflow", groups="auto")
+OFTEN = {"epochs": 2, "batch_size": 8, "interval": 0.0625}
+
+
+def test_groups_auto_is_the_run_of_the_chosen_number_with_the_cost_of_the_others() -> None:
+    """Each number trains the first rounds of its own run, momentum included, and the chosen one goes on from there."""
+    result = small_result("socflow", groups="auto", **OFTEN)
     warm_up = result["warm_up"]
-    tried = warm_up["first_epoch_accuracy"]
-    assert list(tried) in (["1", "2"], ["1", "2", "4"])
-    assert all(0.0 <= accuracy <= 1.0 for accuracy in tried.values())
-    assert warm_up["num_groups"] == len(result["plan"]["groups"])
-    assert str(warm_up["num_groups"]) in tried
+    number, num_rounds = warm_up["num_groups"], warm_up["num_rounds"]
+    alone = small_result("socflow", groups=number, **OFTEN)
+    assert len(warm_up["accuracy"]) >= 2 and number == len(result["plan"]["groups"])
+    assert result["weights_sha256"] == alone["weights_sha256"]
+    for ours, theirs in zip(result["rounds"], alone["rounds"], strict=True):
+        assert [ours[key] for key in ("epoch", "accuracy", "loss")] == [
+            theirs[key] for key in ("epoch", "accuracy", "loss")
+        ]
     # The search costs time and energy like all other training.
-    assert 0.0 < warm_up["virtual_s"] == result["rounds"][0]["virtual_s"] < result["virtual_s"]
-    assert 0.0 < warm_up["energy_j"] == result["rounds"][0]["energy_j"] < result["energy_j"]
-    assert small_result("socflow")["warm_up"] is None
+    others_s = sum(warm_up["seconds"].values()) - warm_up["seconds"][str(number)]
+    assert result["virtual_s"] == pytest.approx(alone["virtual_s"] + others_s)
+    assert result["energy_j"] > alone["energy_j"] and alone["warm_up"] is None
+    assert warm_up["virtual_s"] == pytest.approx(sum(warm_up["seconds"].values()))
+    assert 0.0 < warm_up["virtual_s"] <= 0.25 * alone["virtual_s"] * (1 + 1e-9)
+    assert warm_up["accuracy"][str(number)] == result["rounds"][num_rounds]["accuracy"]
 
 
-def test_the_warm_up_leaves_no_trace_in_the_weights() -> None:
-    auto = small_result("socflow", groups="auto")
-    chosen = small_result("socflow", groups=auto["warm_up"]["num_groups"])
-    assert auto["weights_sha256"] == chosen["weights_sha256"]
+def test_a_run_too_short_for_a_comparison_takes_one_group_a_board() -> None:
+    result = small_result("socflow", groups="auto")
+    assert (result["warm_up"]["num_groups"], result["warm_up"]["accuracy"]) == (2, {})
+    assert result["weights_sha256"] == small_result("socflow")["weights_sha256"]
+
+
+def test_the_paper_s_rule_trains_an_epoch_with_each_number() -> None:
+    result = small_result("socflow", groups="auto", group_rule="paper", epochs=2)
+    warm_up = result["warm_up"]
+    assert [*warm_up["accuracy"]] == ["1", "2", "4"][: len(warm_up["accuracy"])]
+    assert result["rounds"][warm_up["num_rounds"]]["epoch"] == 1.0
 
 
 # -------------------------------------------------------------------------------------------------- folders

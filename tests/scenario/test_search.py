@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.engines.run_folder import Ending
+from socflower.engines.ending import Ending
 from socflower.report import report
-from socflower.scenario.comparison import _finished, compare
+from socflower.scenario.comparison import compare, finished
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.config import CompareConfig, StrategyConfig, TrainConfig
 from socflower.scenario.schema.strategies import CLUSTER_STRATEGIES, STRATEGIES
@@ -180,5 +180,5 @@ def test_a_training_that_ended_early_is_reused_only_as_far_as_it_went(tmp_path: 
     run_to_folder(scenario, tmp_path, num_workers=0, ending=ending)
     later = replace(ending, most_virtual_s=1e9)
     easier = replace(later, target=0.0)
-    kept = [_finished(path, scenario, "local", asked) for asked in (ending, easier, later, None)]
+    kept = [finished(path, scenario, "local", asked) for asked in (ending, easier, later, None)]
     assert [each is not None for each in kept] == [True, True, False, False]

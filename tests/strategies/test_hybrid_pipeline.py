@@ -1,5 +1,6 @@
 """HybridPipeline with a model and data that are not ours, in a Flower app on the engines in which one client trains."""
 
+import tomllib
 from dataclasses import replace
 from typing import Any
 
@@ -100,6 +101,35 @@ def test_any_plan_trains_the_weights_of_one_device(problem: PipelineProblem) -> 
     assert close(weights[0], weights[1]) and close(weights[1], weights[2])
     assert not close(weights[2], dict(tagger().state_dict()))
     assert len(own.reports) == own.num_rounds == 2
+
+
+BOARDS = """
+[cluster]
+boards = [3, 2]
+device = "jetson-nano"
+soc_bytes_per_s = 12.5e6
+"""
+
+
+@pytest.mark.parametrize("grid", [0, 2])
+def test_2d_parallelism_trains_the_weights_of_one_device_also_without_one_that_is_lost(
+    grid: int,
+) -> None:
+    """Pipelines of two and three devices beside each other, and after a loss of two and two."""
+    cluster = parse_cluster(tomllib.loads(BOARDS)["cluster"])
+    own = pipeline_problem(tagger(), Sentences().tokens[:1], cluster, batch_size=BATCH)
+    planner = PlannerSettings(grid=grid, micro_batch_sizes=(6,))
+    strategy = HybridPipeline(problem=own, schedule=schedule(), planner=planner)
+    plan = strategy.pipeline.plan
+    assert (plan.architecture, len(plan.socs), len(plan.pipelines)) == ("2-D", 5, 2)
+    alone = HybridPipeline(
+        problem=own,
+        schedule=schedule(),
+        plan=straight_plan((own.model.num_layers - 1,), ((24,),), 1),
+    )
+    assert close(train(strategy), train(alone))
+    smaller = strategy._work.planned_for((0, 1, 3, 4)).plan
+    assert [len(each.stages) for each in smaller.pipelines] == [2, 2]
 
 
 def test_a_round_costs_its_updates_and_the_way_of_the_weights_to_the_hub(

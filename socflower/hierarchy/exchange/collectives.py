@@ -78,6 +78,7 @@ class Exchange:
                         num_bytes=sum(gradient.num_bytes for gradient in part),
                         num_tensors=len(part),
                         fused=self.fused,
+                        gradients=tuple(part) if self.gradients else (),
                     ),
                     done,
                 )
@@ -135,12 +136,15 @@ def server_exchange(
     exchange: Exchange,
     after: Dependencies,
     name: str,
+    returned: Exchange | None = None,
 ) -> tuple[tuple[int, ...], tuple[int, ...], dict[int, tuple[int, ...]]]:
     """Add an exchange with a parameter server, the first SoC: n-1 uploads and, after all of them, n-1 downloads.
 
-    Returns the uploads, the downloads, and the tasks that end the exchange by SoC.
+    Downloads have the size of `returned`, by default that of uploads. Returns the uploads, the downloads, and the tasks
+    that end the exchange by SoC.
     """
     server, *others = socs
+    returned = returned or exchange
     uploads = tuple(
         builder.transfer(
             f"{name} upload",
@@ -159,8 +163,8 @@ def server_exchange(
             f"{name} download",
             server,
             soc,
-            exchange.num_bytes,
-            num_messages=exchange.num_messages,
+            returned.num_bytes,
+            num_messages=returned.num_messages,
             after=ready,
         )
         for soc in others

@@ -8,22 +8,27 @@
 | `int8-stochastic` | 2(n-1)/n                                  | noise that is zero on average; keeps no state      |
 | `int4`            | (n-1)/2                                   | nothing for good: rounding errors are sent later   |
 | `dgc`             | 8(n-1) · ratio                            | nothing for good: small values are sent later      |
+| `hipress`         | that of `dgc` or of `none`                | the same; each bucket takes the faster of the two  |
+| `powersgd`        | 8(n-1)/n · rank (1/rows + 1/columns)      | nothing for good: what has a higher rank, later    |
+
+That is in a ring. With a parameter server, the first member, n - 1 members send what they sum to it, and it sends the
+sum to each of them.
 
 `int4` gathers what members send, and sums it in FP32: from 4 members on it sends more than `int8`, from 16 on more than
 `none`.
 
 These are descriptions. `training/exchange` has their sums for a group in one process, `peers/ring` sends them between
-machines. The headers of messages are not counted, and encoding takes no virtual time.
+machines. The headers of messages are not counted.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
-from socflower.cluster import GraphBuilder
+from socflower.cluster import Cluster, GraphBuilder
 from socflower.errors import ConfigError, require_range
 from socflower.hierarchy.exchange.collectives import (
     Dependencies,
@@ -34,7 +39,6 @@ from socflower.hierarchy.exchange.collectives import (
 
 RING, SERVER = "ring", "server"
 KINDS = (RING, SERVER)
-CODINGS = ("none", "fp16", "int8", "int8-stochastic", "int4", "dgc")
 
 BLOCK = 4096
 """Elements of a block, which share a step in eight bits."""
@@ -49,6 +53,20 @@ _LENGTH_BYTES = 8
 # The ratio of deep gradient compression changes by this factor in its warm-up.
 _WARM_UP_FACTOR = 4
 _WARM_UP_EPOCHS = 4
+
+# How often memory could move the bytes while they are encoded and decoded: the time of `training/exchange` in passes of
+# the update of SGD with momentum (`UPDATE_PASSES`), on one core of an EPYC at four million values; buckets in a cache
+# take down to half. Formats of fewer bits are conversions in a stream, which cost little beside an update: they are
+# not priced.
+# Of a bucket, to accumulate it and find its largest values.
+_CHOICE_PASSES = 25.0
+# Of a payload, to add its values.
+_ADD_PASSES = 20.0
+# Of a matrix and each rank: its four products with factors.
+_PRODUCT_PASSES = 15.0
+
+Compute = Callable[[str, int, float, Sequence[int]], int]
+"""Adds work of a SoC to a graph: (name, SoC, bytes that memory moves, tasks before it) -> the task."""
 
 
 class Operation(NamedTuple):
@@ -66,8 +84,14 @@ class Operation(NamedTuple):
         """Return the bytes of one of these sends, the mean over members."""
         return self.num_bytes if self.gathers else self.num_bytes / size
 
-    def wire_bytes(self, size: int) -> float:
+    def returned_bytes(self, size: int) -> float:
+        """Return the bytes that a server returns to each of the other members."""
+        return self.num_bytes * size if self.gathers else self.num_bytes
+
+    def wire_bytes(self, size: int, kind: str = RING) -> float:
         """Return the bytes that a member sends, the mean over members."""
+        if kind == SERVER:
+            return (size - 1) * (self.num_bytes + self.returned_bytes(size)) / size
         return self.num_sends(size) * self.send_bytes(size)
 
 
@@ -81,14 +105,28 @@ class Coding(ABC):
     applies_momentum: ClassVar[bool] = False
     """Whether it applies momentum, so that the optimiser's must be 0."""
 
+    @property
+    def spec(self) -> str:
+        """The text from which `gradient_coding` makes it again: its name, and its options as key=value."""
+        options = (f"{entry.name}={getattr(self, entry.name)!r}" for entry in fields(self))
+        return " ".join((self.name, *options))
+
+    def on(self, cluster: Cluster, socs: Sequence[int]) -> Self:
+        """Return it with the figures of the SoCs that use it, for a coding that decides by them."""
+        return self
+
     @abstractmethod
     def operations(
-        self, num_bytes: float, size: int, step: int | None = None
+        self, bucket: Exchange, size: int, step: int | None = None
     ) -> tuple[Operation, ...]:
-        """Return the operations, in order, that sum a bucket of float32 gradients of `num_bytes` over `size` members.
+        """Return the operations, in order, that sum a bucket of float32 gradients over `size` members.
 
         `step` counts from the start of training; None is a step after all warm-up.
         """
+
+    def memory_bytes(self, bucket: Exchange, size: int, step: int | None = None) -> float:
+        """Return the memory traffic that takes as long as encoding and decoding a bucket."""
+        return 0.0
 
     @property
     def changes(self) -> tuple[int, ...]:
@@ -107,10 +145,10 @@ class Exact(Coding):
     is_exact = True
 
     def operations(
-        self, num_bytes: float, size: int, step: int | None = None
+        self, bucket: Exchange, size: int, step: int | None = None
     ) -> tuple[Operation, ...]:
         """Return one all-reduce."""
-        return (Operation(num_bytes),)
+        return (Operation(bucket.num_bytes),)
 
 
 EXACT = Exact()
@@ -122,10 +160,10 @@ class Float16(Coding):
     name = "fp16"
 
     def operations(
-        self, num_bytes: float, size: int, step: int | None = None
+        self, bucket: Exchange, size: int, step: int | None = None
     ) -> tuple[Operation, ...]:
         """Return all-reduces of one magnitude, and of the halves."""
-        return Operation(_VALUE_BYTES), Operation(num_bytes / 2)
+        return Operation(_VALUE_BYTES), Operation(bucket.num_bytes / 2)
 
 
 class Int8(Coding):
@@ -140,10 +178,10 @@ class Int8(Coding):
     """With more, each member would have fewer levels than a sign and a zero need."""
 
     def operations(
-        self, num_bytes: float, size: int, step: int | None = None
+        self, bucket: Exchange, size: int, step: int | None = None
     ) -> tuple[Operation, ...]:
         """Return all-reduces of the blocks' steps, and of a byte for each element, in whole words."""
-        num_elements = num_elements_of(num_bytes)
+        num_elements = num_elements_of(bucket.num_bytes)
         return (
             Operation(_VALUE_BYTES * -(-num_elements // BLOCK)),
             Operation(_VALUE_BYTES * -(-num_elements // 4)),
@@ -173,10 +211,10 @@ class Int4(Coding):
     levels: ClassVar[int] = 7
 
     def operations(
-        self, num_bytes: float, size: int, step: int | None = None
+        self, bucket: Exchange, size: int, step: int | None = None
     ) -> tuple[Operation, ...]:
         """Return an all-gather of the blocks' steps and of half a byte for each element."""
-        num_elements = num_elements_of(num_bytes)
+        num_elements = num_elements_of(bucket.num_bytes)
         payload = _VALUE_BYTES * -(-num_elements // SMALL_BLOCK) + -(-num_elements // 2)
         return Operation(_LENGTH_BYTES * size), Operation(payload, gathers=True)
 
@@ -191,6 +229,8 @@ class LargestValues(Coding):
         Fraction of a bucket's values that is sent, above 0 and at most 1; at least one value is sent.
     warm_up_steps : int
         Number of steps from a ratio of 1/4 over 1/16, 1/64, … to `ratio`, in stages of equal length.
+    clip_norm : float
+        The largest norm of a gradient; each of n members limits its own to n^-1/2 of it. 0 is no limit.
     """
 
     name: ClassVar[str] = "dgc"
@@ -198,19 +238,22 @@ class LargestValues(Coding):
 
     ratio: float = 0.001
     warm_up_steps: int = 0
+    clip_norm: float = 0.0
 
     def __post_init__(self) -> None:
-        require_range("dgc", above=0, most=1, ratio=self.ratio)
-        require_range("dgc", least=0, warm_up_steps=self.warm_up_steps)
+        require_range(self.name, above=0, most=1, ratio=self.ratio)
+        require_range(
+            self.name, least=0, warm_up_steps=self.warm_up_steps, clip_norm=self.clip_norm
+        )
 
     def operations(
-        self, num_bytes: float, size: int, step: int | None = None
+        self, bucket: Exchange, size: int, step: int | None = None
     ) -> tuple[Operation, ...]:
         """Return an all-gather of values and indices, or an all-reduce if that sends no more bytes."""
-        num_elements = num_elements_of(num_bytes)
+        num_elements = num_elements_of(bucket.num_bytes)
         num_sent = self.num_sent(num_elements, size, step)
         if num_sent == num_elements:
-            return (Operation(num_bytes),)
+            return (Operation(bucket.num_bytes),)
         return Operation(_LENGTH_BYTES * size), Operation(_PAIR_BYTES * num_sent, gathers=True)
 
     @property
@@ -223,12 +266,22 @@ class LargestValues(Coding):
             -(-self.warm_up_steps * stage // num_stages) for stage in range(1, num_stages + 1)
         )
 
+    def memory_bytes(self, bucket: Exchange, size: int, step: int | None = None) -> float:
+        """Return the traffic as long as the choice of values takes, and the addition of all members'."""
+        num_elements = num_elements_of(bucket.num_bytes)
+        num_sent = self.num_sent(num_elements, size, step)
+        if num_sent == num_elements:
+            return 0.0
+        return _CHOICE_PASSES * bucket.num_bytes + _ADD_PASSES * _PAIR_BYTES * num_sent * size
+
     def num_sent(self, num_elements: int, size: int, step: int | None) -> int:
         """Return the number of a bucket's values that each of `size` members sends: all if a sum sends no more."""
         num_sent = max(1, math.ceil(self.ratio_at(step) * num_elements))
+        return num_sent if self._pays(num_sent, num_elements, size) else num_elements
+
+    def _pays(self, num_sent: int, num_elements: int, size: int) -> bool:
         gathered = Operation(_PAIR_BYTES * num_sent, gathers=True).wire_bytes(size)
-        summed = math.ceil(Operation(_VALUE_BYTES * num_elements).wire_bytes(size))
-        return num_elements if gathered >= summed else num_sent
+        return gathered < math.ceil(Operation(_VALUE_BYTES * num_elements).wire_bytes(size))
 
     def ratio_at(self, step: int | None) -> float:
         """Return the ratio of a step."""
@@ -243,22 +296,216 @@ class LargestValues(Coding):
         return max(1, math.ceil(round(math.log(1 / self.ratio, _WARM_UP_FACTOR), 9)) - 1)
 
 
-def gradient_coding(name: str, *, steps_per_epoch: int = 0) -> Coding:
-    """Return a coding by name; `ConfigError` for an unknown one. "dgc" warms up for four epochs, as in its paper."""
-    match name:
-        case "none":
-            return EXACT
-        case "fp16":
-            return Float16()
-        case "int8":
-            return Int8()
-        case "int8-stochastic":
-            return StochasticInt8()
-        case "int4":
-            return Int4()
-        case "dgc":
-            return LargestValues(warm_up_steps=_WARM_UP_EPOCHS * steps_per_epoch)
-    raise ConfigError(f"compression = {name!r} does not exist; use one of {', '.join(CODINGS)}")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelectedBuckets(LargestValues):
+    """`LargestValues` for the buckets in which it is predicted to be faster than an exact sum (HiPress's SeCoPa).
+
+    For each bucket of m bytes, of which a part r is sent, and n members (Bai et al., SOSP 2021, section 4.3):
+
+        T_exact = 2(n-1) · T_send(m/n),   T_coded = (n-1) · T_send(r·m) + T_enc(m) + n · T_dec(r·m)
+
+    with the lengths of payloads added to T_coded. In HiPress the alternative is a ring or servers of its own; here
+    an exact sum is in the same ring. Figures that are 0 are those of the cluster.
+
+    Parameters
+    ----------
+    bytes_per_s : float
+        Of the slowest link between members.
+    message_s : float
+        Handling of a message.
+    memory_bytes_per_s : float
+        Of the slowest member's memory, by which encoding and decoding are predicted.
+    """
+
+    name: ClassVar[str] = "hipress"
+
+    bytes_per_s: float = 0.0
+    message_s: float = 0.0
+    memory_bytes_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        LargestValues.__post_init__(self)
+        figures = {entry.name: getattr(self, entry.name) for entry in fields(self)[-3:]}
+        require_range(self.name, least=0, **figures)
+
+    def on(self, cluster: Cluster, socs: Sequence[int]) -> Self:
+        """Return it with the cluster's figures in place of those that are 0."""
+        boards = {cluster.board_of(soc) for soc in socs}
+        links = [cluster.boards[board].soc_bytes_per_s for board in boards]
+        if len(boards) > 1:
+            links += [cluster.boards[board].uplink_bytes_per_s for board in boards]
+        servers = {cluster.server_of(board) for board in boards}
+        if len(servers) > 1:
+            links += [cluster.servers[server].uplink_bytes_per_s for server in servers]
+        memory = min(cluster.device_of(soc).memory_bytes_per_s for soc in socs)
+        return replace(
+            self,
+            bytes_per_s=self.bytes_per_s or float(min(links)),
+            message_s=self.message_s or float(cluster.message_s),
+            memory_bytes_per_s=self.memory_bytes_per_s or float(memory),
+        )
+
+    def _pays(self, num_sent: int, num_elements: int, size: int) -> bool:
+        if not self.bytes_per_s:
+            raise ConfigError(
+                f"{self.name}: it compares times, and bytes_per_s = 0; give that of the slowest link"
+            )
+        num_bytes = _VALUE_BYTES * num_elements
+        payload = Operation(_PAIR_BYTES * num_sent, gathers=True)
+        encoded = _CHOICE_PASSES * num_bytes + _ADD_PASSES * payload.num_bytes * size
+        coded_s = self._seconds(Operation(_LENGTH_BYTES * size), size) + self._seconds(
+            payload, size
+        )
+        coded_s += encoded / self.memory_bytes_per_s if self.memory_bytes_per_s else 0.0
+        return coded_s < self._seconds(Operation(num_bytes), size)
+
+    def _seconds(self, operation: Operation, size: int) -> float:
+        send_s = self.message_s + operation.send_bytes(size) / self.bytes_per_s
+        return operation.num_sends(size) * send_s
+
+
+class Matrix(NamedTuple):
+    """A tensor as a matrix: its first dimension by all others; and the rank in which it is sent, 0 for all of it."""
+
+    num_rows: int
+    num_columns: int
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PowerSGD(Coding):
+    """Each matrix of a bucket is sent as the product of two of low rank; what is left is added to the next gradient.
+
+    Vogels et al. (NeurIPS 2019), with the rule of `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook` for what
+    is sent exactly.
+
+    Parameters
+    ----------
+    rank : int
+        Of the product.
+    start_step : int
+        The first step in which matrices are compressed; earlier ones are summed exactly.
+    min_rate : float
+        A matrix is compressed if that makes it smaller by more than this factor.
+    """
+
+    name: ClassVar[str] = "powersgd"
+
+    rank: int = 1
+    start_step: int = 0
+    min_rate: float = 2.0
+
+    def __post_init__(self) -> None:
+        require_range(self.name, least=1, rank=self.rank, min_rate=self.min_rate)
+        require_range(self.name, least=0, start_step=self.start_step)
+
+    def operations(
+        self, bucket: Exchange, size: int, step: int | None = None
+    ) -> tuple[Operation, ...]:
+        """Return all-reduces of the tensors that are sent exactly, of the left and of the right factors."""
+        if not self.compresses(step):
+            return (Operation(bucket.num_bytes),)
+        matrices = self._matrices_of(bucket)
+        counts = (
+            sum(each.num_rows * each.num_columns for each in matrices if not each.rank),
+            sum(each.num_rows * each.rank for each in matrices),
+            sum(each.num_columns * each.rank for each in matrices),
+        )
+        return tuple(Operation(_VALUE_BYTES * count) for count in counts if count)
+
+    def memory_bytes(self, bucket: Exchange, size: int, step: int | None = None) -> float:
+        """Return the traffic of the products of each matrix with its factors, each a pass for each rank."""
+        if not self.compresses(step):
+            return 0.0
+        return sum(
+            _PRODUCT_PASSES * _VALUE_BYTES * each.num_rows * each.num_columns * each.rank
+            for each in self._matrices_of(bucket)
+        )
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """The first step with compression."""
+        return (self.start_step,)
+
+    def compresses(self, step: int | None) -> bool:
+        """Return whether matrices are compressed in a step."""
+        return step is None or step >= self.start_step
+
+    def matrices(self, shapes: Sequence[Sequence[int]]) -> tuple[Matrix, ...]:
+        """Return how tensors of these shapes are sent."""
+        found = []
+        for shape in shapes:
+            num_rows = shape[0] if shape else 1
+            num_columns = math.prod(shape) // max(1, num_rows)
+            rank = min(num_rows, num_columns, self.rank)
+            sent = (num_rows + num_columns) * rank * self.min_rate
+            pays = sent < num_rows * num_columns
+            found.append(Matrix(num_rows, num_columns, rank if pays else 0))
+        return tuple(found)
+
+    def _matrices_of(self, bucket: Exchange) -> tuple[Matrix, ...]:
+        shapes = [gradient.shape for gradient in bucket.gradients]
+        if _VALUE_BYTES * sum(map(math.prod, shapes)) != bucket.num_bytes:
+            raise ConfigError(
+                f"compression = {self.name!r} depends on the shapes of a model's tensors, and its profile has "
+                "none of float32; make one with profile_module, or use another compression"
+            )
+        return self.matrices(shapes)
+
+
+_CODINGS: dict[str, type[Coding]] = {
+    kind.name: kind
+    for kind in (
+        Exact,
+        Float16,
+        Int8,
+        StochasticInt8,
+        Int4,
+        LargestValues,
+        SelectedBuckets,
+        PowerSGD,
+    )
+}
+CODINGS = tuple(_CODINGS)
+
+
+def gradient_coding(spec: str, *, steps_per_epoch: int = 0) -> Coding:
+    """Return a coding by its name, with options such as "powersgd rank=4"; `ConfigError` for what does not exist.
+
+    "dgc" and "hipress" warm up for four epochs, as deep gradient compression in its paper, unless it is an option.
+    """
+    name, *options = spec.split() or ("",)
+    if name not in _CODINGS:
+        raise ConfigError(f"compression = {spec!r} does not exist; use one of {', '.join(CODINGS)}")
+    kind = _CODINGS[name]
+    types = {entry.name: entry.type for entry in fields(kind)}
+    values: dict[str, float] = {}
+    if issubclass(kind, LargestValues):
+        values["warm_up_steps"] = _WARM_UP_EPOCHS * steps_per_epoch
+    for option in options:
+        key, _, text = option.partition("=")
+        try:
+            values[key] = (int if types[key] is int else float)(text)
+        except (KeyError, ValueError):
+            known = ", ".join(f"{key}={'N' if own is int else 'X'}" for key, own in types.items())
+            raise ConfigError(
+                f"compression = {spec!r}: {option!r} is no option of {name!r}; use {known or 'none'}"
+            ) from None
+    return kind(**values)
+
+
+def exchange_in_groups(
+    kind: str,
+    compression: str,
+    cluster: Cluster,
+    groups: Sequence[Sequence[int]],
+    steps_per_epoch: int,
+) -> "GradientExchange":
+    """Return how the members of these groups exchange gradients; `ConfigError` if the coding is not for their size."""
+    coding = gradient_coding(compression, steps_per_epoch=steps_per_epoch)
+    coding.require_size(max(map(len, groups)))
+    socs = [soc for members in groups for soc in members]
+    return GradientExchange(kind=kind, coding=coding.on(cluster, socs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,19 +527,16 @@ class GradientExchange:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"exchange: kind = {self.kind!r}; use one of {', '.join(KINDS)}")
-        if self.kind == SERVER and not self.coding.is_exact:
-            raise ConfigError(
-                f"exchange: a parameter server sums float32, and the coding is {self.coding.name!r}; use a ring"
-            )
+        if fault := exchange_fault(self.kind, self.coding):
+            raise ConfigError(fault)
 
-    def wire_bytes(self, num_bytes: float, size: int, step: int | None = None) -> float:
-        """Return the bytes that a member sends for a bucket of float32 gradients of `num_bytes`, the mean over members.
+    def wire_bytes(self, bucket: Exchange, size: int, step: int | None = None) -> float:
+        """Return the bytes that a member sends for a bucket of float32 gradients, the mean over members.
 
         A server is one of the members, the first.
         """
-        if self.kind == SERVER:
-            return 2 * (size - 1) * num_bytes / size
-        return sum(each.wire_bytes(size) for each in self.coding.operations(num_bytes, size, step))
+        operations = self.coding.operations(bucket, size, step)
+        return sum(each.wire_bytes(size, self.kind) for each in operations)
 
     def lower(
         self,
@@ -302,27 +546,49 @@ class GradientExchange:
         after: Dependencies,
         name: str,
         step: int | None = None,
+        compute: Compute | None = None,
     ) -> ExchangeTasks:
-        """Add the exchange of a bucket in a step to a graph; a member takes part after its tasks in `after`."""
+        """Add the exchange of a bucket in a step to a graph; a member takes part after its tasks in `after`.
+
+        `compute` adds the members' work to encode and decode; without it, that takes no time.
+        """
         size = len(members)
         if size == 1:
             return ExchangeTasks((), (), {members[0]: tuple(after[members[0]])})
-        if self.kind == SERVER:
-            return ExchangeTasks(*server_exchange(builder, members, bucket, after, name))
+        encoded = self.coding.memory_bytes(bucket, size, step)
+        if compute is not None and encoded:
+            after = {
+                soc: (compute(f"{name} encode", soc, encoded, tuple(after[soc])),)
+                for soc in members
+            }
         # Codings work on the whole bucket.
         fused = bucket.fused or not self.coding.is_exact
         first: tuple[int, ...] = ()
-        for operation in self.coding.operations(bucket.num_bytes, size, step):
-            ring = ring_rounds(
-                builder,
-                members,
-                replace(bucket, num_bytes=operation.send_bytes(size), fused=fused),
-                operation.num_sends(size),
-                after,
-                name,
+        for operation in self.coding.operations(bucket, size, step):
+            begins, ends, after = self._operation(
+                builder, members, replace(bucket, fused=fused), operation, after, name
             )
-            first, after = first or ring.transfers, ring.done
-        return ExchangeTasks(first, ring.transfers, ring.done)
+            first = first or begins
+        return ExchangeTasks(first, ends, {soc: tuple(after[soc]) for soc in members})
+
+    def _operation(
+        self,
+        builder: GraphBuilder,
+        members: Sequence[int],
+        sent: Exchange,
+        operation: Operation,
+        after: Dependencies,
+        name: str,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], dict[int, tuple[int, ...]]]:
+        """Add an operation; return the transfers that begin it, those that end it, and those that end it by SoC."""
+        size = len(members)
+        if self.kind == SERVER:
+            upload = replace(sent, num_bytes=operation.num_bytes)
+            download = replace(sent, num_bytes=operation.returned_bytes(size))
+            return server_exchange(builder, members, upload, after, name, download)
+        part = replace(sent, num_bytes=operation.send_bytes(size))
+        ring = ring_rounds(builder, members, part, operation.num_sends(size), after, name)
+        return ring.transfers, ring.transfers, dict(ring.done)
 
     def stages(self, first_step: int, num_steps: int) -> Iterator[tuple[int, int]]:
         """Yield how many steps send equally many bytes, and the first of these, for steps from `first_step` on."""
@@ -330,6 +596,15 @@ class GradientExchange:
         inside = [step for step in self.coding.changes if first_step < step < end]
         for start, stop in pairwise([first_step, *inside, end]):
             yield stop - start, start
+
+
+def exchange_fault(kind: str, coding: Coding) -> str:
+    """Return why members cannot exchange so in this coding; empty if they can."""
+    if kind != SERVER or not isinstance(coding, SelectedBuckets):
+        return ""
+    return (
+        f"compression = {coding.name!r} compares times of a ring, and this is a {SERVER}; use 'dgc'"
+    )
 
 
 EXACT_RING = GradientExchange()

@@ -84,7 +84,7 @@ class ModelExchange:
         if self.kind == RING:
             ring = GradientExchange(coding=self.coding)
             return dict(ring.lower(builder, leaders, model, arrived, "sync").done)
-        for operation in self.coding.operations(model.num_bytes, len(leaders)):
+        for operation in self.coding.operations(model, len(leaders)):
             part = replace(
                 model,
                 num_bytes=operation.num_bytes,

@@ -30,7 +30,6 @@ from socflower.peers.collective import (
 )
 from socflower.peers.leaders.leader_port import LeaderPort
 from socflower.peers.leaders.model_changes import ChangeCompression, Floats, reals
-from socflower.peers.leaders.tree import Place, grpc_tree, in_process_trees
 from socflower.peers.membership import (
     Generation,
     LeaderMembership,
@@ -41,6 +40,7 @@ from socflower.peers.membership import (
 from socflower.peers.transports.grpc import GrpcRing
 from socflower.peers.transports.in_process import in_process_rings
 from socflower.peers.transports.port import CALL_LIMIT_BYTES, Caller, RingPort
+from socflower.peers.transports.tree import Place, grpc_tree, in_process_trees
 from socflower.wire.arrays import MalformedBytes, array_to_bytes, pack_arrays, unpack_arrays
 from socflower.wire.logs import log
 from socflower.wire.message_keys import RingTask

@@ -190,7 +190,7 @@ class _Step:
             self._sender.submit(partial(self._reduce, bucket))
         else:
             script = self._compression.exchange(
-                self._ring.rank, self._ring.size, number, bucket.buffer
+                self._ring.rank, self._ring.size, number, bucket.buffer, bucket.shapes
             )
             self._sender.submit(
                 partial(exchange_over, self._ring, script, self._sender.require_open)

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy.averaging import non_finite_tensors
-from socflower.hierarchy.exchange.gradients import gradient_coding
+from socflower.hierarchy.exchange.gradients import RING, SERVER, gradient_coding
 from socflower.hierarchy.exchange.models import NONE
 from socflower.model_graph.random_state import RandomState, own_random_state
 from socflower.model_graph.torch_device import device_label, device_of
@@ -28,10 +28,11 @@ from socflower.peers.preemption import Preempted, PreemptionSwitch
 from socflower.peers.ring.balance import RingBalance, StepTimer
 from socflower.peers.ring.bucket_exchange import BucketExchange, TurnCallbacks
 from socflower.peers.ring.turn_signals import Neighbours, TurnSignals
-from socflower.peers.transports.gloo import GlooRing
+from socflower.peers.transports.gloo import GlooRing, GlooServer
 from socflower.peers.transports.grpc import GrpcRing
 from socflower.peers.transports.in_process import in_process_rings
 from socflower.peers.transports.port import RingPort
+from socflower.peers.transports.tree import grpc_tree
 from socflower.training.batches import BatchSchedule, Indices, sample_key
 from socflower.training.exchange.compression import GradientCompression
 from socflower.training.exchange.group_sum import exchanging, own_compression
@@ -72,12 +73,14 @@ def open_ring(
     ranks: Sequence[int],
     generation: int,
     heartbeat_s: float,
+    kind: str = RING,
 ) -> Collective:
     """Return this member's end of generation `generation` among `ranks` of the port's addresses, in ring order.
 
-    "gloo" is for a trusted network, "grpc" for any. A ring of one member uses none. Generation numbers increase; the
-    previous one must be closed. `heartbeat_s` is how long a member may be unreachable while the ring opens. Raises
-    `ConfigError` for other names, and for gloo on an address that is not private.
+    With `kind` "server" the first of them is the parameter server of the others. "gloo" is for a trusted network,
+    "grpc" for any. A ring of one member uses none. Generation numbers increase; the previous one must be closed.
+    `heartbeat_s` is how long a member may be unreachable while the ring opens. Raises `ConfigError` for other names,
+    and for gloo on an address that is not private.
     """
     if transport not in TRANSPORTS:
         raise ConfigError(
@@ -85,8 +88,11 @@ def open_ring(
         )
     if len(ranks) == 1:
         return in_process_rings(1)[0]
+    if kind == SERVER and transport != "gloo":
+        return grpc_tree(port, ranks, [()] * len(ranks), generation, heartbeat_s)
     ring = GlooRing if transport == "gloo" else GrpcRing
-    return ring(port, ranks, generation, heartbeat_s)
+    opened = ring(port, ranks, generation, heartbeat_s)
+    return GlooServer(opened) if kind == SERVER and isinstance(opened, GlooRing) else opened
 
 
 # The stages after the last step: members share statistics, then have the mean of all groups.
@@ -327,7 +333,12 @@ class _MemberSession:
         # The port itself knows whether it has TLS.
         transport = self._ring.transport.partition("+")[0]
         self._collective = open_ring(
-            transport, self._port, generation.members, generation.number, self._ring.heartbeat_s
+            transport,
+            self._port,
+            generation.members,
+            generation.number,
+            self._ring.heartbeat_s,
+            self._group.exchange,
         )
         self._members = generation.members
         if not self._group.reshuffle:

@@ -16,9 +16,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from socflower.peers.collective import POLL_INTERVAL_S, Collective, PeerLost, Poll, no_poll
+from socflower.peers.transports.links import QueuedCollective
 from socflower.peers.transports.port import Caller, RingPort
 from socflower.wire.secure_channel import (
     Address,
@@ -129,6 +131,18 @@ class GlooRing(Collective):
             PointToPoint,
         )
 
+    def collect(self, own: Tensor) -> list[Tensor]:
+        """Return every member's tensor, by rank, at the first member, and none at the others. Raises `PeerLost`."""
+        parts = [torch.empty_like(own) for _ in range(self.size if self.rank == 0 else 0)]
+        return self._begin(lambda group: (group.gather(parts, own, 0), lambda: parts)).result(
+            no_poll
+        )
+
+    def hand_out(self, content: Tensor) -> None:
+        """Replace a tensor by the first member's, which sends it to each of the others. Raises `PeerLost`."""
+        parts = [content] * (self.size if self.rank == 0 else 0)
+        self._begin(lambda group: (group.scatter(content, parts, 0), lambda: None)).wait()
+
     def close(self) -> None:
         """Leave at once; pending operations end with `PeerLost`."""
         self._fail("the ring has been left")
@@ -216,6 +230,40 @@ class GlooRing(Collective):
             return
         for fd in _sockets():
             _shut_down_if_connected(fd, self._ports)
+
+
+class GlooServer(QueuedCollective):
+    """A member's end of a star on a gloo ring: the first member sums in the order of ranks, as `Tree` does."""
+
+    def __init__(self, ring: GlooRing) -> None:
+        self._ring = ring
+        super().__init__(ring.rank, ring.size, ring.transport)
+
+    def _sum(self, array: NDArray[Any]) -> None:
+        content = torch.from_numpy(array)
+        for part in self._ring.collect(content)[1:]:
+            array += part.numpy()
+        self._ring.hand_out(content)
+
+    def _gather(self, payload: bytes) -> list[bytes]:
+        lengths = self._through_server(torch.tensor([len(payload)])).flatten().tolist()
+        padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+        padded[: len(payload)] = _tensor(payload)
+        rows = self._through_server(padded)
+        return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+    def _through_server(self, own: Tensor) -> Tensor:
+        """Return all members' tensors, stacked."""
+        parts = self._ring.collect(own)
+        rows = torch.stack(parts) if parts else own.new_empty(self.size, *own.shape)
+        self._ring.hand_out(rows)
+        return rows
+
+    def _spread(self, payload: bytes | None, source: int) -> bytes:
+        return self._ring.broadcast(payload, source)
+
+    def _close_links(self, *, graceful: bool) -> None:
+        self._ring.close()
 
 
 class GlooCall(Generic[_Result]):

@@ -1,10 +1,15 @@
-"""A ring over two links, to the next member and from the previous one; a thread runs its operations in order."""
+"""Collectives whose operations a thread runs in the order in which they began; a ring over two links is one.
+
+The links are to the next member and from the previous one.
+"""
 
 import threading
+from abc import abstractmethod
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from numpy.typing import NDArray
 from torch import Tensor
 
 from socflower.peers.collective import POLL_INTERVAL_S, Collective, PeerLost, Poll, no_poll
@@ -26,14 +31,13 @@ class ClosableLinks(ring_algorithm.Links, Protocol):
         ...
 
 
-class LinkedRing(Collective):
-    """A member's end of a ring; its owner's thread begins operations, and another thread runs them."""
+class QueuedCollective(Collective):
+    """A member's end of a collective; its owner's thread begins operations, and another thread runs them."""
 
-    def __init__(self, links: ClosableLinks, rank: int, size: int, transport: str) -> None:
+    def __init__(self, rank: int, size: int, transport: str) -> None:
         self.rank = rank
         self.size = size
         self.transport = transport
-        self._links = links
         self._works: SimpleQueue[_QueuedCall[object] | None] = SimpleQueue()
         self._latest: _QueuedCall[object] | None = None
         self._closed = False
@@ -46,27 +50,37 @@ class LinkedRing(Collective):
         array = buffer.detach().numpy()
         if array.ndim != 1 or not array.flags.c_contiguous:
             raise ValueError("a ring sums contiguous buffers of one dimension")
-        return self._begin(
-            lambda: ring_algorithm.all_reduce(array, self.rank, self.size, self._links)
-        )
+        return self._begin(lambda: self._sum(array))
 
     def all_gather(self, payload: bytes, poll: Poll = no_poll) -> list[bytes]:
         """Return every member's payload, by rank."""
-        return self._begin(
-            lambda: ring_algorithm.all_gather(payload, self.rank, self.size, self._links)
-        ).result(poll)
+        return self._begin(lambda: self._gather(payload)).result(poll)
 
     def broadcast(self, payload: bytes | None, source: int, poll: Poll = no_poll) -> bytes:
         """Return the payload of rank `source`."""
-        return self._begin(
-            lambda: ring_algorithm.broadcast(payload, source, self.rank, self.size, self._links)
-        ).result(poll)
+        return self._begin(lambda: self._spread(payload, source)).result(poll)
 
     def close(self) -> None:
         """Leave at once: pending operations end with `PeerLost`; completed ones complete at the neighbours too."""
         self._closed = True
-        self._links.close(graceful=self._latest is None or self._latest.has_succeeded())
+        self._close_links(graceful=self._latest is None or self._latest.has_succeeded())
         self._works.put(None)
+
+    @abstractmethod
+    def _sum(self, array: NDArray[Any]) -> None:
+        """Do `all_reduce`, in the thread."""
+
+    @abstractmethod
+    def _gather(self, payload: bytes) -> list[bytes]:
+        """Do `all_gather`, in the thread."""
+
+    @abstractmethod
+    def _spread(self, payload: bytes | None, source: int) -> bytes:
+        """Do `broadcast`, in the thread."""
+
+    @abstractmethod
+    def _close_links(self, *, graceful: bool) -> None:
+        """Close what carries the bytes; see `ClosableLinks.close`."""
 
     def _begin(self, operation: Callable[[], _Result]) -> "_QueuedCall[_Result]":
         if self._closed:
@@ -87,11 +101,31 @@ class LinkedRing(Collective):
             # Neighbours count messages, so after one failure later messages could not be assigned.
             self._failed = work.run(self._failed)
             if self._failed:
-                self._links.close(graceful=False)
+                self._close_links(graceful=False)
         while not self._works.empty():
             work = self._works.get()
             if work is not None:
                 work.run(PeerLost("the ring has been left"))
+
+
+class LinkedRing(QueuedCollective):
+    """A member's end of a ring."""
+
+    def __init__(self, links: ClosableLinks, rank: int, size: int, transport: str) -> None:
+        self._links = links
+        super().__init__(rank, size, transport)
+
+    def _sum(self, array: NDArray[Any]) -> None:
+        ring_algorithm.all_reduce(array, self.rank, self.size, self._links)
+
+    def _gather(self, payload: bytes) -> list[bytes]:
+        return ring_algorithm.all_gather(payload, self.rank, self.size, self._links)
+
+    def _spread(self, payload: bytes | None, source: int) -> bytes:
+        return ring_algorithm.broadcast(payload, source, self.rank, self.size, self._links)
+
+    def _close_links(self, *, graceful: bool) -> None:
+        self._links.close(graceful)
 
 
 class _QueuedCall(Generic[_Result]):

@@ -28,10 +28,11 @@ from socflower.pipeline.planner.pruning import (
     orders,
     search_work,
 )
-from socflower.pipeline.planner.two_dimensions import best_two_d
+from socflower.pipeline.planner.two_dimensions import best_two_d, grid_plans
 from socflower.pipeline.problem import Ints, PipelineDevice, PipelineProblem
 from socflower.pipeline.schedule.order import ASTEROID, RULES, InFlight
 from socflower.pipeline.schedule.run import simulate_schedule
+from socflower.quantities import counted
 
 WORK_LIMIT = 5e8
 """Values that the exact search may compute over all orders, rules and sizes of micro-batches (`search_work`): about six
@@ -63,6 +64,8 @@ class PlannerSettings:
     samples_on: int | None = None
     # Whether pipelines in parallel are tried too.
     two_d: bool = True
+    # Only plans of `grid_plans`: of this number of groups, or 0 for that of the least time. None: any plan.
+    grid: Annotated[int, Field(ge=0)] | None = None
     # None: if the search would exceed `WORK_LIMIT`.
     prune: bool | None = None
 
@@ -144,9 +147,11 @@ def plan_pipeline(
     _check(problem)
     if settings.samples_on is not None:
         problem.device(settings.samples_on)
+    choices = micro_batch_choices(problem, settings.micro_batch_sizes)
+    if settings.grid is not None:
+        return _best_grid(choices, settings, settings.grid, on_step)
     ranked: list[Planned] = []
     num_candidates, exact = 0, True
-    choices = micro_batch_choices(problem, settings.micro_batch_sizes)
     total = 2 * len(choices) + 1 + settings.two_d
     for number, sized in enumerate(choices):
         what = f"micro-batches of {sized.micro_batch_size}"
@@ -324,6 +329,34 @@ def _in_two_dimensions(problem: PipelineProblem, samples_on: int | None) -> list
         return []
     plan = with_samples_on(found, samples_on)
     return [Planned(problem=problem, plan=plan, prediction=predict(problem, plan))]
+
+
+def _best_grid(
+    choices: Sequence[PipelineProblem], settings: PlannerSettings, num_groups: int, on_step: OnStep
+) -> Planned:
+    """Return the quickest plan of 2-D parallelism over all sizes of micro-batches."""
+    ranked = []
+    for number, sized in enumerate(choices):
+        what = f"searching grids, micro-batches of {sized.micro_batch_size}"
+        on_step(what, number, len(choices))
+        for found in grid_plans(sized, num_groups):
+            plan = with_samples_on(found, settings.samples_on)
+            ranked.append(Planned(problem=sized, plan=plan, prediction=predict(sized, plan)))
+    if not ranked:
+        raise _no_grid(choices[0], num_groups)
+    best, *others = sorted(ranked, key=_step_s)
+    return replace(best, num_candidates=len(ranked), alternatives=tuple(others))
+
+
+def _no_grid(problem: PipelineProblem, num_groups: int) -> InfeasiblePlan:
+    """Return the error that no groups of pipelines have a layer a stage, a sample a group and room for both."""
+    groups = counted(num_groups, "group") if num_groups else "equal groups"
+    return InfeasiblePlan(
+        f"2-D parallelism: no plan of {groups} fits {counted(len(problem.devices), 'device')}: a group needs 2 devices "
+        f"or more, at most one for each of {counted(problem.model.num_layers, 'layer')} of {problem.model.name}, room "
+        "for its layers, and a sample of each micro-batch; use another number of groups or of SoCs, or strategy "
+        "'hybrid-pipeline'"
+    )
 
 
 def _check(problem: PipelineProblem) -> None:

@@ -41,6 +41,48 @@ def best_two_d(problem: PipelineProblem) -> TwoDPlan | None:
     return min(plans, key=lambda plan: update_latency(problem, plan, duplex=True), default=None)
 
 
+def grid_plans(problem: PipelineProblem, num_groups: int = 0) -> Iterator[TwoDPlan]:
+    """Yield the plans of 2-D parallelism as SoCFlow+ compares with it: a pipeline of one device a stage in each group.
+
+    `num_groups` pipelines, or 0 for each number that divides the devices into equal groups, each of neighbours in the
+    cluster; stages of a group are as many as its devices, so the ring across groups has a device of each. There are two
+    groups of two devices at least, unless there are fewer than four devices.
+    """
+    devices = sorted(problem.devices, key=lambda device: device.soc)
+    size = len(devices)
+    for number in _numbers_of_groups(size, num_groups):
+        ends = [round(index * size / number) for index in range(number + 1)]
+        groups = tuple(tuple(devices[begin:end]) for begin, end in pairwise(ends))
+        most_stages = max(map(len, groups))
+        if number > problem.micro_batch_size or most_stages > problem.model.num_layers:
+            continue
+        plan = balanced_plan(problem, groups, _straight_pipeline)
+        if plan is not None:
+            yield plan
+
+
+def _numbers_of_groups(num_devices: int, asked: int) -> Sequence[int]:
+    """Return the numbers of groups of two devices or more: the one that was asked for, or those that divide them."""
+    most = num_devices // 2
+    if asked:
+        return [asked] if asked <= most else []
+    several = range(2, most + 1)
+    return [number for number in several if num_devices % number == 0] or several or [1]
+
+
+def _straight_pipeline(problem: PipelineProblem) -> PipelinePlan | None:
+    """Return the pipeline of a device a stage with the least latency; None if none fits."""
+    order = by_memory(problem.devices)
+    num_stages = len(order)
+    bounds = None
+    if problem.model.num_layers > MOST_CUTS:
+        bounds = likely_cuts(problem, max(MOST_CUTS, num_stages))
+    every = search(problem, order, bounds=bounds, max_stages=num_stages, duplex=True)
+    straight = (each for each in every if len(each.plan.stages) == num_stages)
+    found = min(straight, key=lambda each: each.latency_s, default=None)
+    return None if found is None else found.plan
+
+
 def groupings(problem: PipelineProblem) -> Iterator[Groups]:
     """Yield ways to divide the devices into two or more groups, at least one of them with several devices.
 

@@ -1,5 +1,6 @@
 """Makes the strategy of a scenario: the preset of its name, with the scenario's settings."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,15 +18,14 @@ from socflower.edgecloud.cloud.operator_calls import CloudOperator
 from socflower.edgecloud.stream.credentials import read_token
 from socflower.engines.local.virtual_time_grid import VirtualTimeGrid
 from socflower.engines.run_folder import RunFolder
-from socflower.errors import InfeasiblePlan, TrainingFailed
+from socflower.errors import InfeasiblePlan
 from socflower.hierarchy import default_candidates
 from socflower.hierarchy.exchange.collectives import BUCKETS
-from socflower.pipeline.planner.selection import PlannerSettings
 from socflower.pipeline.runtime.payloads import ActivationCoding
-from socflower.scenario.app.round_record import RoundRecord
+from socflower.scenario.app.round_record import RoundRecord, round_end_of
 from socflower.scenario.app.split_result import split_document
 from socflower.scenario.costs import model_profile, num_training_samples, pricing
-from socflower.scenario.pipeline_planning import micro_batch_sizes, pipeline_problem
+from socflower.scenario.pipeline_planning import pipeline_problem, planner_settings
 from socflower.scenario.planning import rebalancing
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.schema.config import Scenario
@@ -42,7 +42,7 @@ from socflower.strategies.round_strategy import RoundStrategy
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.split_replay import SplitReplay
-from socflower.strategies.warm_up import profile_group_count
+from socflower.strategies.warm_up import warm_up
 from socflower.wire.message_keys import TRAIN_LOSS
 
 
@@ -79,6 +79,8 @@ class Preset:
 
     strategy: RoundStrategy[Any, Any]
     grid: Grid
+    # What it starts from after a warm-up; None: the arrays of the run.
+    arrays: ArrayRecord | None = None
     # The virtual seconds without heat, users and events; None: as they are planned for its kind.
     undisturbed_s: float | None = None
     # (rounds, virtual seconds) -> more entries of the result.
@@ -93,17 +95,72 @@ def preset_of(parts: RunParts) -> Preset:
     if scenario.is_pipeline:
         return _pipeline(parts)
     if scenario.has_groups:
-        return Preset(
-            strategy=_groups(parts, _num_groups(parts), scenario.train.epochs), grid=parts.grid
-        )
+        return _in_groups(parts)
     return _local(parts)
 
 
 # ------------------------------------------------------------------------------------------------- groups
-def _groups(parts: RunParts, num_groups: int, num_epochs: int) -> SoCFlow:
+def _in_groups(parts: RunParts) -> Preset:
+    """Return training in groups; with groups = "auto" several numbers train the first rounds (F2)."""
+    settings, record = parts.scenario.strategy, parts.record
+    num_socs = settings.socs or parts.run.cluster.num_socs
+    number = group_strategy(settings.name).groups(settings.groups, num_socs)
+    # A resumed run has its warm-up in the checkpoint.
+    if record.warm_up is not None:
+        number = record.warm_up["num_groups"]
+    if not isinstance(number, str):
+        return Preset(strategy=_groups(parts, int(number)), grid=parts.grid)
+    initial, metrics = record.entry(0, parts.arrays, None)
+    rounds: dict[int, list[dict[str, Any]]] = {}
+
+    def score(number: int, strategy: SoCFlow, arrays: ArrayRecord) -> float:
+        own = rounds.setdefault(number, [initial])
+        entry, metrics = record.entry(len(own), arrays, round_end_of(strategy))
+        own.append(entry)
+        return _score(metrics)
+
+    found = warm_up(
+        parts.grid,
+        parts.arrays,
+        score,
+        lambda number: _groups(parts, number),
+        default_candidates(num_socs),
+        _score(metrics),
+        rule=settings.group_rule,
+        timeout_s=parts.scenario.train.reply_timeout_s,
+        train_config={**parts.frozen, **record.train_config},
+    )
+    strategy, choice, own = found.strategy, found.choice, rounds.get(found.num_groups, [initial])
+    document = {
+        "num_groups": choice.num_groups,
+        "rule": settings.group_rule,
+        "accuracy": {str(number): _finite(score) for number, score in choice.accuracies.items()},
+        "seconds": {str(number): each.seconds for number, each in choice.measured.items()},
+        "untried": list(choice.untried),
+        "num_rounds": len(own) - 1,
+        "virtual_s": parts.clock.now_s,
+        "energy_j": parts.clock.usage.total_energy_j,
+    }
+    record.begin_with(own, document, strategy.num_rounds, found.arrays, strategy.state)
+    return Preset(strategy=strategy, grid=parts.grid, arrays=found.arrays)
+
+
+def _score(metrics: ModelMetrics) -> float:
+    """Return the score by which the number of groups is chosen: accuracy, or exp(-loss) for models without; or NaN."""
+    if not math.isfinite(metrics.loss):
+        return math.nan
+    return metrics.likelihood if metrics.accuracy is None else metrics.accuracy
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _groups(parts: RunParts, num_groups: int) -> SoCFlow:
     scenario, settings = parts.scenario, parts.scenario.strategy
     kind = group_strategy(settings.name)
     module, _, name = kind.target.partition(":")
+    exchange, compression = scenario.gradient_exchange
     strategy: type[SoCFlow] = getattr(import_module(module), name)
     own: dict[str, Any] = {}
     if scenario.synchronous_epochs:
@@ -119,7 +176,7 @@ def _groups(parts: RunParts, num_groups: int, num_epochs: int) -> SoCFlow:
         schedule=TrainingSchedule(
             num_samples=_num_samples(scenario),
             batch_size=scenario.train.batch_size,
-            num_epochs=num_epochs,
+            num_epochs=scenario.train.epochs,
             interval_epochs=scenario.interval_epochs,
             server_interval=kind.server_interval(settings.server_interval),
             reshuffle=scenario.reshuffle,
@@ -133,7 +190,8 @@ def _groups(parts: RunParts, num_groups: int, num_epochs: int) -> SoCFlow:
         exchange=ExchangeSettings(
             uplink_turns=settings.uplink_turns,
             overlap_buckets=settings.overlap_buckets,
-            compression=settings.compression,
+            exchange=exchange,
+            compression=compression,
             leaders=scenario.leaders,
             leader_compression=settings.leader_compression,
             fusion=settings.fusion,
@@ -147,45 +205,6 @@ def _groups(parts: RunParts, num_groups: int, num_epochs: int) -> SoCFlow:
 
 def _num_samples(scenario: Scenario) -> int:
     return num_training_samples(scenario, len(scenario_data(scenario).train))
-
-
-def _num_groups(parts: RunParts) -> int:
-    """Return the number of groups; "auto" tries candidates for an epoch each (F2)."""
-    settings, record, clock = parts.scenario.strategy, parts.record, parts.clock
-    num_socs = settings.socs or parts.run.cluster.num_socs
-    fixed = group_strategy(settings.name).groups(settings.groups, num_socs)
-    if isinstance(fixed, int):
-        return fixed
-    # A resumed run has its warm-up in the checkpoint.
-    if record.warm_up is not None:
-        return int(record.warm_up["num_groups"])
-    choice = profile_group_count(
-        parts.grid,
-        parts.arrays,
-        lambda arrays: _first_epoch_score(parts.score(arrays)),
-        lambda num_groups: _groups(parts, num_groups, num_epochs=1),
-        default_candidates(settings.socs or parts.run.cluster.num_socs),
-        timeout_s=parts.scenario.train.reply_timeout_s,
-        train_config=parts.frozen,
-    )
-    record.warm_up = {
-        "num_groups": choice.num_groups,
-        "stopped_at": choice.stopped_at,
-        "virtual_s": clock.now_s,
-        "energy_j": clock.usage.total_energy_j,
-        "first_epoch_accuracy": {str(key): value for key, value in choice.accuracies.items()},
-    }
-    return int(choice.num_groups)
-
-
-def _first_epoch_score(score: ModelMetrics) -> float:
-    """Return the accuracy by which the number of groups is chosen; without one, exp(-loss)."""
-    if score.accuracy is None and score.likelihood == 0.0:
-        raise TrainingFailed(
-            f'[strategy] groups = "auto": a loss of {score.loss:g} after the first epoch is too large '
-            "to compare by; give a number of groups"
-        )
-    return score.likelihood if score.accuracy is None else score.accuracy
 
 
 def _outer(settings: OuterConfig) -> OuterStrategy:
@@ -209,7 +228,7 @@ def _pipeline(parts: RunParts) -> Preset:
     interval = settings.sync_interval_epochs
     strategy = HybridPipeline(
         problem=problem,
-        planner=PlannerSettings(micro_batch_sizes=tuple(micro_batch_sizes(scenario))),
+        planner=planner_settings(scenario),
         schedule=TrainingSchedule(
             num_samples=_num_samples(scenario),
             batch_size=scenario.train.batch_size,

@@ -22,6 +22,7 @@ from socflower.sim import EventClock, Trace
 from socflower.strategies.planned_rounds import EvaluateFn
 from socflower.strategies.records import array_views, to_array_record
 from socflower.strategies.reply_events import ReplyEvent
+from socflower.strategies.round_strategy import RoundStrategy
 from socflower.wire.message_keys import TRAINING
 
 RoundEnd: TypeAlias = Callable[[int], dict[str, Any]]
@@ -46,12 +47,15 @@ class RoundRecord:
         trace: Trace,
         devices: TrainedDevices,
         evaluate: Callable[[ArrayRecord], ModelMetrics],
+        extra_figures: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
+        """`extra_figures` returns figures that are known in round 0 as well."""
         self.rounds: list[dict[str, Any]] = []
         self.warm_up: dict[str, Any] | None = None
         self.resumed_from: list[int] = []
         self._scenario, self._folder, self._clock, self._trace = scenario, folder, clock, trace
         self._devices, self._evaluate = devices, evaluate
+        self._extra_figures = extra_figures
         self._checkpointing = folder.read_checkpointing()
         self._training = folder.training
         self._ending = folder.read_ending()
@@ -87,37 +91,22 @@ class RoundRecord:
         round_end: RoundEnd,
         num_rounds: int,
         own_state: Callable[[], Mapping[str, Any]] = dict,
-        extra_figures: Callable[[], Mapping[str, float]] = dict,
     ) -> EvaluateFn:
         """Return the evaluate function of `Strategy.start`; it also records the round and writes a checkpoint of it.
 
         It raises `Ended` after a round with which the run is over.
 
         `round_end` returns a round's `epoch`, `events` and further entries; `own_state` that from which the strategy
-        resumes; `extra_figures` figures that are known in round 0 as well.
+        resumes.
         """
 
         def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             # A resumed run evaluates its first model again.
             if server_round < len(self.rounds):
                 return None
-            outcome = self._evaluate(arrays)
-            training = round_end(server_round) if server_round else {"epoch": 0.0, "events": []}
-            self.rounds.append(
-                {
-                    "round": server_round,
-                    "epoch": training.pop("epoch"),
-                    "accuracy": outcome.accuracy,
-                    "loss": outcome.loss if math.isfinite(outcome.loss) else None,
-                    "virtual_s": self._clock.now_s,
-                    "energy_j": self._clock.usage.total_energy_j,
-                    "bytes": self._clock.usage.bytes_by_tier,
-                    **training,
-                    **extra_figures(),
-                }
-            )
-            # A checkpoint of round 0 is useful only if a warm-up has chosen the number of groups.
-            if server_round or self.warm_up is not None:
+            entry, outcome = self.entry(server_round, arrays, round_end if server_round else None)
+            self.rounds.append(entry)
+            if server_round:
                 self._write_checkpoint(server_round, num_rounds, arrays, own_state())
             self._folder.append_progress({**self.rounds[-1], "num_rounds": num_rounds})
             ending = self._ending
@@ -129,6 +118,38 @@ class RoundRecord:
             return MetricRecord(scores)
 
         return evaluate_round
+
+    def entry(
+        self, server_round: int, arrays: ArrayRecord, round_end: RoundEnd | None
+    ) -> tuple[dict[str, Any], ModelMetrics]:
+        """Evaluate a model; return the round's entry of the result, and the metrics."""
+        outcome = self._evaluate(arrays)
+        training = {"epoch": 0.0, "events": []} if round_end is None else round_end(server_round)
+        return {
+            "round": server_round,
+            "epoch": training.pop("epoch"),
+            "accuracy": outcome.accuracy,
+            "loss": outcome.loss if math.isfinite(outcome.loss) else None,
+            "virtual_s": self._clock.now_s,
+            "energy_j": self._clock.usage.total_energy_j,
+            "bytes": self._clock.usage.bytes_by_tier,
+            **training,
+            **self._extra_figures(),
+        }, outcome
+
+    def begin_with(
+        self,
+        rounds: list[dict[str, Any]],
+        warm_up: dict[str, Any],
+        num_rounds: int,
+        arrays: ArrayRecord,
+        own_state: Mapping[str, Any],
+    ) -> None:
+        """Take over the rounds that a warm-up has trained, with a checkpoint of the last of them."""
+        self.rounds, self.warm_up = rounds, warm_up
+        self._write_checkpoint(len(rounds) - 1, num_rounds, arrays, own_state)
+        for entry in rounds:
+            self._folder.append_progress({**entry, "num_rounds": num_rounds})
 
     def totals(self, final: ArrayRecord, whole: ArrayRecord | None = None) -> dict[str, Any]:
         """Write trace and model; return the part of the outcome that follows from clock and weights.
@@ -205,6 +226,17 @@ def weights_sha256(arrays: ArrayRecord) -> str:
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
+
+
+def round_end_of(strategy: RoundStrategy[Any, Any]) -> RoundEnd:
+    """Return what reads a strategy's latest report: a round's `epoch`, `events` and further entries."""
+
+    def round_end(server_round: int) -> dict[str, Any]:
+        report = strategy.reports[-1]
+        events = event_documents(report.events)
+        return {"epoch": report.epoch, "events": events, **report.entry()}
+
+    return round_end
 
 
 def event_documents(events: Iterable[ReplyEvent]) -> list[dict[str, str]]:

@@ -15,7 +15,7 @@ from socflower.engines.trained_devices import TrainedDevices
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.flower_adapter import log
 from socflower.scenario.app.presets import Preset, RunParts, preset_of
-from socflower.scenario.app.round_record import Ended, RoundRecord, event_documents
+from socflower.scenario.app.round_record import Ended, RoundRecord, round_end_of
 from socflower.scenario.arithmetic import evaluation_device, kernels
 from socflower.scenario.heat import heat_document, rack_dynamics, unthrottled_training_s
 from socflower.scenario.prepared_run import PreparedRun
@@ -67,7 +67,13 @@ def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
     def score(arrays: ArrayRecord) -> ModelMetrics:
         return model.score(model.with_arrays(arrays))
 
-    record = RoundRecord(scenario, folder, clock, trace, devices, score)
+    def heat() -> Mapping[str, float]:
+        if rack is None or scenario.thermal is None:
+            return {}
+        now = rack.present
+        return {"hottest_c": now.hottest_c, "mean_clock": now.mean_clock, "fan_rpm": now.rpm}
+
+    record = RoundRecord(scenario, folder, clock, trace, devices, score, heat)
     # Frozen parameters stay at the nodes, which make them by the model's function and compare the digest.
     frozen = {FROZEN_SHA256: model.frozen_sha256} if model.frozen_sha256 else {}
     resumed = record.resume()
@@ -85,21 +91,11 @@ def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
     )
     preset = preset_of(parts)
     strategy, plan = preset.strategy, preset.strategy.method.document()
+    arrays = preset.arrays or arrays
     if not scenario.is_split:
         _require_reachable_events(preset, parts)
     if resumed is not None:
         strategy.resume_from(resumed[0].server_round, **resumed[0].strategy)
-
-    def round_end(server_round: int) -> dict[str, Any]:
-        report = strategy.reports[-1]
-        events = event_documents(report.events)
-        return {"epoch": report.epoch, "events": events, **report.entry()}
-
-    def heat() -> Mapping[str, float]:
-        if rack is None or scenario.thermal is None:
-            return {}
-        now = rack.present
-        return {"hottest_c": now.hottest_c, "mean_clock": now.mean_clock, "fan_rpm": now.rpm}
 
     ended_after: int | None = None
     try:
@@ -110,15 +106,15 @@ def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
             timeout=scenario.train.reply_timeout_s,
             train_config=ConfigRecord({**frozen, **record.train_config}),
             evaluate_fn=record.evaluation(
-                round_end, strategy.num_rounds, lambda: strategy.state, heat
+                round_end_of(strategy), strategy.num_rounds, lambda: strategy.state
             ),
         ).arrays
     except Ended as ended:
         final, ended_after = ended.arrays, ended.server_round
     finally:
         strategy.method.close()
-    # A resumed run may have no round left.
-    if resumed is not None:
+    # A resumed run, or one after a warm-up, may have no round left.
+    if strategy.resumed_after:
         final = final or arrays
     if not final:
         raise TrainingFailed(

@@ -10,14 +10,15 @@ from socflower.cluster.cluster_file import ClusterFile
 from socflower.errors import ConfigError, SocflowerError
 from socflower.field_rules import OneOf, unknown_key
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
-from socflower.hierarchy.exchange.gradients import LargestValues
+from socflower.hierarchy.exchange.gradients import exchange_fault, gradient_coding
 from socflower.hierarchy.exchange.models import NONE, TREE, compression_fault
+from socflower.hierarchy.group_count import GROUP_RULES
 from socflower.peers.ring.settings import RingSettings
 from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.report.quality import ACCURACY, LOSS, Quality, quality_of
 from socflower.scenario.schema.key_rules import is_set, require_reader, shown
 from socflower.scenario.schema.outer import OUTER_SGD, OuterConfig
-from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PIPELINE_STRATEGY, PipelineConfig
+from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PipelineConfig
 from socflower.scenario.schema.split import (
     CLICK_MODEL,
     GENERATOR,
@@ -40,6 +41,7 @@ from socflower.strategies.settings import (
     Epochs,
     ExchangeSettings,
     Fusion,
+    GradientExchangeKind,
     IntervalEpochs,
     LeaderCompression,
     Leaders,
@@ -306,8 +308,16 @@ class StrategyConfig(Table):
     groups: NumSocs | Annotated[str, OneOf(("auto",))] = Field(
         "auto",
         description=(
-            'number of groups; "auto" [tries them out](concepts/planning.md#how-many-groups); with '
-            "`local-sgd`, `diloco` and their like it is one for each SoC"
+            'number of groups; "auto" [tries them out](concepts/planning.md#how-many-groups); of `2d`, '
+            'where "auto" is that of the least predicted time; with `local-sgd`, `diloco` and their like "auto" is one '
+            "for each SoC"
+        ),
+    )
+    group_rule: Annotated[str, OneOf(GROUP_RULES)] = Field(
+        "time",
+        description=(
+            'of groups = "auto": `time` takes the number whose accuracy is best after equal time, `paper` the last '
+            "before the accuracy of the first epoch is below 0.15"
         ),
     )
     socs: NumSocs | None = Field(None, description="how many slots take part; default: all")
@@ -352,10 +362,17 @@ class StrategyConfig(Table):
             "computed; 1 means no overlap"
         ),
     )
+    exchange: GradientExchangeKind = Field(
+        "ring",
+        description=(
+            "members of a group exchange gradients in a ring, or with the first of them as parameter server"
+        ),
+    )
     compression: Compression = Field(
         "none",
         description=(
-            "what members of a group [exchange instead](guides/groups.md#fewer-bytes) of FP32 gradients"
+            "what members of a group [exchange instead](guides/groups.md#fewer-bytes) of FP32 gradients, with "
+            'its options: "powersgd rank=2"'
         ),
     )
     leaders: Leaders = Field(
@@ -421,7 +438,12 @@ class StrategyConfig(Table):
         if STRATEGIES[self.name].is_pipeline:
             # A pipeline reads none of this; `ScenarioFile` refuses it.
             return
-        ExchangeSettings(leaders=self.leaders, leader_compression=self.leader_compression)
+        ExchangeSettings(
+            exchange=self.exchange,
+            compression=self.compression,
+            leaders=self.leaders,
+            leader_compression=self.leader_compression,
+        )
         interval, outer = shown(self, "server_interval"), self.outer_step
         counted = outer is not None and outer.counts_groups
         for broken, key, why in (
@@ -448,16 +470,24 @@ class StrategyConfig(Table):
 
     def under(self, name: str, **changes: Any) -> Self:
         """Return the table under another strategy, without the keys that only groups, or several groups, read."""
-        keys: tuple[str, ...] = () if several_groups(name) else ("outer", *_OF_LEADERS)
-        if not exchanges_gradients(name):
-            keys = (*keys, "compression")
+        keys: Collection[str] = ()
+        if STRATEGIES[name].is_pipeline:
+            keys = set(StrategyConfig.model_fields) - set(_READ_BY_PIPELINES)
+        elif not several_groups(name):
+            keys = ("outer", "group_rule", *_OF_LEADERS)
+        kind = STRATEGIES[name] if exchanges_gradients(name) else None
+        for key in ("exchange", "compression"):
+            if not isinstance(kind, GroupStrategy) or getattr(kind, key) is not None:
+                keys = {*keys, key}
         if STRATEGIES[name].is_alone:
             # They have as many groups, and an outer step of their own.
-            keys = ("groups", "outer", "compression")
-        if not STRATEGIES[name].is_synchronous_first:
-            keys = (*keys, "post_local_epochs")
-        if not STRATEGIES[name].is_streaming:
-            keys = (*keys, "streaming")
+            keys = {*keys, "groups", "outer", "group_rule", "exchange", "compression"}
+        for key, is_read in (
+            ("post_local_epochs", STRATEGIES[name].is_synchronous_first),
+            ("streaming", STRATEGIES[name].is_streaming),
+        ):
+            if not is_read:
+                keys = {*keys, key}
         if name == self.name:
             keys = ()
         left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
@@ -646,7 +676,7 @@ class ScenarioFile(ClusterFile):
         """Replace the strategies that are compared by default with those of this scenario's family."""
         if self.compare.strategies != CLUSTER_STRATEGIES or not (self.is_split or self.is_pipeline):
             return
-        fitting: tuple[str, ...] = (PIPELINE_STRATEGY, *CLUSTER_STRATEGIES[1:])
+        fitting: tuple[str, ...] = (self.strategy.name, *CLUSTER_STRATEGIES[1:])
         if self.is_split:
             fitting = tuple(name for name in self._family if name != "splitfed")
         # The table is frozen; this is the only default that depends on another table.
@@ -687,15 +717,31 @@ class ScenarioFile(ClusterFile):
             why = f"{self._name} trains on each SoC alone and sums in a tree; leave it out"
             has_own = is_set(strategy, key) and getattr(strategy, key) != fitting
             yield self._kind.has_local_epochs and has_own, self._at("strategy", key), why
-        compression = self._at("strategy", "compression")
+        chosen = several_groups(strategy.name) and groups == "auto" and not self._kind.is_alone
         yield (
-            strategy.compression != NONE and not exchanges_gradients(strategy.name),
-            compression,
-            f"{self._name} does not read it; leave it out",
+            is_set(strategy, "group_rule") and not chosen,
+            self._at("strategy", "group_rule"),
+            f"it is for groups = 'auto', and {self._at('strategy', 'groups')} and {self._name}; leave it out",
         )
+        compression, (exchange, coding) = (
+            self._at("strategy", "compression"),
+            self.gradient_exchange,
+        )
+        alone = not exchanges_gradients(strategy.name)
+        for broken, key in (
+            (is_set(strategy, "exchange") and (alone or exchange != strategy.exchange), "exchange"),
+            (
+                strategy.compression != NONE and (alone or coding != strategy.compression),
+                "compression",
+            ),
+        ):
+            why = f"{self._name} {'does not read' if alone else 'decides'} it; leave it out"
+            yield broken, self._at("strategy", key), why
+        fault = exchange_fault(exchange, gradient_coding(coding))
+        yield fault, self._at("strategy", "compression"), fault
         yield (
-            strategy.compression == LargestValues.name and self.optimizer != "sgd",
-            compression,
+            gradient_coding(coding).applies_momentum and self.optimizer != "sgd",
+            compression if strategy.compression != NONE else self._name,
             f"it takes over SGD's momentum, and {self._at('train', 'optimizer')}; use another one",
         )
         needs_models = self.hub_needs_models
@@ -781,13 +827,17 @@ class ScenarioFile(ClusterFile):
     def _rules_of_pipelines(self) -> Iterator[Rule]:
         """Yield what a pipeline does not read, and what its samples and batches need."""
         if not self.is_pipeline:
-            why = f"it is for name = {PIPELINE_STRATEGY!r}, and {self._name}; leave it out"
+            names = " and ".join(
+                repr(name) for name, kind in STRATEGIES.items() if kind.is_pipeline
+            )
+            why = f"it is for name = {names}, and {self._name}; leave it out"
             yield self.pipeline is not None, "[pipeline]", why
             return
         table, batch_size = self.pipeline or PipelineConfig(), self.train.batch_size
         said = f"{self._name} does not read it; leave it out"
         yield self.precision.arithmetic != "fp32", self._at("precision", "arithmetic"), said
-        yield from self._unread(_READ_BY_PIPELINES)
+        grid = STRATEGIES[self.strategy.name].is_grid
+        yield from self._unread((*_READ_BY_PIPELINES, "groups") if grid else _READ_BY_PIPELINES)
         sample = f"[pipeline] {shown(table, 'sample')}"
         yield (
             table.sample and self.data != DataConfig(),
@@ -978,6 +1028,14 @@ class ScenarioFile(ClusterFile):
     def reshuffle(self) -> bool:
         """Whether data are dealt to groups again; not for strategies that train on what each SoC has."""
         return self.strategy.reshuffle and not self._kind.has_local_epochs
+
+    @property
+    def gradient_exchange(self) -> tuple[str, str]:
+        """With whom members of a group exchange gradients, and in which coding, as strategy or file decide."""
+        kind, asked = STRATEGIES[self.strategy.name], self.strategy
+        if not isinstance(kind, GroupStrategy):
+            return asked.exchange, asked.compression
+        return kind.exchange_of(asked.exchange, asked.compression)
 
     @property
     def leaders(self) -> str:

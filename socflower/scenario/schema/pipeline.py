@@ -12,7 +12,7 @@ from socflower.toml_file import Table
 from socflower.wire.codecs.error_feedback import FORMS, Form
 from socflower.wire.codecs.quantisation import BITS
 
-PIPELINE_STRATEGY = "hybrid-pipeline"
+PIPELINE_STRATEGY, GRID_STRATEGY = "hybrid-pipeline", "2d"
 
 LANGUAGE_MODELS = ("bert-small", "gpt-small")
 """Models of token ids, which can be planned with `sample = [tokens]`."""
@@ -29,7 +29,7 @@ Size = Annotated[int, Field(gt=0, le=1_000_000)]
 
 
 class PipelineConfig(Table):
-    """`[pipeline]`: of `hybrid-pipeline`"""
+    """`[pipeline]`: of `hybrid-pipeline` and `2d`"""
 
     micro_batch_sizes: tuple[Size, ...] = Field(
         (),

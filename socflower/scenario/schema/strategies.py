@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from socflower.errors import ConfigError
-from socflower.scenario.schema.pipeline import PIPELINE_STRATEGY
+from socflower.scenario.schema.pipeline import GRID_STRATEGY, PIPELINE_STRATEGY
 from socflower.scenario.schema.split import SPLIT_STRATEGIES
 
 
@@ -19,13 +19,15 @@ class Strategy:
     is_alone: bool = False
     # The name of its outer step, and its optimiser, unless the scenario gives others.
     outer: str = ""
+    optimizer: str = "sgd"
     # Whether its first epochs are those of one group of all SoCs.
     is_synchronous_first: bool = False
     # Whether it synchronises fragments of the model.
     is_streaming: bool = False
     # Whether each SoC passes over its own data, and models are summed in a tree.
     has_local_epochs: bool = False
-    optimizer: str = "sgd"
+    # Of pipelines: whether they are those of groups, with a device a stage.
+    is_grid: bool = False
 
     @property
     def unread_keys(self) -> frozenset[str]:
@@ -38,9 +40,9 @@ class Strategy:
 class GroupStrategy(Strategy):
     """A strategy with groups: a class that is made as `SoCFlow` is, by keyword arguments.
 
-    `num_groups`, `num_socs` and `interval_epochs` are None if `[strategy]` decides, by its keys `groups`, `socs` and
-    `sync_interval_epochs`. With `needs_each_model` it has an average of its own, so that leaders cannot send the hub
-    their mean.
+    `num_groups`, `num_socs`, `interval_epochs`, `exchange` and `compression` are None if `[strategy]` decides, by its
+    keys `groups`, `socs`, `sync_interval_epochs`, `exchange` and `compression`. With `needs_each_model` it has an
+    average of its own, so that leaders cannot send the hub their mean.
     """
 
     # The class is imported when it trains, since every command reads this module.
@@ -49,6 +51,8 @@ class GroupStrategy(Strategy):
     num_socs: int | None = None
     interval_epochs: float | None = None
     needs_each_model: bool = False
+    exchange: str | None = None
+    compression: str | None = None
 
     @property
     def unread_keys(self) -> frozenset[str]:
@@ -56,6 +60,7 @@ class GroupStrategy(Strategy):
         unread = {
             "groups": self.num_groups is not None or self.has_local_epochs or self.is_streaming,
             "socs": self.num_socs is not None,
+            "exchange": self.exchange is not None,
             "local_epochs": not self.has_local_epochs,
             "sync_interval_epochs": self.has_local_epochs,
         }
@@ -66,6 +71,13 @@ class GroupStrategy(Strategy):
         if self.num_groups is None:
             return num_socs if self.is_alone and asked == "auto" else asked
         return self.num_groups
+
+    def exchange_of(self, asked: str, compression: str) -> tuple[str, str]:
+        """Return with whom members exchange gradients, and in which coding."""
+        own = self.compression
+        if own is None or compression.partition(" ")[0] == own:
+            own = compression
+        return self.exchange or asked, own
 
     def sync_interval_epochs(self, asked: float | str) -> float | str:
         """Return the epochs between synchronisations; `asked` is the value in `[strategy]`.
@@ -82,9 +94,26 @@ class GroupStrategy(Strategy):
         return asked if self.num_groups is None else 1
 
 
+def _one_group(
+    about: str, *, exchange: str = "ring", compression: str | None = None
+) -> GroupStrategy:
+    return GroupStrategy(
+        about=about,
+        num_groups=1,
+        interval_epochs=1.0,
+        exchange=exchange,
+        compression=compression,
+    )
+
+
 STRATEGIES: dict[str, Strategy] = {
     "socflow": GroupStrategy(),
-    "ring": GroupStrategy(about="all SoCs in one ring", num_groups=1, interval_epochs=1.0),
+    "ring": _one_group("all SoCs in one ring"),
+    "ps": _one_group("all SoCs, the first as parameter server", exchange="server"),
+    "hipress": _one_group(
+        "`ring` with deep gradient compression where it is faster", compression="hipress"
+    ),
+    "powersgd": _one_group("`ring` with gradients of low rank", compression="powersgd"),
     "fedavg": Strategy(about="all SoCs in every round, each on its own data"),
     "sgd": GroupStrategy(about="SoC 0 alone", num_groups=1, num_socs=1, interval_epochs=1.0),
     "tree-fedavg": GroupStrategy(
@@ -128,6 +157,9 @@ STRATEGIES: dict[str, Strategy] = {
     ),
     PIPELINE_STRATEGY: Strategy(
         about="[a pipeline](#pipeline) of unequal devices", is_pipeline=True
+    ),
+    GRID_STRATEGY: Strategy(
+        about="a pipeline in each group, a ring across groups", is_pipeline=True, is_grid=True
     ),
     **dict.fromkeys(SPLIT_STRATEGIES, Strategy(uses_cloud=True)),
 }

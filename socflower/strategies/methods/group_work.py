@@ -31,6 +31,7 @@ from socflower.hierarchy import (
     gradient_coding,
     unpredicted_exchanges,
 )
+from socflower.hierarchy.exchange.gradients import exchange_in_groups
 from socflower.hierarchy.exchange.models import KINDS, NONE, ModelExchange
 from socflower.hierarchy.interval_costs import OwnEpochs
 from socflower.hierarchy.uplink_turns import ASKED, NO_SHARED_UPLINK, NOT_PREDICTED, PREDICTED
@@ -48,6 +49,7 @@ class GroupWork(Protocol):
     """What members do in an interval."""
 
     clock: VirtualClock | None
+    gradients: GradientExchange
 
     def use_grid(self, grid: Grid, plan: GroupPlan, arrays: ArrayRecord) -> None:
         """Take clock and model profile from the grid, before the first round, if it has them."""
@@ -114,9 +116,13 @@ class DataParallelWork:
                 f"SoCFlow: compression = {exchange.compression!r}, but gradients in int8 are summed "
                 "exactly; leave it out"
             )
-        coding = gradient_coding(exchange.compression, steps_per_epoch=steps_per_epoch)
-        coding.require_size(max(len(group.members) for group in plan.groups))
-        self._gradients = GradientExchange(coding=coding)
+        self.gradients = exchange_in_groups(
+            exchange.exchange,
+            exchange.compression,
+            cluster,
+            [group.members for group in plan.groups],
+            steps_per_epoch,
+        )
         self.clock = costs.clock
         self.pricing = costs.pricing
         self._cluster, self._schedule, self._exchange = cluster, schedule, exchange
@@ -191,7 +197,7 @@ class DataParallelWork:
             reshuffle=schedule.reshuffle,
             uplink_turns=False,
             overlap_buckets=exchange.overlap_buckets,
-            gradients=self._gradients,
+            gradients=self.gradients,
             pricing=self.pricing,
             rebalancing=self._rebalancing,
             fusion=exchange.fusion,

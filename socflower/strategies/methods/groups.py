@@ -348,7 +348,8 @@ class GroupsMethod(Method[Round, SettledRound]):
             npu_ratios=self.work.npu_ratios(group),
             proximal_mu=self._proximal_mu,
             num_buckets=self._exchange.overlap_buckets,
-            compression=self._exchange.compression,
+            compression=self.work.gradients.coding.spec,
+            exchange=self.work.gradients.kind,
             local_epochs=self._local_epochs,
         )
 

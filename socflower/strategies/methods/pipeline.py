@@ -20,6 +20,7 @@ from socflower.hierarchy import (
     SyncInterval,
     unpredicted_exchanges,
 )
+from socflower.hierarchy.exchange.gradients import EXACT_RING
 from socflower.hierarchy.exchange.models import NONE
 from socflower.hierarchy.uplink_turns import AUTO
 from socflower.pipeline.plan import Plan, to_json
@@ -63,6 +64,8 @@ class PipelineWork:
     in_use : CapacitiesInUse
         The devices' present parts of their nominal speeds.
     """
+
+    gradients = EXACT_RING
 
     def __init__(
         self,
@@ -134,8 +137,12 @@ class PipelineWork:
 
     def _best(self, problem: PipelineProblem) -> Planned:
         """Return the planner's choice, or the only one that there is for one device."""
-        if len(problem.devices) > 1:
-            return plan_pipeline(problem, self._settings)
+        settings, num_devices = self._settings, len(problem.devices)
+        # A number of groups that was asked for is one of all devices.
+        if settings.grid and num_devices < len(self._problem.devices):
+            settings = replace(settings, grid=0)
+        if num_devices > 1:
+            return plan_pipeline(problem, settings)
         plan = single_stage(problem, problem.devices)
         if plan is None:
             raise nothing_fits(problem)

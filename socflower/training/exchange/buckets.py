@@ -36,6 +36,12 @@ class GradientBucket:
     stored: list[bool] = field(default_factory=list)
     num_missing: int = 0
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The parameters' shapes, the dimension first that is outermost in memory."""
+        orders = (sorted(zip(view.stride(), view.shape, strict=True))[::-1] for view in self.views)
+        return tuple(tuple(size for _, size in order) for order in orders)
+
     def has_current_layout(self) -> bool:
         """Whether the parameters still have the layout of the views, and are on their device."""
         if any(parameter.device != self.gradients.device for parameter in self.parameters):
@@ -79,6 +85,14 @@ class GradientBucket:
         parameter.grad = view
         self.stored[position] = True
         self.num_missing -= 1
+
+
+def sum_at_server(buffers: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return the sum of the members' buffers in their order, as a parameter server's, bit for bit."""
+    total = buffers[0].copy()
+    for buffer in buffers[1:]:
+        total += buffer
+    return total
 
 
 def sum_in_ring_order(buffers: Sequence[NDArray[Any]]) -> NDArray[Any]:

@@ -8,16 +8,19 @@ divergence is detected.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
-from typing import ClassVar, TypeAlias, TypeVar
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from socflower.errors import ConfigError, require_range
 from socflower.hierarchy.exchange.gradients import (
     BLOCK,
+    RING,
+    SERVER,
     SMALL_BLOCK,
     Coding,
     Exact,
@@ -25,14 +28,18 @@ from socflower.hierarchy.exchange.gradients import (
     Int4,
     Int8,
     LargestValues,
+    Matrix,
+    PowerSGD,
     StochasticInt8,
 )
-from socflower.training.exchange.buckets import sum_in_ring_order
+from socflower.training.exchange.buckets import sum_at_server, sum_in_ring_order
 from socflower.training.exchange.largest_values import decode_values, encode_values, largest
 from socflower.wire.codecs.quantisation import half_exponent, pack_lanes, unpack_lanes
 from socflower.wire.saved_state import from_bytes, to_bytes
 
 _Result = TypeVar("_Result")
+
+Shapes: TypeAlias = Sequence[Sequence[int]]
 
 Script: TypeAlias = Generator[Tensor | bytes, list[bytes] | None, _Result]
 """A member's part of an exchange. It yields a buffer that is replaced by the sum over all members, or a payload.
@@ -41,8 +48,15 @@ For a payload it is resumed with those of all members, by rank. All members yiel
 """
 
 
-def run_together(scripts: Sequence[Script[_Result]]) -> list[_Result]:
-    """Run the scripts of all members of a ring, by rank, with the bits of a ring's sums; return their results."""
+SUMS: Mapping[str, Callable[[Sequence[NDArray[Any]]], NDArray[Any]]] = {
+    RING: sum_in_ring_order,
+    SERVER: sum_at_server,
+}
+"""The sum of all members' buffers, by rank, by the kind of exchange."""
+
+
+def run_together(scripts: Sequence[Script[_Result]], kind: str = RING) -> list[_Result]:
+    """Run the scripts of all members, by rank, with the bits of a ring's sums or a server's; return their results."""
     results: list[_Result] = []
     payloads: list[bytes] | None = None
     while True:
@@ -57,7 +71,7 @@ def run_together(scripts: Sequence[Script[_Result]]) -> list[_Result]:
         payloads = [each for each in yielded if isinstance(each, bytes)] or None
         buffers = [each for each in yielded if isinstance(each, Tensor)]
         if buffers:
-            total = torch.from_numpy(sum_in_ring_order([buffer.numpy() for buffer in buffers]))
+            total = torch.from_numpy(SUMS[kind]([buffer.numpy() for buffer in buffers]))
             for buffer in buffers:
                 buffer.copy_(total)
 
@@ -75,6 +89,7 @@ class GradientCompression(ABC):
         self._step: int | None = None
         self._kept: dict[int, tuple[Tensor, ...]] = {}
         self._pending: dict[int, tuple[Tensor, ...]] = {}
+        self._shapes: dict[int, Shapes] = {}
 
     def start_step(self, step: int) -> None:
         """Begin or repeat step `step` of the whole training (0, 1, …), the same on all members."""
@@ -87,11 +102,14 @@ class GradientCompression(ABC):
         self._kept.update(self._pending)
         self._pending = {}
 
-    def exchange(self, rank: int, size: int, bucket: int, gradient: Tensor) -> Script[None]:
+    def exchange(
+        self, rank: int, size: int, bucket: int, gradient: Tensor, shapes: Shapes = ()
+    ) -> Script[None]:
         """Replace `gradient`, which is weighted with the member's share, by the sum over all `size` members.
 
-        Members run it for the same buckets in the same order. `gradient` is float32, contiguous, one-dimensional and
-        on the CPU. Raises `ConfigError` for other types, and for a group that is too large.
+        Members run it for the same buckets in the same order. `gradient` is float32, contiguous, one-dimensional and on
+        the CPU. It has tensors of these shapes one after the other; without shapes it is one vector. Raises
+        `ConfigError` for other types, and for a group that is too large.
         """
         assert self._step is not None, "start_step comes first"
         assert gradient.dim() == 1 and gradient.is_contiguous() and gradient.device.type == "cpu"
@@ -101,6 +119,7 @@ class GradientCompression(ABC):
                 f"{str(gradient.dtype).removeprefix('torch.')}; use 'none'"
             )
         self._coding.require_size(size)
+        self._shapes[bucket] = shapes or (gradient.shape,)
         return self._run(self._pending, rank, size, bucket, gradient)
 
     def _run(
@@ -152,9 +171,9 @@ class GradientCompression(ABC):
         kept = self._kept.get(bucket)
         if kept is None:
             return tuple(torch.zeros_like(gradient) for _ in range(num_tensors))
-        if len(kept) != num_tensors or kept[0].shape != gradient.shape:
+        if len(kept) != num_tensors or kept[-1].shape != gradient.shape:
             raise ConfigError(
-                f"compression = {self._coding.name!r}: bucket {bucket} had {kept[0].numel()} elements and "
+                f"compression = {self._coding.name!r}: bucket {bucket} had {kept[-1].numel()} elements and "
                 f"has {gradient.numel()}; keep model and number of buckets, or start a "
                 "new training"
             )
@@ -289,11 +308,14 @@ class StochasticInt8Compression(Int8Compression):
 
     def _rounded(self, quotients: Tensor, bucket: int, rank: int) -> Tensor:
         assert self._step is not None
-        words = np.random.SeedSequence(
-            (self._seed % 2**64, self._step, bucket, rank)
-        ).generate_state(1, np.uint64)
-        generator = torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))
+        generator = seeded(self._seed, self._step, bucket, rank)
         return (quotients + torch.rand(quotients.shape, generator=generator)).floor_()
+
+
+def seeded(seed: int, *key: int) -> torch.Generator:
+    """Return a generator that depends only on these numbers."""
+    words = np.random.SeedSequence((seed % 2**64, *key)).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))
 
 
 class Int4Compression(GradientCompression):
@@ -357,8 +379,9 @@ class DeepGradientCompression(GradientCompression):
         u = m·u + g,  v = v + u                 (momentum correction, local accumulation)
         send v where |v| is largest; v = 0, u = 0 there   (momentum factor masking)
 
-    so the optimiser's own momentum must be 0. If an all-reduce of all values costs no more bytes, all are sent, and
-    u is kept: with a ratio of 1 this is SGD with momentum. If a member is lost, so are its unsent values.
+    (Lin et al., ICLR 2018, algorithm 4, with buckets in place of layers; its clipping is of each bucket's norm.) So the
+    optimiser's own momentum must be 0. If an all-reduce of all values costs no more bytes, all are sent, and u is kept:
+    with a ratio of 1 this is SGD with momentum. If a member is lost, so are its unsent values.
     """
 
     def __init__(self, coding: LargestValues, momentum: float = 0.0) -> None:
@@ -370,6 +393,10 @@ class DeepGradientCompression(GradientCompression):
         self, rank: int, size: int, bucket: int, gradient: Tensor
     ) -> Script[tuple[Tensor, ...]]:
         velocity, unsent = self._residuals(bucket, gradient, 2)
+        if self._largest.clip_norm:
+            # A NaN stays one, so that it is seen.
+            norm = torch.linalg.vector_norm(gradient) * math.sqrt(size) / self._largest.clip_norm
+            gradient.div_(norm.clamp(min=1.0))
         velocity = torch.add(gradient, velocity, alpha=self._momentum)
         unsent = unsent + velocity
         num_sent = self._largest.num_sent(gradient.numel(), size, self._step)
@@ -397,6 +424,101 @@ class DeepGradientCompression(GradientCompression):
         return velocity, unsent
 
 
+class PowerSGDCompression(GradientCompression):
+    """Members sum the factors of each matrix M ≈ P·Qᵀ; what that leaves of their own is added to their next gradient.
+
+    With the member's M = gradient + what was left, and the orthonormal columns Q of the step before:
+
+        P = Σ M·Q, orthonormalised;  Q' = Σ Mᵀ·P;  all get P·Q'ᵀ;  what is left is M - P·(Mᵀ·P)ᵀ
+
+    (Vogels et al., NeurIPS 2019, algorithms 1 and 2.) There and in torch's `powerSGD_hook` a member keeps M less the
+    mean that all get. Over all members that is the same sum, but each one's part grows with the difference of its
+    gradients from the others', and would be lost with it.
+    """
+
+    def __init__(self, coding: PowerSGD, seed: int) -> None:
+        super().__init__(coding)
+        self._low_rank, self._seed = coding, seed
+
+    def _exchange(
+        self, rank: int, size: int, bucket: int, gradient: Tensor
+    ) -> Script[tuple[Tensor, ...]]:
+        if not self._low_rank.compresses(self._step):
+            yield gradient
+            return ()
+        forms = self._low_rank.matrices(self._shapes[bucket])
+        if bucket in self._kept:
+            bases, unsent = self._residuals(bucket, gradient, 2)
+            gradient += unsent
+        else:
+            bases = self._first_bases(bucket, forms)
+        unsent = torch.zeros_like(gradient)
+        if size == 1:
+            return bases, unsent
+        lengths = [form.num_rows * form.num_columns for form in forms]
+        parts = list(zip(gradient.split(lengths), unsent.split(lengths), forms, strict=True))
+        yield from _sum_joined([part for part, _, form in parts if not form.rank])
+        small = [
+            (part.view(form.num_rows, -1), rest.view(form.num_rows, -1))
+            for part, rest, form in parts
+            if form.rank
+        ]
+        lengths = [form.num_columns * form.rank for form in forms if form.rank]
+        ranks = [form.rank for form in forms if form.rank]
+        before = [base.view(-1, low) for base, low in zip(bases.split(lengths), ranks, strict=True)]
+        left = [own @ orthonormal(base) for (own, _), base in zip(small, before, strict=True)]
+        yield from _sum_joined(left)
+        left = [orthonormal(each) for each in left]
+        right = [own.T @ each for (own, _), each in zip(small, left, strict=True)]
+        for (own, rest), p, q in zip(small, left, right, strict=True):
+            torch.sub(own, p @ q.T, out=rest)
+        yield from _sum_joined(right)
+        for (own, _), p, q in zip(small, left, right, strict=True):
+            torch.mm(p, q.T, out=own)
+        if not torch.isfinite(gradient).all():
+            return ()
+        # A column of zeros, as of a layer that gets no gradient, would stay so for good.
+        following = [
+            torch.where(q.any(0), q, base).flatten() for q, base in zip(right, before, strict=True)
+        ]
+        return torch.cat([torch.zeros(0), *following]), unsent
+
+    def _first_bases(self, bucket: int, forms: Sequence[Matrix]) -> Tensor:
+        """Return random bases, the same at all members."""
+        generator = seeded(self._seed, bucket)
+        drawn = [
+            torch.randn(form.num_columns, form.rank, generator=generator).flatten()
+            for form in forms
+        ]
+        return torch.cat([torch.zeros(0), *drawn])
+
+
+# A column that others nearly span is the rounding errors of its elements.
+_SPANNED = 1e-5
+
+
+def orthonormal(matrix: Tensor) -> Tensor:
+    """Return a matrix with orthonormal columns, by Gram and Schmidt; columns that earlier ones span become zeros."""
+    columns: list[Tensor] = []
+    for column in matrix.T:
+        rest = column
+        for other in columns:
+            rest = rest - (other @ rest) * other
+        norm, limit = torch.linalg.vector_norm(rest), _SPANNED * torch.linalg.vector_norm(column)
+        columns.append(torch.zeros_like(rest) if norm <= limit else rest / norm)
+    return torch.stack(columns, dim=1)
+
+
+def _sum_joined(tensors: Sequence[Tensor]) -> Script[None]:
+    """Replace tensors by their sums over all members, in one sum of all."""
+    if not tensors:
+        return
+    joined = torch.cat([tensor.flatten() for tensor in tensors])
+    yield joined
+    for tensor, part in zip(tensors, joined.split([each.numel() for each in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
 def make_compression(
     coding: Coding, *, seed: int = 0, momentum: float = 0.0
 ) -> GradientCompression:
@@ -410,6 +532,8 @@ def make_compression(
             return Int8Compression(coding)
         case Int4():
             return Int4Compression(coding)
+        case PowerSGD():
+            return PowerSGDCompression(coding, seed)
         case LargestValues():
             return DeepGradientCompression(coding, momentum)
     assert isinstance(coding, Exact), f"{type(coding).__name__} has no compression"

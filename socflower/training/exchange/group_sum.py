@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from socflower.errors import ConfigError
-from socflower.hierarchy.exchange.gradients import Coding
+from socflower.hierarchy.exchange.gradients import Coding, GradientExchange
 from socflower.model_graph import batch_form
 from socflower.model_graph.batch_form import NOTHING
-from socflower.training.exchange.buckets import make_buckets, sum_in_ring_order
+from socflower.training.exchange.buckets import make_buckets
 from socflower.training.exchange.compression import (
+    SUMS,
     GradientCompression,
     make_compression,
     run_together,
@@ -59,7 +60,7 @@ def split_state(state: bytes) -> tuple[bytes, dict[int, bytes]]:
 
 
 class GroupSum:
-    """The members of a group in one process: each one's gradient is computed by itself, in the order of the ring.
+    """The members of a group in one process: each one's gradient is computed by itself, in the order of its exchange.
 
     `socs` are the members; `num_buckets` must equal the ring's, since sums and codings begin again with each bucket.
     `residuals` are those of members at the end of the previous interval.
@@ -69,7 +70,7 @@ class GroupSum:
         self,
         session: ExchangingSession,
         model: nn.Module,
-        coding: Coding,
+        exchange: GradientExchange,
         socs: Sequence[int],
         *,
         num_buckets: int,
@@ -78,7 +79,8 @@ class GroupSum:
     ) -> None:
         self._session, self._socs = session, socs
         self._parameters = [part for part in model.parameters() if part.requires_grad]
-        self._make = partial(own_compression, session, coding, seed)
+        self._kind = exchange.kind
+        self._make = partial(own_compression, session, exchange.coding, seed)
         self._buckets = [make_buckets(model, num_buckets) for _ in socs]
         self._compressions = [self._make() for _ in socs]
         for soc, compression in zip(socs, self._compressions, strict=True):
@@ -124,7 +126,7 @@ class GroupSum:
         weights = [session.batch_weight([parts[member]]) for member in present]
         if any(weight is None for weight in weights):
             return []
-        total = float(sum_in_ring_order([np.array([weight]) for weight in weights])[0])
+        total = float(SUMS[self._kind]([np.array([weight]) for weight in weights])[0])
         return [lambda: total]
 
     def _exchange(self, present: Sequence[int], step: int) -> None:
@@ -139,9 +141,12 @@ class GroupSum:
         ):
             run_together(
                 [
-                    self._compressions[member].exchange(rank, len(present), number, bucket.buffer)
+                    self._compressions[member].exchange(
+                        rank, len(present), number, bucket.buffer, bucket.shapes
+                    )
                     for rank, (member, bucket) in enumerate(zip(present, alike, strict=True))
-                ]
+                ],
+                self._kind,
             )
         for member in present:
             self._compressions[member].finish_step()

@@ -5,6 +5,7 @@ compares.
 """
 
 import json
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,14 +41,15 @@ def built_in_profile(name: str, channels: int, size: int) -> ModelProfile:
     """
     require_known("model.name", name, _rows())
     layers, weights = [], []
-    for layer, kind, flops, output_bytes, *tensors in _rows()[name][f"{channels}x{size}"]["layers"]:
+    for layer, kind, flops, output_bytes, *texts in _rows()[name][f"{channels}x{size}"]["layers"]:
+        tensors = [tuple(map(int, text.split("x"))) for text in texts]
         layers.append(
             LayerProfile(
                 name=layer,
                 kind=kind,
                 forward_flops=float(flops),
                 output_bytes=float(output_bytes),
-                weight_bytes=float(sum(tensors)),
+                weight_bytes=sum(map(_num_bytes, tensors)),
                 num_tensors=len(tensors),
             )
         )
@@ -71,15 +73,21 @@ def built_in_pieces(name: str, cuts: str, channels: int, size: int) -> list[list
     return _rows()[name][f"{channels}x{size}"]["pieces"] if cuts == "layers" else []
 
 
-def _gradients(layers: list[LayerProfile], weights: list[list[int]]) -> tuple[Gradient, ...]:
+def _num_bytes(shape: tuple[int, ...]) -> float:
+    return _FLOAT32_BYTES * math.prod(shape)
+
+
+def _gradients(
+    layers: list[LayerProfile], weights: list[list[tuple[int, ...]]]
+) -> tuple[Gradient, ...]:
     """Return the gradients from the last tensor to the first, each complete with its layer's backward pass."""
     backward_flops = [layer.training_flops - layer.forward_flops for layer in layers]
     total, so_far, gradients = sum(backward_flops), 0.0, []
     for flops, tensors in zip(reversed(backward_flops), reversed(weights), strict=True):
         so_far += flops
         gradients += [
-            Gradient(num_bytes=float(num_bytes), done=so_far / total)
-            for num_bytes in reversed(tensors)
+            Gradient(num_bytes=_num_bytes(shape), done=so_far / total, shape=shape)
+            for shape in reversed(tensors)
         ]
     return tuple(gradients)
 
@@ -88,7 +96,7 @@ def _gradients(layers: list[LayerProfile], weights: list[list[int]]) -> tuple[Gr
 def _rows() -> dict[str, dict[str, dict[str, list[list[Any]]]]]:
     """Return by model and images the rows of cuts, pieces and layers.
 
-    A layer's row has its name, kind, operations, bytes of its output, and bytes of each tensor.
+    A layer's row has its name, kind, operations, bytes of its output, and the shape of each tensor, as "6x1x5x5".
     """
     models: dict[str, dict[str, dict[str, list[list[Any]]]]] = json.loads(
         PROFILES.read_text("utf-8")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from socflower.hierarchy import GradientExchange, gradient_coding
+from socflower.hierarchy import Exchange, GradientExchange, gradient_coding
 from socflower.hierarchy.exchange.models import FP16, INT4, INT8
 from socflower.peers.leaders.model_changes import ChangeCompression, Floats, feedback_digest
 from socflower.peers.leaders.model_exchange import (
@@ -254,5 +254,7 @@ def test_the_bytes_are_those_that_are_priced(name: str, monkeypatch: pytest.Monk
     changes = [None if name == "none" else ChangeCompression(name=name, common=common)] * num_groups
     with ThreadPoolExecutor(num_groups) as threads:
         list(threads.map(exchange_models, rings, models, [lambda: None] * num_groups, changes))
-    priced = GradientExchange(coding=gradient_coding(name)).wire_bytes(800_000.0, num_groups)
+    priced = GradientExchange(coding=gradient_coding(name)).wire_bytes(
+        Exchange(num_bytes=800_000.0, num_tensors=1), num_groups
+    )
     assert sum(sent) / num_groups == pytest.approx(priced, rel=0.01)

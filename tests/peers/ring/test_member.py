@@ -249,6 +249,7 @@ class Members:
         devices: Sequence[str] = (),
         num_buckets: int = 1,
         compression: str = "none",
+        exchange: str = "ring",
         int8: str = "",
         before: "Members | None" = None,
         returns: int | None = None,
@@ -257,9 +258,14 @@ class Members:
         tolerate_errors: bool = False,
     ) -> None:
         def struck(
-            transport: str, port: RingPort, ranks: Any, generation: int, heartbeat_s: float
+            transport: str,
+            port: RingPort,
+            ranks: Any,
+            generation: int,
+            heartbeat_s: float,
+            kind: str,
         ) -> Collective:
-            ring = open_ring(transport, port, ranks, generation, heartbeat_s)
+            ring = open_ring(transport, port, ranks, generation, heartbeat_s, kind)
             return StruckRing(ring, port.rank, generation, strike)
 
         monkeypatch.setattr(ring_member_module, "open_ring", struck)
@@ -271,6 +277,7 @@ class Members:
             first_step=num_steps if before else 0,
             num_buckets=num_buckets,
             compression=compression,
+            exchange=exchange,
         )
         self._spoilt, self._tolerate_errors = spoilt or {}, tolerate_errors
         self._before, self._returns, self._rebalance_steps = before, returns, rebalance_steps
@@ -507,6 +514,21 @@ def test_a_step_that_all_lost_is_done_again(
     members = Members(3, monkeypatch, strike)
     members.check()
     assert not any(line.adopted for ledger in members.ledgers.values() for line in ledger)
+
+
+@pytest.mark.parametrize(("dies", "compression"), [(0, "none"), (2, "powersgd")])
+def test_a_server_or_one_of_its_members_that_dies_is_lost_and_no_step_is(
+    monkeypatch: pytest.MonkeyPatch, dies: int, compression: str
+) -> None:
+    """The next member becomes the server."""
+
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if (rank, generation, operation, number) == (dies, 0, "all_reduce", 3):
+            raise Died
+
+    members = Members(3, monkeypatch, strike, exchange="server", compression=compression)
+    assert list(members.ends) == [rank for rank in range(3) if rank != dies]
+    members.check()
 
 
 @pytest.mark.parametrize("num_taken", [1, 2])

@@ -1,38 +1,40 @@
-"""What every ring over real connections keeps to, whatever carries it."""
+"""What every ring and star over real connections keeps to, whatever carries it."""
 
 import pytest
 
 from tests.peers import transport_contract as ring_contract
 
-both_transports = pytest.mark.parametrize("transport", ["gloo", "grpc"])
+all_transports = pytest.mark.parametrize(
+    "transport", ["gloo", "grpc", "gloo-server", "grpc-server"]
+)
 
 
-@both_transports
+@all_transports
 @pytest.mark.parametrize("size", [2, 4])
 def test_operations(transport: str, size: int) -> None:
     ring_contract.check_operations(transport, size)
 
 
-@both_transports
+@all_transports
 def test_every_type_sums(transport: str) -> None:
     ring_contract.check_types(transport)
 
 
-@both_transports
+@all_transports
 def test_leaving_in_peace_takes_nothing_from_others(transport: str) -> None:
     ring_contract.check_graceful_close(transport)
 
 
-@both_transports
+@all_transports
 def test_survivors_form_again(transport: str) -> None:
     ring_contract.check_survivors_form_again(transport)
 
 
-@both_transports
+@all_transports
 def test_a_killed_member_is_lost(transport: str) -> None:
     ring_contract.check_death(transport)
 
 
-@both_transports
+@all_transports
 def test_a_stopped_member_ends_the_wait_only_through_the_poll(transport: str) -> None:
     ring_contract.check_hang(transport)

@@ -211,7 +211,7 @@ def test_an_unknown_key_like_no_other_gets_the_list_of_keys(write: Write) -> Non
         ("[cluster]\ndevice = 'abacus'", "'abacus' is unknown; the catalogue has snapdragon-865"),
         ("[cluster]\nboards = 2\n[[board]]\nsocs = 1", "boards"),
         ("[train]\nepochs = 5\nlocal_epochs = 2", "a multiple of local_epochs = 2"),
-        ("[strategy]\nname = 'magic'", "use one of socflow, ring, fedavg, sgd"),
+        ("[strategy]\nname = 'magic'", "use one of socflow, ring, ps"),
         ("[[event]]\nkind = 'nan'\nround = 1", "[[event]] 1: soc is missing"),
         ("[expect]\naccuracy = 1", "unknown claim 'accuracy'"),
     ],

@@ -2,15 +2,22 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from socflower.hierarchy.exchange.gradients import CODINGS, LargestValues, gradient_coding
+from socflower.hierarchy.exchange.gradients import (
+    CODINGS,
+    LargestValues,
+    SelectedBuckets,
+    gradient_coding,
+)
 from socflower.training.exchange.compression import (
     GradientCompression,
     make_compression,
@@ -25,8 +32,18 @@ def compression(
     name: str, seed: int = 0, momentum: float = 0.0, **largest: Any
 ) -> GradientCompression:
     """Return a member's side; `largest` are arguments of `LargestValues`, which other codings ignore."""
-    coding = LargestValues(**largest) if name == "dgc" else gradient_coding(name)
+    coding = gradient_coding(name)
+    if isinstance(coding, LargestValues):
+        links = {"bytes_per_s": 1e6} if name == "hipress" else {}
+        coding = replace(coding, **largest, **links)
     return make_compression(coding, seed=seed, momentum=momentum)
+
+
+def shapes_of(num_elements: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a matrix and a vector of so many elements."""
+    num_rows = math.isqrt(num_elements)
+    num_columns = num_elements // max(1, num_rows)
+    return (num_rows, num_columns), (num_elements - num_rows * num_columns,)
 
 
 class Group:
@@ -42,7 +59,7 @@ class Group:
             member.start_step(number)
         run_together(
             [
-                member.exchange(rank, len(sums), 0, sums[rank])
+                member.exchange(rank, len(sums), 0, sums[rank], shapes_of(len(sums[rank])))
                 for rank, member in enumerate(self.members)
             ]
         )
@@ -102,7 +119,7 @@ def test_a_step_that_is_done_again_leaves_no_trace_of_the_first_attempt(name: st
         assert torch.equal(once.step(step, gradients), twice.step(step, gradients))
 
 
-@pytest.mark.parametrize("name", ["int8", "dgc"])
+@pytest.mark.parametrize("name", ["int8", "dgc", "powersgd"])
 def test_an_abandoned_exchange_that_ends_late_leaves_no_trace(name: str) -> None:
     group = Group(name, 2, ratio=0.02)
     gradients = random_gradients(2, 500)
@@ -330,6 +347,72 @@ def test_momentum_is_corrected_and_masked() -> None:
         0,
         0,
     ]  # and both momenta ended when they were sent
+
+
+class Published:
+    """Deep gradient compression as Lin et al. (ICLR 2018) print it: algorithm 4, for one layer and all nodes."""
+
+    def __init__(self, num_nodes: int, momentum: float, threshold: float, sparsities: list[float]):
+        self._velocity, self._unsent = np.zeros((2, num_nodes, NUM_PUBLISHED))
+        self._num_nodes, self._momentum, self._threshold = num_nodes, momentum, threshold
+        # Of each epoch, in percent: 75, 93.75, 98.4375, 99.6, 99.9.
+        self._sparsities = sparsities
+
+    def step(self, epoch: int, gradients: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        total = np.zeros(NUM_PUBLISHED)
+        sparsity = self._sparsities[min(epoch, len(self._sparsities) - 1)]
+        for node, gradient in enumerate(gradients):
+            norm = np.sqrt((gradient**2).sum())
+            limit = self._threshold * self._num_nodes**-0.5
+            if norm > limit:
+                gradient = gradient * limit / norm
+            self._velocity[node] = self._momentum * self._velocity[node] + gradient
+            self._unsent[node] += self._velocity[node]
+            num_sent = math.ceil((100 - sparsity) / 100 * NUM_PUBLISHED)
+            limit = np.sort(np.abs(self._unsent[node]))[-num_sent]
+            mask = np.abs(self._unsent[node]) >= limit
+            total += np.where(mask, self._unsent[node], 0)
+            self._unsent[node][mask] = self._velocity[node][mask] = 0
+        return total
+
+
+NUM_PUBLISHED = 4096
+
+
+def test_deep_gradient_compression_is_the_published_one() -> None:
+    """With momentum correction, factor masking, clipping, and a warm-up of an epoch for each sparsity."""
+    steps_per_epoch = 3
+    coding = gradient_coding("dgc clip_norm=30", steps_per_epoch=steps_per_epoch)
+    members = [make_compression(coding, momentum=0.9) for _ in range(3)]
+    sparsities = [75, 93.75, 98.4375, 100 * (1 - 1 / 256), 99.9]
+    published = Published(3, 0.9, 30.0, sparsities)
+    clipped = False
+    for step in range(6 * steps_per_epoch):
+        gradients = random_gradients(3, NUM_PUBLISHED, seed=step, spread=1.0)
+        clipped = clipped or any(one.norm() > 30 / math.sqrt(3) for one in gradients)
+        expected = published.step(step // steps_per_epoch, torch.stack(gradients).double().numpy())
+        for member in members:
+            member.start_step(step)
+        run_together(
+            [each.exchange(rank, 3, 0, gradients[rank]) for rank, each in enumerate(members)]
+        )
+        for member in members:
+            member.finish_step()
+        np.testing.assert_allclose(gradients[0], expected, rtol=1e-4, atol=1e-5)
+    assert clipped
+
+
+def test_hipress_sends_a_bucket_as_dgc_or_exactly() -> None:
+    """On slow links the largest values, on fast ones sums: momentum SGD."""
+    gradients = random_gradients(3, 5000)
+    for links, name in (({"bytes_per_s": 1e6}, "dgc"), ({"message_s": 1.0}, "none")):
+        coding = replace(SelectedBuckets(ratio=0.01, bytes_per_s=1e9), **links)
+        members = [make_compression(coding) for _ in range(3)]
+        found = [one.clone() for one in gradients]
+        for member in members:
+            member.start_step(0)
+        run_together([each.exchange(rank, 3, 0, found[rank]) for rank, each in enumerate(members)])
+        assert torch.equal(found[0], Group(name, 3, ratio=0.01).step(0, gradients))
 
 
 def test_members_that_disagree_find_out() -> None:

@@ -2,22 +2,22 @@
 
 Each edge is a ring of two, so a tree needs nothing of a transport beyond rings. At every level the first member
 receives the others' sums and adds them to its own in their order; the total returns the same way. So a sum depends
-only on the members and their places.
+only on the members and their places. Where all are in one place, the first member is their parameter server.
 """
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from socflower.hierarchy.exchange.models import tree_levels
-from socflower.peers.collective import Collective, PeerLost, Poll, no_poll
+from socflower.peers.collective import Collective, PeerLost
 from socflower.peers.transports.grpc import GrpcRing
 from socflower.peers.transports.in_process import in_process_rings
+from socflower.peers.transports.links import QueuedCollective
 from socflower.peers.transports.port import Admission, Handler, PortView
 from socflower.peers.transports.stream import OutgoingStream
 
@@ -37,63 +37,45 @@ def tree_edges(places: Sequence[Place]) -> tuple[Edge, ...]:
     )
 
 
-class Tree(Collective):
-    """A member's end of a tree: its rings of two, by edge. An operation runs during the wait for its result."""
-
-    transport = "tree"
+class Tree(QueuedCollective):
+    """A member's end of a tree: its rings of two, by edge."""
 
     def __init__(self, rank: int, size: int, edges: Mapping[Edge, Collective]) -> None:
-        self.rank, self.size = rank, size
         self._below = [ring for (first, _), ring in edges.items() if first == rank]
         # There is at most one.
         self._above = [ring for (_, other), ring in edges.items() if other == rank]
+        over = {ring.transport for ring in edges.values()} or {"in-process"}
+        super().__init__(rank, size, *over)
 
-    def all_reduce(self, buffer: Tensor) -> "_Sum":
-        """Return work that sums a buffer over all members, in place, during its wait."""
-        array = buffer.detach().numpy()
+    def _sum(self, array: NDArray[Any]) -> None:
+        for ring in self._below:
+            array[:] += _like(array, ring.broadcast(None, 1))
+        array[:] = _like(array, self._through_top(array.tobytes()))
 
-        def run(poll: Poll) -> None:
-            for ring in self._below:
-                array[:] += _like(array, ring.broadcast(None, 1, poll))
-            array[:] = _like(array, self._through_top(array.tobytes(), poll))
-
-        return _Sum(run)
-
-    def all_gather(self, payload: bytes, poll: Poll = no_poll) -> list[bytes]:
-        """Return every member's payload, by rank."""
+    def _gather(self, payload: bytes) -> list[bytes]:
         payloads = [b""] * self.size
         payloads[self.rank] = payload
         for ring in self._below:
-            for rank, part in enumerate(_split(ring.broadcast(None, 1, poll), self.size)):
+            for rank, part in enumerate(_split(ring.broadcast(None, 1), self.size)):
                 payloads[rank] = payloads[rank] or part
-        return _split(self._through_top(_join(payloads), poll), self.size)
+        return _split(self._through_top(_join(payloads)), self.size)
 
-    def broadcast(self, payload: bytes | None, source: int, poll: Poll = no_poll) -> bytes:
-        """Return the payload of rank `source`."""
-        return self.all_gather(payload or b"", poll)[source]
+    def _spread(self, payload: bytes | None, source: int) -> bytes:
+        return self._gather(payload or b"")[source]
 
-    def close(self) -> None:
-        """Leave at once; may be called twice."""
+    def _close_links(self, *, graceful: bool) -> None:
+        # Each ring knows whether its own operations are done.
         for ring in (*self._below, *self._above):
             ring.close()
 
-    def _through_top(self, payload: bytes, poll: Poll) -> bytes:
+    def _through_top(self, payload: bytes) -> bytes:
         """Send the sum of all members below upwards and pass the total down; the first of all members has the total."""
         for ring in self._above:
-            ring.broadcast(payload, 1, poll)
-            payload = ring.broadcast(None, 0, poll)
+            ring.broadcast(payload, 1)
+            payload = ring.broadcast(None, 0)
         for ring in reversed(self._below):
-            ring.broadcast(payload, 0, poll)
+            ring.broadcast(payload, 0)
         return payload
-
-
-class _Sum:
-    def __init__(self, run: Callable[[Poll], None]) -> None:
-        self._run = run
-
-    def wait(self, poll: Poll = no_poll) -> None:
-        """Sum; raise `PeerLost`, or what `poll` raises."""
-        self._run(poll)
 
 
 def in_process_trees(places: Sequence[Place]) -> list[Collective]:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from socflower.hierarchy.exchange.models import tree_levels
 from socflower.peers.collective import Collective, PeerLost
-from socflower.peers.leaders.tree import Place, grpc_tree, in_process_trees, tree_edges
 from socflower.peers.transports.port import RingPort
+from socflower.peers.transports.tree import Place, grpc_tree, in_process_trees, tree_edges
 from tests.peers.peers import TOKEN, free_addresses
 
 PLACES = st.lists(st.tuples(st.integers(0, 4), st.just(0)), min_size=1, max_size=7).map(

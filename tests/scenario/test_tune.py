@@ -1,0 +1,154 @@
+"""The search of `socflower tune`: candidates, fronts, and trainings that go farther and farther."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from socflower.engines.ending import Ending
+from socflower.errors import TrainingFailed
+from socflower.scenario.candidates import Costs, by_fronts, candidates_of, front
+from socflower.scenario.planning import planned_training
+from socflower.scenario.runner import run_to_folder
+from socflower.scenario.schema.config import CompareConfig, Scenario
+from socflower.scenario.schema.file import load_scenario, scenario_cluster
+from socflower.scenario.tune import runner, tune
+from tests.command_line import Socflower, is_mistake
+from tests.one_line import refused
+from tests.scenario.small_runs import small
+
+pytestmark = pytest.mark.usefixtures("on_few_digits")
+
+METHODS = ("socflow", "ring", "sgd")
+costs = st.lists(
+    st.builds(
+        lambda time_s, energy_j: Costs(time_s=float(time_s), energy_j=float(energy_j)),
+        st.integers(1, 5),
+        st.integers(1, 5),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+def beats(one: Costs, other: Costs) -> bool:
+    no_worse = one.time_s <= other.time_s and one.energy_j <= other.energy_j
+    return no_worse and (one.time_s < other.time_s or one.energy_j < other.energy_j)
+
+
+@given(all_costs=costs)
+def test_the_front_is_what_nothing_beats(all_costs: list[Costs]) -> None:
+    best = front(all_costs)
+    brute = {each for each in all_costs if not any(beats(other, each) for other in all_costs)}
+    assert {all_costs[index] for index in best} == brute
+    assert len(best) == len(brute)
+    assert [all_costs[index].time_s for index in best] == sorted({each.time_s for each in brute})
+
+
+@given(all_costs=costs)
+def test_fronts_follow_each_other_and_leave_nobody_out(all_costs: list[Costs]) -> None:
+    order = by_fronts(all_costs)
+    assert sorted(order) == list(range(len(all_costs)))
+    for position, index in enumerate(order):
+        assert not any(beats(all_costs[later], all_costs[index]) for later in order[position + 1 :])
+
+
+@pytest.fixture(scope="module")
+def scenario() -> Scenario:
+    return small(boards=(2, 2), epochs=4).replaced(compare=CompareConfig(target_accuracy=0.5))
+
+
+def test_settings_of_a_candidate_have_equal_steps_and_their_predicted_costs(
+    scenario: Scenario,
+) -> None:
+    found = candidates_of(scenario, METHODS)
+    for candidate in found:
+        assert len({setting.scenario.train.learning_rate for setting in candidate.settings}) == 1
+        for setting in candidate.settings:
+            own = setting.scenario
+            planned = planned_training(own, scenario_cluster(own))
+            assert setting.epoch.time_s == pytest.approx(planned.duration_s / own.train.epochs)
+            assert not setting.epoch.is_dominated(other.epoch for other in candidate.settings)
+    assert len(
+        {
+            (each.step, each.arithmetic, each.settings[0].scenario.train.learning_rate)
+            for each in found
+        }
+    ) == len(found)
+
+
+def curves(scenario: Scenario, label: str, ending: Ending) -> Mapping[str, Any]:
+    """Return a made-up training: its error is 1 over epochs, and halves with half the groups."""
+    groups = scenario.strategy.groups if scenario.strategy.name == "socflow" else 1
+    rate = 0.05 / scenario.train.learning_rate
+    assert isinstance(groups, int)
+    planned = planned_training(scenario, scenario_cluster(scenario))
+    epoch_s = planned.duration_s / scenario.train.epochs
+    rounds: list[dict[str, Any]] = []
+    for step in range(4 * scenario.train.epochs + 1):
+        epoch = step / 4
+        error = min(1.0, 0.4 * groups * max(rate, 1 / rate) / max(epoch, 0.25))
+        rounds.append({"epoch": epoch, "accuracy": 1.0 - error, "virtual_s": epoch * epoch_s})
+        if rounds[-1]["accuracy"] >= ending.target or epoch >= (ending.most_epochs or 1e9):
+            break
+    last = rounds[-1]
+    energy_j = planned.energy_j / scenario.train.epochs * last["epoch"]
+    return {
+        "rounds": rounds,
+        "final_accuracy": last["accuracy"],
+        "virtual_s": last["virtual_s"],
+        "energy_j": energy_j,
+    }
+
+
+@pytest.mark.parametrize("prefer", ["time", "energy"])
+def test_the_chosen_setting_is_the_best_of_all_on_known_curves(
+    scenario: Scenario, prefer: str, tmp_path: Path
+) -> None:
+    document = tune(scenario, METHODS, tmp_path, curves, budget=40, prefer=prefer)
+    exhaustive = []
+    for candidate in candidates_of(scenario, METHODS):
+        for setting in candidate.settings:
+            ending = Ending(quality="accuracy", target=0.5)
+            whole = curves(setting.scenario, "", ending)
+            if whole["final_accuracy"] >= 0.5:
+                exhaustive.append(whole["virtual_s" if prefer == "time" else "energy_j"])
+    chosen = document["chosen"]["time_s" if prefer == "time" else "energy_j"]
+    assert chosen <= 1.05 * min(exhaustive)
+    rungs = [each["rung"] for each in document["trainings"]]
+    assert rungs.count(0) <= 40 and rungs.count(3) < rungs.count(0)
+    assert json.loads((tmp_path / "tune.json").read_text()) == document
+
+
+def test_a_target_that_nobody_reaches_ends_in_a_line(scenario: Scenario, tmp_path: Path) -> None:
+    hard = scenario.replaced(compare=CompareConfig(target_accuracy=0.999))
+    refused(lambda: tune(hard, METHODS, tmp_path, curves, budget=4), "99.9", error=TrainingFailed)
+    assert not (tmp_path / "chosen.toml").exists()
+
+
+def test_the_chosen_scenario_is_a_file_that_costs_what_was_said(
+    scenario: Scenario, tmp_path: Path
+) -> None:
+    target = CompareConfig(target_accuracy=0.15)
+    easy = scenario.replaced(compare=target, train=scenario.train.replaced(epochs=1))
+    run = runner(tmp_path, "local", 0, lambda label: lambda entry: None)
+    document = tune(easy, ("socflow", "sgd"), tmp_path, run, budget=2)
+    chosen = load_scenario(tmp_path / "chosen.toml")
+    assert chosen.strategy.name == document["chosen"]["strategy"]
+    ending = Ending(quality="accuracy", target=0.15)
+    again = run_to_folder(chosen, tmp_path / "again", num_workers=0, ending=ending)
+    assert again["virtual_s"] == document["chosen"]["time_s"]
+    assert "chosen" in (tmp_path / "report.html").read_text().lower()
+    # Nothing is trained twice.
+    assert tune(easy, ("socflow", "sgd"), tmp_path, run, budget=2) == document
+
+
+def test_what_cannot_be_tuned_is_refused(socflower: Socflower) -> None:
+    is_mistake(socflower("tune auto_groups"), "target_accuracy")
+    is_mistake(socflower("tune digits_demo --prefer both"), "--prefer both")
+    is_mistake(socflower("tune digits_demo --budget 1"), "budget")
+    is_mistake(socflower("tune digits_demo --strategies fedavg"), "--strategies fedavg")
