@@ -103,6 +103,7 @@ _EXPORTS = {
     "thermal.model.dynamics": ("RackDynamics",),
     "hierarchy.group_count": ("default_candidates",),
     "hierarchy.plan": ("GroupPlan", "plan_groups"),
+    "hierarchy.quorum": ("Quorum",),
     "hierarchy.rebalancing": ("Rebalancing",),
     "cluster.cluster_file": ("load_cluster", "parse_cluster"),
     "cluster.cost_model": ("ModelProfile",),

@@ -26,6 +26,7 @@ from socflower.errors import ConfigError as ConfigError, DataUnavailable as Data
 from socflower.flower_adapter import quiet_flower as quiet_flower
 from socflower.hierarchy.group_count import default_candidates as default_candidates
 from socflower.hierarchy.plan import GroupPlan as GroupPlan, plan_groups as plan_groups
+from socflower.hierarchy.quorum import Quorum as Quorum
 from socflower.hierarchy.rebalancing import Rebalancing as Rebalancing
 from socflower.model_graph.layer_profile import profile_module as profile_module
 from socflower.peers.ring.settings import RingSettings as RingSettings

@@ -192,7 +192,11 @@ class TrainerState:
         self._resumed, self._required = RESUMED in config, is_leader and bool(config.get(RESUMED))
         self._handed = message.content.config_records.get(HANDED)
         self._begin = Position(
-            task.group_id, task.num_groups, task.total_steps, task.first_step, task.seed
+            task.group_id,
+            task.num_groups,
+            task.total_steps,
+            task.first_step - task.missed_steps,
+            task.seed,
         )
         if files is not None and task.first_step == 0:
             files.delete(task.group_id, _num_groups_tried(message, task))

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Protocol, TypeVar
 
 from socflower.cluster.task_graph import Activity, TaskGraph
@@ -46,7 +47,7 @@ class Usage:
             num_bytes=_sum(self.num_bytes, other.num_bytes),
         )
 
-    def __mul__(self, count: int) -> "Usage":
+    def __mul__(self, count: float) -> "Usage":
         """Return the usage of `count` of these, one after the other."""
         return Usage(
             duration_s=self.duration_s * count,
@@ -137,12 +138,26 @@ class VirtualClock(Protocol):
         """Return after how many seconds of that run each SoC would end its last repetition; no time passes."""
         ...
 
+    def ends_while_steady(self, graph: TaskGraph, pace: Pace) -> Mapping[int, float]:
+        """Return the clock time at which each SoC of `graph` would end its remaining work at present speeds.
+
+        `math.inf` for a SoC with more work left than another one of its part. No time passes.
+        """
+        ...
+
     def run_while_steady(
-        self, graph: TaskGraph, pace: Pace, *, at_most: int | None = None, label: str = ""
+        self,
+        graph: TaskGraph,
+        pace: Pace,
+        *,
+        at_most: int | None = None,
+        at_most_s: float = inf,
+        label: str = "",
     ) -> Usage:
         """Execute `graph` until speeds or users change, or all is done; advance `pace` and return the usage.
 
-        Also ends once a part has done `at_most` repetitions. All tasks of `graph` belong to SoCs in `pace`.
+        Also ends once a part has done `at_most` repetitions, and after `at_most_s`. All tasks of `graph` belong to SoCs
+        in `pace`.
         """
         ...
 
@@ -191,5 +206,5 @@ def _sum(left: Mapping[_Key, float], right: Mapping[_Key, float]) -> dict[_Key, 
     return {key: left.get(key, 0.0) + right.get(key, 0.0) for key in (*left, *right)}
 
 
-def _scaled(values: Mapping[_Key, float], count: int) -> dict[_Key, float]:
+def _scaled(values: Mapping[_Key, float], count: float) -> dict[_Key, float]:
     return {key: value * count for key, value in values.items()}

@@ -25,6 +25,7 @@ from socflower.hierarchy.interval_costs import Fragment, IntervalCosts, Phase
 from socflower.hierarchy.mapping.integrity_greedy import integrity_greedy, map_groups
 from socflower.hierarchy.mapping.placement import GroupPlacement
 from socflower.hierarchy.plan import Group, GroupPlan, plan_groups, plan_without
+from socflower.hierarchy.quorum import Quorum, run_to_quorum
 from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, reordered
 from socflower.hierarchy.task_graphs import (
     deal_graph,
@@ -46,6 +47,7 @@ __all__ = [
     "GroupPlan",
     "IntervalCosts",
     "Phase",
+    "Quorum",
     "Rebalancing",
     "StepTimes",
     "SyncInterval",
@@ -67,6 +69,7 @@ __all__ = [
     "plan_groups",
     "plan_without",
     "reordered",
+    "run_to_quorum",
     "split_batch",
     "step_graph",
     "step_times",

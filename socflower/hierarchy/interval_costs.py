@@ -1,9 +1,10 @@
 """Costs of training under a plan: intervals as task graphs on the clock, for strategies and for predictions."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import inf
 from typing import TypeAlias
 
 from socflower.cluster import (
@@ -25,7 +26,7 @@ from socflower.hierarchy.delayed_sync import SyncInterval
 from socflower.hierarchy.exchange.collectives import BUCKETS, PER_TENSOR, Exchange
 from socflower.hierarchy.exchange.gradients import EXACT_RING, GradientExchange
 from socflower.hierarchy.exchange.models import RING, STAR_EXCHANGE, ModelExchange
-from socflower.hierarchy.plan import GroupPlan
+from socflower.hierarchy.plan import Group, GroupPlan
 from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, without_members
 from socflower.hierarchy.task_graphs import deal_graph, step_graph, synchronisation_graph
 
@@ -243,7 +244,7 @@ class IntervalCosts:
         usage = self._deal(clock) if self.begins_with_deal(interval) else Usage()
         labels = (f"to epoch {interval.epoch_end:g}", "synchronisation")
         steps_of = (
-            partial(_ChangingSteps, self, clock, capacities or CapacitiesInUse(1.0))
+            partial(ChangingSteps, self, clock, capacities or CapacitiesInUse(1.0))
             if clock.changes
             else partial(_SteadySteps, self, clock)
         )
@@ -300,7 +301,7 @@ class IntervalCosts:
                 return Usage()
             if clock.changes:
                 own = capacities or CapacitiesInUse(1.0)
-                return _ChangingSteps(self, clock, own, {}, first_step).run(number, label)
+                return ChangingSteps(self, clock, own, {}, first_step).run(number, label)
             return _SteadySteps(self, clock, {}, first_step).run(number, label)
 
         def synchronise(fragment: Fragment, head_start_s: float) -> Usage:
@@ -349,7 +350,7 @@ class IntervalCosts:
             for group in self.plan.groups
         }
         first_s = min(done_s.values())
-        if max(done_s.values()) - first_s <= _SAME_TIME * (now_s - begin_s) + _ROUNDING * now_s:
+        if max(done_s.values()) - first_s <= rounding_s(begin_s, now_s):
             return {}, 0.0
         return {leader: at_s - first_s for leader, at_s in done_s.items()}, now_s - first_s
 
@@ -382,7 +383,7 @@ class _SteadySteps:
         return {soc: self._begin_s + end_s for soc, end_s in ends_s.items()}
 
 
-class _ChangingSteps:
+class ChangingSteps:
     """Steps of an interval with changing speeds and preempted SoCs.
 
     When a member is preempted, its group divides the batch among the remaining members; a group without members waits
@@ -424,14 +425,30 @@ class _ChangingSteps:
 
     def run(self, num_steps: int, label: str) -> Usage:
         """Run the steps."""
+        pace = Pace({soc: num_steps for soc in self._work.plan.participants})
+        usage = self.advance(pace, label)
+        self._ended_s = pace.ended_s
+        return usage
+
+    def advance(
+        self,
+        pace: Pace,
+        label: str,
+        end_s: Callable[[Mapping[int, float]], float] | None = None,
+    ) -> Usage:
+        """Run the steps that are left in `pace`, until `end_s` at most.
+
+        `end_s` maps when each SoC at work would end its steps at present speeds to a time on the clock.
+        """
         work, clock, usage = self._work, self._clock, Usage()
-        pace = Pace({soc: num_steps for soc in work.plan.participants})
         # Steps since the measured speeds deviated from those in use.
         num_behind = 0
         while not pace.done:
             present = without_members(work.plan, clock.taken_socs())
             plan = _unfinished(present, pace)
             if not plan.groups:
+                if end_s is not None and end_s({}) < inf:
+                    break
                 usage += clock.idle(work.plan.participants)
                 continue
             measured, is_off = self._measured(plan)
@@ -439,17 +456,23 @@ class _ChangingSteps:
             if is_off and num_behind >= self._check_interval_steps:
                 self._capacities.take(measured)
                 is_off, num_behind = False, 0
+            graph = self._graph(plan, present.participants)
+            left_s = inf
+            if end_s is not None:
+                left_s = end_s(clock.ends_while_steady(graph, pace)) - clock.now_s
+            if left_s <= _ROUNDING * clock.now_s:
+                break
             before = dict(pace.remaining)
             usage += clock.run_while_steady(
-                self._graph(plan, present.participants),
+                graph,
                 pace,
                 label=label,
                 at_most=self._check_interval_steps - num_behind if is_off else None,
+                at_most_s=left_s,
             )
             self._align_members(pace, plan)
             done = max(before[soc] - left for soc, left in pace.remaining.items())
             num_behind = num_behind + done if is_off else 0
-        self._ended_s = pace.ended_s
         return usage
 
     def ended_s(self) -> Mapping[int, float]:
@@ -494,5 +517,15 @@ def _unfinished(plan: GroupPlan, pace: Pace) -> GroupPlan:
         for group in plan.groups
         if any(pace.remaining[soc] or pace.ahead_s.get(soc, 0.0) > 0.0 for soc in group.members)
     ]
+    return with_groups(plan, groups)
+
+
+def with_groups(plan: GroupPlan, groups: Sequence[Group]) -> GroupPlan:
+    """Return the plan of only some of its groups."""
     members = sorted(soc for group in groups for soc in group.members)
     return replace(plan, groups=tuple(groups), participants=tuple(members))
+
+
+def rounding_s(begin_s: float, now_s: float) -> float:
+    """Return how far apart two times of a stretch that ends now may be because of rounding."""
+    return _SAME_TIME * (now_s - begin_s) + _ROUNDING * now_s

@@ -13,6 +13,7 @@ from socflower.engines.local.run_app import load_flower_app, require_server_app
 from socflower.errors import ConfigError
 from socflower.flower_adapter import STRATEGY_STARTS, flower_quiet, followed_log
 from socflower.hierarchy import IntervalCosts, sync_shapes
+from socflower.hierarchy.quorum import training_usage
 from socflower.quantities import counted
 from socflower.scenario.app.own_app import training_profile
 from socflower.scenario.app_folder import run_config
@@ -105,8 +106,16 @@ def plan_app_folder(
             schedule.interval_epochs,
             server_interval=interval,
         )
+        late = strategy.method.late
         predicted = predicted_costs(
-            work, clock, shapes, schedule.num_epochs, in_servers=interval > 1
+            work,
+            clock,
+            shapes,
+            schedule.num_epochs,
+            in_servers=interval > 1,
+            training=None
+            if late is None
+            else training_usage(work, strategy.method.intervals, clock.at_start(), late.quorum),
         )
     return cluster, {
         "schema": 1,

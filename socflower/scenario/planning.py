@@ -24,6 +24,7 @@ from socflower.hierarchy import (
 from socflower.hierarchy.exchange.collectives import FUSIONS
 from socflower.hierarchy.exchange.gradients import exchange_in_groups
 from socflower.hierarchy.exchange.models import KINDS, ModelExchange
+from socflower.hierarchy.quorum import late_together, training_usage
 from socflower.precision.cpu_share import RULES_BY_THROUGHPUT
 from socflower.precision.processor_costs import MixedPricing
 from socflower.quantities import counted, human_joules, human_ratio, human_seconds, percent
@@ -57,8 +58,7 @@ def planned_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
     """Return the prediction for a strategy with groups; with `groups = "auto"`, for one group per board."""
     clock = EventClock(cluster)
     work, _ = planned_work(scenario, cluster, clock)
-    usage = _training_usage(work, _planned_shapes(scenario, work), clock)
-    usage += _opening_usage(scenario, work, clock)
+    usage = _usage_of(scenario, work, clock)
     return PlannedTraining(
         duration_s=usage.duration_s, energy_j=usage.total_energy_j, socs=work.plan.participants
     )
@@ -225,6 +225,7 @@ def _work_of(
     plan = plan_groups(
         cluster, num_groups, num_socs, sustained_rates(cluster, scenario.model.name, cost)
     )
+    scenario.quorum.require_some_late(len(plan.groups), min(map(len, late_together(plan))))
     num_left = num_training_samples(scenario, num_samples(scenario))
     steps_per_epoch = group_steps_per_epoch(num_left, len(plan.groups), scenario.train.batch_size)
     gradients = exchange_in_groups(
@@ -336,7 +337,16 @@ def _server_interval(scenario: Scenario) -> int:
     return group_strategy(scenario.strategy.name).server_interval(scenario.strategy.server_interval)
 
 
-def _training_usage(
+def _usage_of(scenario: Scenario, work: IntervalCosts, clock: EventClock) -> Usage:
+    """Return the usage of the whole training."""
+    if scenario.quorum.fraction < 1:
+        intervals = planned_intervals(scenario, work)
+        return training_usage(work, intervals, clock.at_start(), scenario.quorum)
+    usage = _usage_of_all(work, _planned_shapes(scenario, work), clock)
+    return usage + _opening_usage(scenario, work, clock)
+
+
+def _usage_of_all(
     work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, int]], clock: EventClock
 ) -> Usage:
     """Return the usage of all intervals; equal intervals are priced once."""
@@ -366,7 +376,7 @@ def _opening_usage(scenario: Scenario, work: IntervalCosts, clock: EventClock) -
         _lengths(shapes),
         clock,
     )
-    return _training_usage(opening, shapes, clock)
+    return _usage_of_all(opening, shapes, clock)
 
 
 def _predict(scenario: Scenario, work: IntervalCosts, clock: EventClock) -> dict[str, Any]:
@@ -377,7 +387,7 @@ def _predict(scenario: Scenario, work: IntervalCosts, clock: EventClock) -> dict
         scenario.train.epochs,
         in_servers=_server_interval(scenario) > 1,
         optimizer_copies=optimizer_copies(scenario),
-        before=_opening_usage(scenario, work, clock),
+        training=_usage_of(scenario, work, clock),
     )
 
 
@@ -389,14 +399,14 @@ def predicted_costs(
     *,
     in_servers: bool,
     optimizer_copies: float = 1.0,
-    before: Usage | None = None,
+    training: Usage | None = None,
 ) -> dict[str, Any]:
     """Return `predicted` of a plan document: see `plan_scenario`; `shapes` are all intervals of `epochs` epochs.
 
-    `before` is the usage of those that have another plan.
-    `clock` is the one that chose the exchanges, which knows the cost of most graphs.
+    `clock` is the one that chose the exchanges, which knows the cost of most graphs. `training` is the usage of the
+    whole training where it is not that of all intervals one by one.
     """
-    training = _training_usage(work, shapes, clock) + (before or Usage())
+    training = training or _usage_of_all(work, shapes, clock)
     synchronisation = work.synchronisation()
     inside = work.synchronisation(across_servers=False) if in_servers else None
     busy = sum(training.soc_seconds.values())

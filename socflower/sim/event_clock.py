@@ -110,7 +110,9 @@ def advance_pace(pace: Pace, parts: Sequence[Part], start_s: float) -> None:
     """Write the parts' progress in a stretch that began at `start_s` to `pace`."""
     for part in parts:
         for soc in part.component.socs:
-            pace.remaining[soc], pace.ahead_s[soc] = part.left, part.ahead_s
+            # SoCs of one part may have unequal work left: that of the least.
+            pace.remaining[soc] -= part.repetitions
+            pace.ahead_s[soc] = part.ahead_s
         if not part.left and part.done is not None:
             for soc, end_s in _ends_s(part.component, part.done).items():
                 pace.ended_s[soc] = start_s + part.before_s + end_s
@@ -313,22 +315,36 @@ class EventClock:
         return stretch_s(self._whole_parts(self._compiled(graph), repeat), inf) if repeat else 0.0
 
     @plain_numbers
+    def ends_while_steady(self, graph: TaskGraph, pace: Pace) -> dict[int, float]:
+        """Return when each SoC would end its work at present speeds; see `VirtualClock.ends_while_steady`."""
+        ends_s: dict[int, float] = {}
+        for part in self._paced_parts(self._compiled(graph), pace):
+            own_s = dict.fromkeys(part.component.socs, 0.0)
+            if part.left:
+                own_s |= _ends_s(part.component, part.steady.repeated(part.left))
+            for soc, end_s in own_s.items():
+                known = pace.remaining[soc] == part.left
+                ends_s[soc] = self.now_s + part.ahead_s + end_s if known else inf
+        return ends_s
+
+    @plain_numbers
     def run_while_steady(
-        self, graph: TaskGraph, pace: Pace, *, at_most: int | None = None, label: str = ""
+        self,
+        graph: TaskGraph,
+        pace: Pace,
+        *,
+        at_most: int | None = None,
+        at_most_s: float = inf,
+        label: str = "",
     ) -> Usage:
         """Execute `graph` until speeds or users change; see `VirtualClock.run_while_steady`."""
         require_range("clock", least=1, at_most=1 if at_most is None else at_most)
-        if self._dynamics is None:
-            raise ConfigError("clock: without dynamics speeds never change; use run")
         compiled, start_s = self._compiled(graph), self.now_s
-        factors, powers = self.speed_factors(), list(self._dynamics.power_factors())
-        parts = parts_of(
-            compiled.components,
-            pace,
-            lambda component: self._steady_state(component.at_speed(factors)),
-        )
-        hold_s = self._dynamics.steady_s(self._working_w(parts, powers, pace))
-        duration_s = stretch_s(parts, hold_s, at_most)
+        powers, hold_s = self._power_factors(), inf
+        parts = self._paced_parts(compiled, pace)
+        if self._dynamics is not None:
+            hold_s = self._dynamics.steady_s(self._working_w(parts, powers, pace))
+        duration_s = min(stretch_s(parts, hold_s, at_most), at_most_s)
         for part in parts:
             part.spend(duration_s)
         if self._trace is not None:
@@ -425,9 +441,7 @@ class EventClock:
         if self._trace is not None:
             recorded = self._recorded_steadily(compiled, repetitions, parts, self._trace)
             recorded.add_to(self._trace, self.now_s - head_start_s)
-        powers: Sequence[float] = [1.0] * len(self._devices)
-        if self._dynamics is not None:
-            powers = self._dynamics.power_factors()
+        powers = self._power_factors()
         usage = self._account(compiled, parts, duration_s, powers, Pace({}), head_start_s)
         self._usage += usage
         return usage
@@ -470,6 +484,20 @@ class EventClock:
             program = component.program if factors is None else component.at_speed(factors)
             parts.append(Part(component, self._steady_state(program), repetitions, 0.0))
         return parts
+
+    def _paced_parts(self, compiled: CompiledGraph, pace: Pace) -> list[Part]:
+        """Return the parts of the work that is left, at the present speeds."""
+        factors = self.speed_factors()
+        return parts_of(
+            compiled.components,
+            pace,
+            lambda component: self._steady_state(component.at_speed(factors)),
+        )
+
+    def _power_factors(self) -> list[float]:
+        if self._dynamics is None:
+            return [1.0] * len(self._devices)
+        return list(self._dynamics.power_factors())
 
     def _label(self, label: str, start_s: float, duration_s: float, repetitions: int) -> None:
         if self._trace is not None and label:

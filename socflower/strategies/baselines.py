@@ -12,7 +12,7 @@ from socflower.hierarchy.exchange.gradients import SERVER, PowerSGD, SelectedBuc
 from socflower.hierarchy.exchange.models import AUTO, TREE
 from socflower.plain_numbers import plain_numbers
 from socflower.precision.processor_costs import MixedPricing
-from socflower.strategies.local_sgd import LocalSGD
+from socflower.strategies.local_sgd import LocalSGD, refuse_quorum
 from socflower.strategies.method import RoundReport
 from socflower.strategies.methods.groups import GroupsMethod
 from socflower.strategies.methods.local import (
@@ -130,6 +130,7 @@ class TreeFedAvg(LocalSGD):
         require_type(name, (ExchangeSettings,), "ExchangeSettings(…)", exchange=exchange)
         require_type(name, (int,), "a whole number", local_epochs=local_epochs)
         require_range(name, least=1, local_epochs=local_epochs)
+        refuse_quorum(name, settings)
         if schedule.num_epochs % local_epochs:
             raise ConfigError(
                 f"{name}: num_epochs = {schedule.num_epochs} must be a multiple of local_epochs = {local_epochs}"

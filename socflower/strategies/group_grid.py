@@ -21,7 +21,7 @@ from socflower.strategies.group_replies import (
 )
 from socflower.strategies.node_registry import QUERY_TYPE
 from socflower.strategies.replies import failure_event, outcome_of
-from socflower.strategies.reply_events import ReplyEvent
+from socflower.strategies.reply_events import LATE, LATE_DROPPED, ReplyEvent, late_event
 from socflower.strategies.round import new_token
 from socflower.wire.arrays import digest_of
 from socflower.wire.message_keys import (
@@ -70,6 +70,7 @@ class GroupGrid(ForwardingGrid):
                 type(self).__name__, (), "the Grid that Flower gives the ServerApp", grid=grid
             )
         super().__init__(grid)
+        self._late: list[_RingGroup] = []  # groups of earlier exchanges that are at work
         self._held: dict[int, str] = {}  # digests of the models that nodes have kept, by node
 
     def send_and_receive(
@@ -78,7 +79,10 @@ class GroupGrid(ForwardingGrid):
         """Exchange messages through the inner grid, for at most `timeout` seconds; one reply for each group."""
         sent = list(messages)
         if any(RING in message.content.config_records for message in sent):
-            return _RingExchange(self._grid, sent, self._held).run(timeout)
+            exchange = _RingExchange(self._grid, sent, self._held, self._late)
+            replies = exchange.run(timeout)
+            self._late = exchange.late
+            return replies
         groups = [
             (message, GroupTask.decode(message.content.config_records[GROUP]))
             for message in sent
@@ -124,7 +128,7 @@ def _leader_of(message: Message, task: GroupTask) -> str:
     return f"group {task.group_id}, SoC {task.leader} (node {message.metadata.dst_node_id})"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _RingGroup:
     """A group whose members form a ring, and the messages that it waits for."""
 
@@ -157,11 +161,23 @@ class _RingExchange:
 
     Where leaders meet in a ring, only one of them sends a model, their mean. The others' answers say that theirs is in
     it. Members keep it, and a group of which one still has what is to be sent does not get it again.
+
+    With a quorum, groups that have not answered by then are `late`: the next exchange also waits for them. Groups that
+    get new messages are not `late` any more.
     """
 
-    def __init__(self, grid: Grid, sent: Sequence[Message], held: dict[int, str]) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        sent: Sequence[Message],
+        held: dict[int, str],
+        late: Sequence[_RingGroup] = (),
+    ) -> None:
         self._grid, self._held = grid, held
-        self._groups = _ring_groups(sent)
+        groups, busy = _ring_groups(sent), {message.metadata.dst_node_id for message in sent}
+        self._before = [group for group in late if not busy & {*group.progress.node_of.values()}]
+        self._groups = [*self._before, *groups]
+        self.late: list[_RingGroup] = []
         self._other_ids = set(
             grid.push_messages(
                 [message for message in sent if RING not in message.content.config_records]
@@ -169,16 +185,18 @@ class _RingExchange:
         )
         self._other_replies: list[Message] = []
         digests: dict[int, str] = {}  # of a record that all leaders get, by its identity
-        for group in self._groups:
+        for group in groups:
             self._push(group, self._first_messages(group, digests))
 
     def run(self, timeout_s: float | None) -> list[Message]:
         """Return a reply with a model for each group that has one, and the replies to other messages.
 
-        Returns as soon as all groups have answered or failed, even if replies of members are pending.
+        Returns as soon as all groups have answered or failed, or the grace after the quorum is over, even if replies
+        of members are pending.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         next_check_s = time.monotonic() + _NODE_CHECK_INTERVAL_S
+        ends_s: float | None = None
         while self._other_ids or self._unfinished():
             self._pull()
             if time.monotonic() > next_check_s:
@@ -186,6 +204,11 @@ class _RingExchange:
                 next_check_s = time.monotonic() + _NODE_CHECK_INTERVAL_S
             for group in self._unfinished():
                 self._advance(group)
+            if ends_s is None and self._has_quorum():
+                ends_s = time.monotonic() + self._groups[-1].ring.quorum_grace_s
+            if ends_s is not None and not self._other_ids and time.monotonic() >= ends_s:
+                self.late = self._unfinished()
+                break
             if deadline_s is not None and time.monotonic() > deadline_s:
                 # Otherwise the next plan has the members that hang, and every round runs into its timeout.
                 for group in self._unfinished():
@@ -198,6 +221,12 @@ class _RingExchange:
             time.sleep(_PULL_INTERVAL_S)
             self._pull()
         return [*self._answers(), *self._other_replies]
+
+    def _has_quorum(self) -> bool:
+        needed = self._groups[-1].ring.quorum
+        alive = [group for group in self._groups if not group.failed]
+        answered = sum(group.finished for group in alive)
+        return 0 < min(needed, len(alive)) <= answered
 
     def _answers(self) -> list[Message]:
         """Return the groups' replies, each with the notes of its group, the first one with those of groups without."""
@@ -212,6 +241,17 @@ class _RingExchange:
         replies = [cast(Message, progress.model) for progress in answered]
         for group in self._groups:
             progress = group.progress
+            if group in self.late:
+                if group not in self._before:
+                    event = late_event(
+                        LATE, group.task.group_id, "late; its work counts when it arrives"
+                    )
+                    attach_notes(replies[0], make_notes([event]))
+                continue
+            if group in self._before and progress.model is None:
+                progress.events.append(
+                    late_event(LATE_DROPPED, group.task.group_id, "lost while it was late")
+                )
             attach_notes(progress.model or replies[0], progress.notes())
         return replies
 

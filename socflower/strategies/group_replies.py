@@ -1,12 +1,13 @@
 """Reads the replies of a round's members: each group's model, or why there is none."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import WARNING
 from typing import cast
 
 from flwr.app import ConfigRecord, Message
 
+from socflower.cluster import Usage
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.flower_adapter import log
 from socflower.strategies.group_models import GroupMean, means_of
@@ -19,7 +20,7 @@ from socflower.strategies.replies import (
     read_outcome,
     sort_replies,
 )
-from socflower.strategies.reply_events import ReplyEvent
+from socflower.strategies.reply_events import LATE, ReplyEvent
 from socflower.strategies.round import Round
 from socflower.wire.message_keys import (
     ARRAYS,
@@ -202,14 +203,20 @@ class SettledRound:
     away: frozenset[int]  # SoCs that left their rings, or were dropped by them
     # Groups whose model came from another member than their leader.
     leaders_replaced: frozenset[int]
+    # Where the clock decides which groups are late, so that it has run.
+    usage: Usage | None = None
 
     def with_events(self, *events: ReplyEvent) -> "SettledRound":
         """Return the same with other events."""
         return replace(self, events=events)
 
 
-def settle(this: Round, replies: Iterable[Message], *, tolerate_errors: bool) -> SettledRound:
+def settle(
+    this: Round, replies: Iterable[Message], *, tolerate_errors: bool, arrived: Collection[int] = ()
+) -> SettledRound:
     """Read the replies of a round, whether `GroupGrid` has settled its groups or any other grid brought all of them.
+
+    Of groups in `arrived` there are replies to an earlier round.
 
     Raises `TrainingFailed` if no group has a usable reply, or if a client raised and that is not tolerated.
     """
@@ -232,6 +239,8 @@ def settle(this: Round, replies: Iterable[Message], *, tolerate_errors: bool) ->
         [event for event in events if event.kind in GROUP_LOST],
         tolerate_errors=tolerate_errors,
         sent=this.sent,
+        late=[event.group_id for event in events if event.kind == LATE],
+        may_be_none=bool(arrived),
     )
     means = means_of(this, usable)
     met = {group for mean in means for group in mean.groups}

@@ -1,13 +1,13 @@
 """Methods in which each SoC trains alone for many steps between synchronisations, and keeps its optimiser."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flwr.serverapp.strategy import Strategy
 
 from socflower.cluster import Cluster
 from socflower.errors import ConfigError, require_range, require_type
-from socflower.hierarchy import GroupPlan, SyncInterval, plan_groups, sync_schedule
+from socflower.hierarchy import GroupPlan, Quorum, SyncInterval, plan_groups, sync_schedule
 from socflower.hierarchy.exchange.models import NONE
 from socflower.plain_numbers import plain_numbers
 from socflower.strategies.methods.groups import GroupsMethod
@@ -57,6 +57,12 @@ class LocalSGD(SoCFlow):
         super().__init__(cluster=cluster, schedule=schedule, groups=alone, **settings)
 
 
+def refuse_quorum(name: str, settings: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if groups may be late, for a method whose rounds need all of them."""
+    if (quorum := settings.get("quorum", Quorum())) != Quorum():
+        raise ConfigError(f"{name}: quorum = {quorum}, and its rounds wait for all; leave it out")
+
+
 class PostLocalSGD(LocalSGD):
     """Post-local SGD (Lin et al., 2020): one group of all SoCs for the first epochs, then `LocalSGD`.
 
@@ -74,6 +80,7 @@ class PostLocalSGD(LocalSGD):
         name = type(self).__name__
         require_type(name, (TrainingSchedule,), "TrainingSchedule(…)", schedule=schedule)
         require_type(name, (int,), "a whole number", synchronous_epochs=synchronous_epochs)
+        refuse_quorum(name, settings)
         most = schedule.num_epochs - 1
         require_range(name, least=1, most=most, synchronous_epochs=synchronous_epochs)
         exchange = settings.get("exchange", ExchangeSettings())
@@ -153,6 +160,7 @@ class StreamingDiLoCo(DiLoCo):
         streaming = Streaming() if streaming is None else streaming
         require_type(name, (Streaming,), "Streaming(…) or None", streaming=streaming)
         require_type(name, (OuterSGD, type(None)), "OuterSGD(…) or nesterov(…)", outer=outer)
+        refuse_quorum(name, settings)
         interval, exchange = schedule.interval_epochs, settings.get("exchange", ExchangeSettings())
         for broken, why in (
             (isinstance(interval, str), f"interval_epochs = {interval!r}; give a number"),

@@ -182,6 +182,10 @@ class Method(ABC, Generic[RoundT, SettledT]):
         """Give the hub each model, not only their mean, which `needing` needs."""
         return None
 
+    def require_whole_rounds(self, needing: str) -> None:
+        """Raise `ConfigError` if replies may count in a later round, which `needing` does not know."""
+        return None
+
     def close(self) -> None:
         """End what the method has opened on other machines."""
         return None

@@ -47,12 +47,16 @@ def sort_replies(
     *,
     tolerate_errors: bool,
     sent: ArrayRecord | None = None,
+    late: Collection[int] = (),
+    may_be_none: bool = False,
 ) -> tuple[list[Message], tuple[ReplyEvent, ...]]:
     """Return the usable replies in group order, and an event for each group without one; some are known as `lost`.
 
-    Raises `TrainingFailed` if no reply is usable, or if a client raised and `tolerate_errors` is not set: an exception
-    is usually a mistake in the client's code, and its text is in the message. A client that has lost the state to
-    resume from is never tolerated.
+    Groups in `late` are at work.
+
+    Raises `TrainingFailed` if no reply is usable, unless there `may_be_none`, or if a client raised and
+    `tolerate_errors` is not set: an exception is usually a mistake in the client's code, and its text is in the
+    message. A client that has lost the state to resume from is never tolerated.
     """
     replies = list(replies)
     sent_views = array_views(sent or ArrayRecord())
@@ -86,10 +90,10 @@ def sort_replies(
         if event.kind == "client-raised" and (not tolerate_errors or LOST_STATE in event.text):
             raise TrainingFailed(event.text)
     for node_id, group in group_of_node.items():
-        if group.group_id not in usable and group.group_id not in events:
+        if group.group_id not in {*usable, *events, *late}:
             events[group.group_id] = no_reply_event(group.group_id, _leader_of(group, node_id))
     ordered = tuple(events[group_id] for group_id in sorted(events))
-    if not usable:
+    if not usable and not may_be_none:
         raise TrainingFailed(f"no group sent a usable model; first cause: {ordered[0].text}")
     return [usable[group_id] for group_id in sorted(usable)], ordered
 

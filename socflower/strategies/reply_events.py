@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+LATE, ARRIVED, LATE_DROPPED = "late", "arrived", "late-dropped"
+"""Kinds of events with a quorum: a group goes on with its interval, its work counts, or it never will."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyEvent:
@@ -10,6 +13,7 @@ class ReplyEvent:
     # A group's work is lost: "client-raised", "no-reply", "not-finite", "malformed", "not-a-group", "group-left".
     # It is kept: "backend-dropped" (an accelerator failed), "preempted", "returned", "replanned", "no-answer" (nodes
     # left out at the start), "re-balanced", "hot" (a device was throttled).
+    # With a quorum: "late", "arrived", "late-dropped".
     # In rings: "member-lost", "left-out", "leader-lost", "ring-formed-again", "pipeline" (a change of its plan),
     # "gradient-dropped" (of one member).
     # Of no group: "outer-step", "not-evaluated".
@@ -17,3 +21,8 @@ class ReplyEvent:
     # Of a client that trains alone: its SoC.
     group_id: int
     text: str
+
+
+def late_event(kind: str, group_id: int, text: str) -> ReplyEvent:
+    """Return an event of a group that is or was late."""
+    return ReplyEvent(kind=kind, group_id=group_id, text=f"group {group_id}: {text}")

@@ -8,7 +8,15 @@ import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
-from socflower.hierarchy import Exchanges, Group, GroupPlan, IntervalCosts, SyncInterval, conflicts
+from socflower.hierarchy import (
+    Exchanges,
+    Group,
+    GroupPlan,
+    IntervalCosts,
+    Quorum,
+    SyncInterval,
+    conflicts,
+)
 from socflower.hierarchy.exchange.models import STAR, TREE
 from socflower.peers.ring.settings import RingSettings
 from socflower.wire.message_keys import GRPC_WITH_TLS, RingTask
@@ -45,6 +53,8 @@ class Round:
     place_of: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     # By group, of earlier rounds.
     feedback: Mapping[int, GroupFeedback] = field(default_factory=dict)
+    # Groups that are at work since an earlier round, and got no message.
+    late: Collection[int] = ()
     group_of_node: Mapping[int, Group] = field(init=False)  # of all nodes that got a message
 
     def __post_init__(self) -> None:
@@ -53,10 +63,15 @@ class Round:
             "group_of_node",
             {
                 self.node_of[soc]: group
-                for group in self.plan.groups
+                for group in self.addressed
                 for soc in (group.members if self.in_rings else (group.leader,))
             },
         )
+
+    @property
+    def addressed(self) -> Sequence[Group]:
+        """The groups that got messages."""
+        return [group for group in self.plan.groups if group.group_id not in self.late]
 
     @property
     def in_rings(self) -> bool:
@@ -102,10 +117,12 @@ def ring_tasks(
     *,
     rebalance_steps: int,
     tolerate_errors: bool,
+    quorum: Quorum = Quorum(),
 ) -> dict[int, RingTask]:
-    """Return the ring task of each member of the round's groups, by SoC, in ring order."""
+    """Return the ring task of each member of the groups that get messages, by SoC, in ring order."""
     token = new_token()
-    groups = {group.group_id: group for group in this.plan.groups}
+    groups = {group.group_id: group for group in this.addressed}
+    num_groups = len(this.plan.groups)
     leaders = _lines_of_leaders(this, participant_of, address_of)
     places = (
         {
@@ -122,7 +139,7 @@ def ring_tasks(
     turn_of = {
         ident: turn for turn, ids in enumerate(this.plan.communication_groups) for ident in ids
     }
-    sharing = conflicts(this.plan.groups) if this.exchanges.turns.enabled else {}
+    sharing = conflicts(this.addressed) if this.exchanges.turns.enabled else {}
     tasks: dict[int, RingTask] = {}
     for ident, group in groups.items():
         others = sharing.get(ident, frozenset())
@@ -153,6 +170,8 @@ def ring_tasks(
                 leader_places=places.get(ident, ()),
                 leader_compression=this.exchanges.leaders.compression,
                 feedback_sha256=owed,
+                quorum=quorum.num_groups(num_groups) if quorum.fraction < 1 else 0,
+                quorum_grace_s=quorum.grace_s,
             )
     return tasks
 

@@ -42,9 +42,12 @@ class RoundPlanner:
         """SoCs that the current round was planned without, ascending."""
         return tuple(sorted(set(self.full_plan.participants) - set(self.plan.participants)))
 
-    def plan_round(self, grid: Grid, clock: VirtualClock | None) -> GroupPlan:
+    def plan_round(
+        self, grid: Grid, clock: VirtualClock | None, *, keep_groups: bool = False
+    ) -> GroupPlan:
         """Return the next round's plan, for the SoCs that are available, with groups re-balanced by measured speed.
 
+        With `keep_groups`, as some are at work, SoCs change groups only if one is gone or back.
         In virtual time, waits idle while users occupy every SoC. Raises `TrainingFailed` if no SoC is available.
         """
         if not self.registry.node_of:
@@ -56,8 +59,9 @@ class RoundPlanner:
                 )
         self._replan(self._wait_for_free_socs(self.registry.present(grid), clock))
         self.balancer.update_speeds(clock, self.plan.participants)
-        self.plan, events = self.balancer.rebalance_groups(self.plan)
-        self.events += events
+        if not keep_groups:
+            self.plan, events = self.balancer.rebalance_groups(self.plan)
+            self.events += events
         return self.plan
 
     def change_plan(self, plan: GroupPlan) -> None:

@@ -137,6 +137,7 @@ class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
         if not self._is_started:
             # Nothing tells what a strategy around this one does with the models; Flower's own clip them.
             self.method.require_each_model("the strategy around it")
+            self.method.require_whole_rounds("the strategy around it")
             refuse_integers_clipped(arrays)
         self.round, messages = self.method.open(server_round, arrays, config, grid)
         if is_first and self.outer is not None:

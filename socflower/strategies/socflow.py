@@ -11,14 +11,17 @@ from socflower.hierarchy import (
     Exchanges,
     GroupPlan,
     IntervalCosts,
+    Quorum,
     Rebalancing,
     SyncInterval,
     group_steps_per_epoch,
     plan_groups,
     sync_schedule,
 )
+from socflower.hierarchy.quorum import late_together
 from socflower.peers.ring.settings import RingSettings
 from socflower.plain_numbers import plain_numbers
+from socflower.precision.processor_costs import MixedPricing
 from socflower.strategies.group_replies import SettledRound
 from socflower.strategies.method import RoundReport
 from socflower.strategies.methods.group_work import DataParallelWork
@@ -83,6 +86,9 @@ class SoCFlow(GroupRoundStrategy):
         model is evaluated on the server only.
     average : function, optional
         Another rule than the average by samples: `(models, samples)` of the groups, in their order, to the next model.
+    quorum : Quorum
+        Whether a synchronisation ends without groups that are late: by default it waits for all. The leaders then have
+        the star.
     tolerate_client_errors : bool
         Drop and report a client that raises instead of ending the run. A client that dies or returns NaN is always
         dropped and reported.
@@ -107,6 +113,7 @@ class SoCFlow(GroupRoundStrategy):
         rebalancing: Rebalancing | None = None,
         outer: Strategy | None = None,
         average: Averaging | None = None,
+        quorum: Quorum = Quorum(),
         tolerate_client_errors: bool = False,
     ) -> None:
         name = type(self).__name__
@@ -119,6 +126,7 @@ class SoCFlow(GroupRoundStrategy):
             exchange=exchange,
             rings=rings,
             rebalancing=rebalancing,
+            quorum=quorum,
             tolerate_client_errors=tolerate_client_errors,
         )
         model_name = costs.model_profile.name if costs.model_profile else ""
@@ -129,6 +137,8 @@ class SoCFlow(GroupRoundStrategy):
         steps_per_epoch, intervals = self._intervals(schedule, len(groups.groups))
         if outer is not None:
             _refuse_beside_outer(name, outer, average, schedule)
+        if quorum.fraction < 1:
+            _refuse_beside_quorum(name, quorum, groups, schedule, costs)
         self._work = DataParallelWork(
             cluster=cluster,
             schedule=schedule,
@@ -150,9 +160,10 @@ class SoCFlow(GroupRoundStrategy):
             exchange=exchange,
             rings=rings,
             average=average or aggregate_records,
-            needs_each_model=_needs_each_model(outer, average),
+            needs_each_model=_needs_each_model(outer, average, quorum),
             proximal_mu=proximal_mu_of(outer),
             tolerate_client_errors=tolerate_client_errors,
+            quorum=quorum,
         )
         super().__init__(method, outer, len(groups.groups))
 
@@ -189,6 +200,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "exchange": ((ExchangeSettings,), "ExchangeSettings(…)"),
     "rings": ((RingSettings,), "RingSettings(…)"),
     "rebalancing": ((Rebalancing, type(None)), "Rebalancing(…) or None"),
+    "quorum": ((Quorum,), "Quorum(…)"),
     "tolerate_client_errors": ((bool,), "True or False"),
 }
 
@@ -227,8 +239,32 @@ def _refuse_beside_outer(
         )
 
 
-def _needs_each_model(outer: Strategy | None, average: Averaging | None) -> str:
+def _refuse_beside_quorum(
+    name: str,
+    quorum: Quorum,
+    plan: GroupPlan,
+    schedule: TrainingSchedule,
+    costs: Costs,
+) -> None:
+    """Raise `ConfigError` for settings with which a group cannot be late."""
+    quorum.require_some_late(len(plan.groups), min(map(len, late_together(plan))))
+    arithmetic = "mixed precision" if isinstance(costs.pricing, MixedPricing) else ""
+    if getattr(costs.pricing, "arithmetic", "") == "int8":
+        arithmetic = "int8"
+    for broken, why in (
+        (schedule.server_interval > 1, f"server_interval = {schedule.server_interval}"),
+        (arithmetic, f"{arithmetic}, whose changes of a model are not added in FP32"),
+    ):
+        if broken:
+            raise ConfigError(
+                f"{name}: quorum = {quorum.fraction} does not go with {why}; leave one of the two out"
+            )
+
+
+def _needs_each_model(outer: Strategy | None, average: Averaging | None, quorum: Quorum) -> str:
     """Return what needs each group's model at the hub; empty if their mean is enough."""
+    if quorum.fraction < 1:
+        return f"quorum = {quorum.fraction}"
     if outer is not None and not takes_mean(outer):
         return f"outer = {type(outer).__name__}(…)"
     return "average, a rule of its own," if average is not None else ""

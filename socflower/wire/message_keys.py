@@ -214,6 +214,8 @@ class GroupTask(Record):
     hands_over: bool = False
     # If above 0, its only member passes so often over its own data, in batches of `batch_size`, with a new optimiser.
     local_epochs: int = 0
+    # Steps that the others have done since the group's last interval, if it was late; its optimiser goes on from there.
+    missed_steps: int = 0
 
     def check(self) -> None:
         """Raise `ConfigError` unless every member has its values and the leader is a member."""
@@ -292,6 +294,9 @@ class RingTask:
     feedback_sha256: str = ""
     # Digest of the model that members have kept, if it is not sent again.
     model_sha256: str = ""
+    # For the grid: how many groups end the exchange, and seconds after that in which others count; 0 groups: all.
+    quorum: Annotated[int, Field(ge=0)] = 0
+    quorum_grace_s: Annotated[float, Field(ge=0)] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

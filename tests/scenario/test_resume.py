@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from socflower.cluster.cluster_file import ServerTable
+from socflower.cluster.cluster_file import BoardTable, ClusterTable, ServerTable
 from socflower.engines.checkpoint import Checkpoint, CheckpointFolder
 from socflower.errors import TrainingFailed
 from socflower.scenario import workload
@@ -119,6 +119,10 @@ CASES: dict[str, Scenario] = {
         interval=0.5, epochs=2, groups=1, exchange="server", compression="powersgd rank=2"
     ),
     "hipress": small("hipress", epochs=2),
+    "late group": small(groups=3, epochs=2, interval=0.5, quorum=0.6).replaced(
+        cluster=ClusterTable(),
+        boards=(BoardTable(socs=2), BoardTable(device="raspberry-pi-4b")),
+    ),
     "ring": small("ring", epochs=3),
     "sgd": small("sgd", epochs=3),
     "diloco": small("diloco", groups="auto", epochs=2),

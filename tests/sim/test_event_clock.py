@@ -318,7 +318,6 @@ def test_running_while_steady_ends_at_the_change_and_says_how_often() -> None:
     assert pace.remaining == {0: 89}
     assert clock.now_s == pytest.approx(2.0 + 7 * 0.25)
     refused(lambda: clock.run_while_steady(graph, pace, at_most=0), "at_most", "0")
-    refused(lambda: EventClock(toy_cluster()).run_while_steady(graph, pace), "dynamics")
 
 
 def test_parts_that_never_wait_for_each_other_continue_at_their_own_pace() -> None:

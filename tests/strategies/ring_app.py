@@ -71,9 +71,9 @@ def disturbed(message: Message, context: Context, call_next: ClientAppCallable) 
 
     The run config's `step-s` is how long a loss takes, `slower` of a node's config a factor of that. In the round
     `disturbed-round` (default 1) a node waits `begin-delay-s` before it trains and `end-delay-s` before it replies,
-    raises in the phase `raises-in`, is killed in the phase `dies-in`, stops in the phase `stops-in`, and from the phase
-    `cut-in` on cannot reach the participants `cut-from` ("2 3"). Where there is a ledger, what a node has been asked
-    for and how far it has come stands beside it, in files.
+    waits for the mark `waits-for`, raises in the phase `raises-in`, is killed in the phase `dies-in`, stops in the
+    phase `stops-in`, and from the phase `cut-in` on cannot reach the participants `cut-from` ("2 3"). Where there is a
+    ledger, what a node has been asked for and how far it has come stands beside it, in files.
     """
     global _step_s, _raises_at_step, _dies_at_step, _struck_meeting, _cut_from, _cut_in
     node = context.node_config
@@ -95,6 +95,10 @@ def disturbed(message: Message, context: Context, call_next: ClientAppCallable) 
         json.dumps(GroupTask.decode(message.content.config_records[GROUP]).encode()),
     )
     time.sleep(float(node.get("begin-delay-s", 0.0)) if strikes else 0.0)
+    # Of another node, as `mark_of` names it.
+    awaited = Path(str(context.run_config.get("ledger"))) / str(node.get("waits-for", ""))
+    while strikes and "waits-for" in node and not awaited.exists():
+        time.sleep(0.01)
     if raises_in == "rendezvous":
         raise ValueError("raised before its ring")
     if dies_in == "rendezvous":

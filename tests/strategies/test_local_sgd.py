@@ -24,6 +24,7 @@ from socflower.clients.node_training import SourceFn
 from socflower.cluster import parse_cluster
 from socflower.engines.local.grid import LocalGrid
 from socflower.errors import ConfigError
+from socflower.hierarchy import Quorum
 from socflower.hierarchy.exchange.models import TREE
 from socflower.precision.processor_costs import MixedPricing
 from socflower.scenario.planning import plan_scenario
@@ -195,6 +196,7 @@ def test_a_comparison_trains_each_method_as_published() -> None:
         ('[strategy]\nname = "tree-fedavg"\nleaders = "star"', "leaders = 'star'"),
         ('[strategy]\nname = "tree-fedavg"\ngroups = 2', "groups = 2"),
         ('[strategy]\nname = "local-sgd"\npost_local_epochs = 2', "post_local_epochs = 2"),
+        ('[strategy]\nname = "post-local-sgd"\nquorum = 0.5', "quorum = 0.5"),
         ('[strategy]\nname = "post-local-sgd"\npost_local_epochs = 10', "post_local_epochs = 10"),
         ('[strategy]\nname = "post-local-sgd"\ncompression = "int8"', "compression = 'int8'"),
         ('[strategy.outer]\nname = "sgd"\nmomentum = 0.9', "momentum = 0.9"),
@@ -433,6 +435,7 @@ def test_unequal_parts_are_priced_by_what_each_soc_trains() -> None:
         ({"local_epochs": 3}, "local_epochs = 3"),
         ({"local_epochs": 0}, "local_epochs"),
         ({"groups": 2}, "groups"),
+        ({"quorum": Quorum(fraction=0.5)}, "quorum"),
         ({"costs": Costs(pricing=MixedPricing(rule="paper"))}, "alpha"),
     ],
 )
@@ -659,6 +662,7 @@ def test_the_exchange_of_a_fragment_is_hidden_behind_steps() -> None:
         ({"fragments": 6}, "fragments = 6"),
         ({"fragments": 2, "delay_steps": 3}, "delay_steps = 3"),
         ({"outer": FedAdam()}, "OuterSGD"),
+        ({"quorum": Quorum(fraction=0.5)}, "quorum"),
         ({"groups": 2}, "groups"),
         ({"leader_compression": "int8"}, "leader_compression"),
     ],

@@ -199,6 +199,7 @@ def _groups(parts: RunParts, num_groups: int) -> SoCFlow:
         rings=scenario.ring,
         rebalancing=rebalancing(scenario),
         outer=None if settings.outer_step is None else _outer(settings.outer_step),
+        quorum=scenario.quorum,
         tolerate_client_errors=settings.tolerate_client_errors,
     )
 

@@ -13,6 +13,13 @@ from socflower.hierarchy.delayed_sync import MOST_INTERVALS
 from socflower.hierarchy.exchange.gradients import exchange_fault, gradient_coding
 from socflower.hierarchy.exchange.models import NONE, TREE, compression_fault
 from socflower.hierarchy.group_count import GROUP_RULES
+from socflower.hierarchy.quorum import (
+    LATE_ROUNDS,
+    GraceSeconds,
+    LateRounds,
+    Quorum,
+    QuorumFraction,
+)
 from socflower.peers.ring.settings import RingSettings
 from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.report.quality import ACCURACY, LOSS, Quality, quality_of
@@ -82,6 +89,9 @@ _COUNTED = "it needs a number of groups, and groups is 'auto'; give it"
 
 _OF_LEADERS = ("leaders", "leader_compression")
 """Keys of `[strategy]` that only several groups read."""
+
+_OF_QUORUM = ("quorum", "grace_s", "late_rounds")
+"""Keys that they read even if the strategy has their number."""
 
 Round = Annotated[int, Field(gt=0, le=MOST_INTERVALS)]
 
@@ -398,6 +408,22 @@ class StrategyConfig(Table):
             "`overlap_buckets`, as rings of real machines send them, or each tensor, as in SoCFlow+"
         ),
     )
+    quorum: QuorumFraction = Field(
+        1.0,
+        description=(
+            "part of the groups whose answers [end a synchronisation](guides/groups.md#late-groups); the others are "
+            "late: they go on, and count when they arrive"
+        ),
+    )
+    grace_s: GraceSeconds = Field(
+        0.0,
+        description=(
+            "seconds after the quorum in which other groups still count; real ones on real machines"
+        ),
+    )
+    late_rounds: LateRounds = Field(
+        LATE_ROUNDS, description="a group that misses more synchronisations loses its work"
+    )
     tolerate_client_errors: bool = Field(
         False,
         description=(
@@ -444,6 +470,7 @@ class StrategyConfig(Table):
             leaders=self.leaders,
             leader_compression=self.leader_compression,
         )
+        Quorum(fraction=self.quorum, grace_s=self.grace_s, late_rounds=self.late_rounds)
         interval, outer = shown(self, "server_interval"), self.outer_step
         counted = outer is not None and outer.counts_groups
         for broken, key, why in (
@@ -463,6 +490,11 @@ class StrategyConfig(Table):
                 self.server_interval > 1 and outer,
                 interval,
                 "outer needs all groups at every synchronisation; leave one out",
+            ),
+            (
+                self.quorum < 1 and self.server_interval > 1,
+                interval,
+                "quorum needs all groups' leaders at the hub; leave one out",
             ),
         ):
             if broken:
@@ -488,6 +520,8 @@ class StrategyConfig(Table):
         ):
             if not is_read:
                 keys = {*keys, key}
+        if not may_have_late_groups(name):
+            keys = {*keys, *_OF_QUORUM}
         if name == self.name:
             keys = ()
         left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
@@ -504,6 +538,13 @@ def several_groups(strategy: str) -> bool:
     """Return whether a strategy has several groups. These exchange models, and may have an outer strategy."""
     kind = STRATEGIES[strategy]
     return isinstance(kind, GroupStrategy) and kind.num_groups is None
+
+
+def may_have_late_groups(strategy: str) -> bool:
+    """Return whether a strategy has groups, not one only, whose rounds need not wait for all."""
+    kind = STRATEGIES[strategy]
+    waits = kind.is_synchronous_first or kind.is_streaming or kind.has_local_epochs
+    return isinstance(kind, GroupStrategy) and kind.num_groups != 1 and not waits
 
 
 def takes_outer(strategy: str) -> bool:
@@ -717,6 +758,21 @@ class ScenarioFile(ClusterFile):
             why = f"{self._name} trains on each SoC alone and sums in a tree; leave it out"
             has_own = is_set(strategy, key) and getattr(strategy, key) != fitting
             yield self._kind.has_local_epochs and has_own, self._at("strategy", key), why
+        late_groups, quorum = may_have_late_groups(strategy.name), self._at("strategy", "quorum")
+        for key in _OF_QUORUM:
+            why = f"it is for strategies of several groups, and {self._name}; leave it out"
+            yield is_set(strategy, key) and not late_groups, self._at("strategy", key), why
+        kind = STRATEGIES[strategy.name]
+        if strategy.quorum < 1 and isinstance(kind, GroupStrategy):
+            counted = kind.groups(groups, 0)
+            yield counted == "auto", quorum, _COUNTED
+            if counted not in ("auto", 0):
+                self.quorum.require_some_late(int(counted))
+            arithmetic = self._at("precision", "arithmetic")
+            why = (
+                f"{arithmetic}, and changes of late groups' models are added in FP32; leave it out"
+            )
+            yield self.precision.arithmetic != "fp32", quorum, why
         chosen = several_groups(strategy.name) and groups == "auto" and not self._kind.is_alone
         yield (
             is_set(strategy, "group_rule") and not chosen,
@@ -1049,11 +1105,21 @@ class ScenarioFile(ClusterFile):
         )
 
     @property
+    def quorum(self) -> Quorum:
+        """When a synchronisation of groups ends."""
+        settings = self.strategy
+        return Quorum(
+            fraction=settings.quorum, grace_s=settings.grace_s, late_rounds=settings.late_rounds
+        )
+
+    @property
     def hub_needs_models(self) -> str:
         """The key of the file that needs each group's model at the hub; empty if no key does."""
         outer, kind = self.strategy.outer_step, STRATEGIES[self.strategy.name]
         if isinstance(kind, GroupStrategy) and kind.needs_each_model:
             return self._name
+        if self.strategy.quorum < 1:
+            return self._at("strategy", "quorum")
         return (
             f"[strategy.outer] name = {outer.name!r}"
             if outer is not None and not outer.takes_mean

@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 from socflower.cluster import Cluster, Usage
 from socflower.errors import ConfigError
 from socflower.flower_adapter import log
-from socflower.hierarchy import Exchanges, Group, GroupPlan, SyncInterval
+from socflower.hierarchy import (
+    Exchanges,
+    Group,
+    GroupPlan,
+    Quorum,
+    SyncInterval,
+    run_to_quorum,
+)
 from socflower.hierarchy.exchange.models import AUTO, KINDS, NONE, STAR
 from socflower.peers.ring.settings import RingSettings
 from socflower.quantities import counted
@@ -25,11 +32,12 @@ from socflower.strategies.leader_feedback import (
 )
 from socflower.strategies.method import Method, NodesForEvaluation, OuterClients, RoundReport
 from socflower.strategies.methods.group_work import GroupWork
+from socflower.strategies.methods.late_groups import LateGroups
 from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric
 from socflower.strategies.outer_step import refuse_integers_clipped
 from socflower.strategies.records import aggregate_records, array_views, to_array_record
 from socflower.strategies.replies import heat_events, outcome_of, with_model
-from socflower.strategies.reply_events import ReplyEvent
+from socflower.strategies.reply_events import LATE, LATE_DROPPED, ReplyEvent
 from socflower.strategies.round import (
     IN_PROCESS,
     GroupFeedback,
@@ -82,6 +90,8 @@ class GroupsMethod(Method[Round, SettledRound]):
         Weight of FedProx's term in the loss of groups.
     local_epochs : int
         If above 0, each group is a SoC that passes so often over its own data in a round, with a new optimiser.
+    quorum : Quorum
+        When a synchronisation ends without groups that are late.
     """
 
     def __init__(
@@ -100,6 +110,7 @@ class GroupsMethod(Method[Round, SettledRound]):
         proximal_mu: float = 0.0,
         tolerate_client_errors: bool = False,
         local_epochs: int = 0,
+        quorum: Quorum = Quorum(),
     ) -> None:
         self._local_epochs = local_epochs
         self.schedule, self.intervals, self.steps_per_epoch = schedule, intervals, steps_per_epoch
@@ -111,6 +122,7 @@ class GroupsMethod(Method[Round, SettledRound]):
         self._tolerates = tolerate_client_errors
         # How leaders are to exchange models, as asked for or as the method needs.
         self.leaders = exchange.leaders
+        self.late = LateGroups(quorum) if quorum.fraction < 1 else None
         if needs_each_model:
             self.require_each_model(needs_each_model)
         if schedule.server_interval > 1:
@@ -182,6 +194,14 @@ class GroupsMethod(Method[Round, SettledRound]):
             )
         self.leaders = STAR
 
+    def require_whole_rounds(self, needing: str) -> None:
+        """Raise `ConfigError` if groups may be late."""
+        if self.late is not None:
+            raise ConfigError(
+                f"SoCFlow: quorum = {self.late.quorum.fraction} lets late groups count in a later round, "
+                f"which {needing} does not know; leave one of the two out"
+            )
+
     def _check_servers(self, plan: GroupPlan) -> None:
         asked = f"SoCFlow: server_interval = {self.schedule.server_interval}"
         if len(plan.by_server) < 2:
@@ -221,7 +241,10 @@ class GroupsMethod(Method[Round, SettledRound]):
         if self.work.clock is None:
             self.work.use_grid(grid, self.plan, arrays)
         self.planner.drain_events()
-        self.planner.plan_round(grid, self.work.clock)
+        keep_groups = self.late is not None and bool(self.late.held)
+        self.planner.plan_round(grid, self.work.clock, keep_groups=keep_groups)
+        if self.late is not None:
+            self.planner.events += self.late.follow(self.plan)
         this = self._make_round(server_round, arrays, grid)
         self._refuse_unfit(this, arrays, config)
         self.work.log_changes(self.latest, this)
@@ -255,6 +278,7 @@ class GroupsMethod(Method[Round, SettledRound]):
             transport=registry.transport(self._rings.transport) if in_rings else IN_PROCESS,
             feedback=self._feedback,
             place_of=place_of,
+            late=() if self.late is None else frozenset(self.late.held),
         )
 
     def _ways_of_leaders(self, grid: Grid) -> Sequence[str]:
@@ -297,9 +321,10 @@ class GroupsMethod(Method[Round, SettledRound]):
                 planner.participant_of,
                 rebalance_steps=planner.balancer.ring_steps,
                 tolerate_errors=self._tolerates,
+                quorum=Quorum() if self.late is None else self.late.quorum,
             )
         messages = []
-        for group in this.plan.groups:
+        for group in this.addressed:
             task = ConfigRecord(self.task(group, this.interval).encode())
             for soc in group.members if this.in_rings else (group.leader,):
                 content = RecordDict({CONFIG: configs[group.group_id], GROUP: task, **records})
@@ -316,9 +341,16 @@ class GroupsMethod(Method[Round, SettledRound]):
         settings = ConfigRecord({**config, SERVER_ROUND: this.server_round, PRICED: True})
         configs = {group.group_id: settings for group in this.plan.groups}
         before = self._resumed_states
-        if this.server_round != self._resumed_after + 1 or len(before) != len(configs):
-            return configs
-        for group in this.plan.groups:
+        is_first = this.server_round == self._resumed_after + 1
+        if is_first and len(before) != len(configs):
+            before.clear()
+        # Groups that are late get their first message after a resume in a later round.
+        self._resumed_states = {
+            ident: state for ident, state in before.items() if ident in this.late
+        }
+        for group in this.addressed:
+            if group.group_id not in before:
+                continue
             leader, has_state = before[group.group_id]
             # As without the interruption: a leader that is new to the group has no momentum for it.
             if group.leader == leader:
@@ -351,30 +383,79 @@ class GroupsMethod(Method[Round, SettledRound]):
             compression=self.work.gradients.coding.spec,
             exchange=self.work.gradients.kind,
             local_epochs=self._local_epochs,
+            missed_steps=(
+                0
+                if self.late is None
+                else self.late.missed_steps(group.group_id, interval.first_step)
+            ),
         )
 
     # ------------------------------------------------------------------------------------ settling a round
     def settle(self, this: Round, replies: Sequence[Message]) -> SettledRound:
         """Read the groups' replies, who left and who is back, measured speeds, and what clients report."""
-        settled = settle(this, replies, tolerate_errors=self._tolerates)
+        # A grid that settles groups of real machines brings replies of earlier rounds.
+        arrived = {} if self.late is None or not this.in_rings else self.late.answers(this, replies)
+        settled = settle(this, replies, tolerate_errors=self._tolerates, arrived=arrived)
         self.planner.poll_absent()
         self.planner.registry.mark_away(settled.away)
         self._read_outcomes(this, replies)
         self._feedback = feedback_after_round(this, settled.means, settled.usable)
         lost_groups = {event.group_id for event in settled.lost}
-        self._without_state = tuple(sorted(lost_groups | settled.leaders_replaced))
+        kept = {ident for ident in self._without_state if ident in this.late}
+        self._without_state = tuple(sorted(lost_groups | settled.leaders_replaced | kept))
         reported = []
         for reply in settled.usable:
             group_id = group_id_of(reply)
             where = f"group {group_id}"
             reported += client_events(reply, group_id, where) + heat_events(reply, group_id, where)
-        return settled.with_events(
+        settled = settled.with_events(
             *self.planner.drain_events(),
             *settled.events,
             *settled.lost,
             *lost_feedback(this, settled.means, self._feedback),
             *reported,
         )
+        if self.late is None:
+            return settled
+        return self._without_late(this, settled, self.late, arrived)
+
+    def _without_late(
+        self,
+        this: Round,
+        settled: SettledRound,
+        late: LateGroups,
+        arrived: Mapping[int, Message],
+    ) -> SettledRound:
+        """Run the clock until the synchronisation ends, and return the groups that have arrived by then.
+
+        Real machines have their own time, and the clock predicts theirs.
+        """
+        usage, behind, clock = Usage(), frozenset[int](), self.work.clock
+        if clock is not None and this.costs is not None:
+            answered = {group_id_of(reply) for reply in settled.usable}
+            lost = [each.group_id for each in this.addressed if each.group_id not in answered]
+            usage, behind = run_to_quorum(
+                this.costs,
+                this.interval,
+                clock,
+                late.quorum,
+                late.pace,
+                late=late.predicted if this.in_rings else this.late,
+                lost=[] if this.in_rings else lost,
+                capacities=self.planner.balancer.in_use,
+            )
+        if this.in_rings:
+            late.predicted = behind
+            noted = {kind: set[int]() for kind in (LATE, LATE_DROPPED)}
+            for event in settled.events:
+                noted.get(event.kind, set()).add(event.group_id)
+            at_work = late.held.keys() - arrived.keys() - noted[LATE_DROPPED]
+            behind = frozenset(noted[LATE] | at_work)
+        is_last = this.server_round == self.num_rounds
+        settled = late.settle(this, settled, usage, behind, arrived, is_last=is_last)
+        if this.in_rings:
+            self.planner.registry.mark_away(late.overdue)
+        return settled
 
     def _read_outcomes(self, this: Round, replies: Sequence[Message]) -> None:
         """Take from the replies who was preempted, and what members measured."""
@@ -423,6 +504,8 @@ class GroupsMethod(Method[Round, SettledRound]):
     def price(self, this: Round, settled: SettledRound) -> Usage:
         """Return the usage of idle waiting before the round, and of the round."""
         idle = self.planner.drain_idle()
+        if settled.usage is not None:
+            return idle + settled.usage
         return idle + self.work.price(this, settled.usable, self.planner.balancer.in_use)
 
     def report(
@@ -478,6 +561,7 @@ class GroupsMethod(Method[Round, SettledRound]):
                 for name, array in array_views(model).items()
             },
             "feedback": to_arrays(self._feedback),
+            **({} if self.late is None else {"late": self.late.save()}),
         }
 
     def restore(self, server_round: int, state: Mapping[str, Any]) -> None:
@@ -500,6 +584,8 @@ class GroupsMethod(Method[Round, SettledRound]):
         self.planner.restore(
             away=away, planned_without=planned_without, balance=state.get("balance") or {}
         )
+        if self.late is not None and state.get("late"):
+            self.late.restore(state["late"], self.plan)
         without_state = state.get("without_state", ())
         self._resumed_after, self._resumed_states = server_round, {}
         if server_round:
