@@ -53,7 +53,8 @@ def test_halves_are_half_of_the_bytes_and_eight_bits_a_quarter() -> None:
 
 def test_four_bits_are_fewer_for_few_members_since_they_are_gathered() -> None:
     def sent(name: str, size: int) -> float:
-        return GradientExchange(coding=gradient_coding(name)).wire_bytes(4e6, size)
+        bucket = Exchange(num_bytes=4e6, num_tensors=1)
+        return GradientExchange(coding=gradient_coding(name)).wire_bytes(bucket, size)
 
     assert [size for size in range(2, 40) if sent("int4", size) < sent("int8", size)] == [2, 3]
     assert [size for size in range(2, 40) if sent("int4", size) < sent("none", size)] == [
