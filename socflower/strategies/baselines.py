@@ -101,6 +101,7 @@ class SingleDevice(SoCFlow):
         )
 
 
+@plain_numbers
 class TreeFedAvg(LocalSGD):
     """T-FedAvg of SoCFlow+: `OrderedFedAvg` whose models are summed in a tree over boards and servers.
 

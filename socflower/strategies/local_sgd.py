@@ -63,6 +63,7 @@ def refuse_quorum(name: str, settings: Mapping[str, Any]) -> None:
         raise ConfigError(f"{name}: quorum = {quorum}, and its rounds wait for all; leave it out")
 
 
+@plain_numbers
 class PostLocalSGD(LocalSGD):
     """Post-local SGD (Lin et al., 2020): one group of all SoCs for the first epochs, then `LocalSGD`.
 

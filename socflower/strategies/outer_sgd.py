@@ -103,6 +103,7 @@ class OuterSGD(FedAvg):
         return {name: weight.numpy() for name, weight in weights.items()}
 
 
+@plain_numbers
 def nesterov(
     learning_rate: float = OUTER_LEARNING_RATE, momentum: float = OUTER_MOMENTUM, **settings: Any
 ) -> OuterSGD:
