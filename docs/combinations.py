@@ -143,6 +143,11 @@ server_interval = 2
             says='[strategy]\ncompression = "fp16"',
             is_in=lambda s: s.strategy.compression != "none",
         ),
+        "server": Capability(
+            label="parameter servers",
+            says='[strategy]\nexchange = "server"',
+            is_in=lambda s: s.gradient_exchange[0] == "server",
+        ),
         "local": Capability(
             label="data that stay",
             says='[data]\npartition = "dirichlet"\n[strategy]\nreshuffle = false',

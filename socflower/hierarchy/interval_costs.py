@@ -127,6 +127,12 @@ class IntervalCosts:
         )
 
     @cached_property
+    def memory_bytes_per_s(self) -> Mapping[int, float]:
+        """Each member's memory, by which the encoding of gradients is priced."""
+        socs = self.plan.participants
+        return {soc: self.cluster.device_of(soc).memory_bytes_per_s for soc in socs}
+
+    @cached_property
     def costs(self) -> Mapping[int, StepCost]:
         """Each member's cost of a step."""
         return self._costs(self.plan, self.shares, {})
@@ -177,6 +183,7 @@ class IntervalCosts:
             step=step,
             overlap_buckets=self.overlap_buckets,
             uplink_turns=self.uplink_turns if uplink_turns is None else uplink_turns,
+            memory_bytes_per_s=self.memory_bytes_per_s,
         )
 
     def synchronisation(
@@ -505,6 +512,7 @@ class ChangingSteps:
                 step=self._first_step,
                 uplink_turns=work.uplink_turns,
                 overlap_buckets=work.overlap_buckets,
+                memory_bytes_per_s=work.memory_bytes_per_s,
             )
             self._graphs[key] = replace(graph, participants=present)
         return self._graphs[key]

@@ -8,7 +8,6 @@ from functools import partial
 from itertools import pairwise
 
 from socflower.cluster import HUB, Activity, Cluster, GraphBuilder, StepCost, TaskGraph
-from socflower.cluster.cost_model import UPDATE_PASSES
 from socflower.errors import ConfigError, require_range
 from socflower.hierarchy.communication_groups import conflicts
 from socflower.hierarchy.exchange.collectives import (
@@ -31,6 +30,7 @@ def step_graph(
     step: int | None = None,
     uplink_turns: bool = True,
     overlap_buckets: int = 1,
+    memory_bytes_per_s: Mapping[int, float] | None = None,
 ) -> TaskGraph:
     """Return one training step of all groups: compute, exchange of gradients inside the group, update (F4).
 
@@ -43,7 +43,8 @@ def step_graph(
     has completed it and the bucket before has been exchanged.
 
     `costs` has the seconds and processor of each member. `step` counts from the start of training, for a coding that
-    changes during it; None is a step after its warm-up. Raises `ConfigError` if a member has no entry, or for fewer
+    changes during it; None is a step after its warm-up. `memory_bytes_per_s` has each member's rate, by which encoding
+    is priced; without it, that takes no time. Raises `ConfigError` if a member has no entry, or for fewer
     than one bucket.
     """
     require_range("step", least=1, overlap_buckets=overlap_buckets)
@@ -75,7 +76,9 @@ def step_graph(
                 builder,
                 group.members,
                 step=step,
-                compute=partial(_encode, builder, costs, exchange.num_bytes),
+                compute=None
+                if memory_bytes_per_s is None
+                else partial(_encode, builder, costs, memory_bytes_per_s),
             ),
         )
     for group_id, others in neighbours.items():
@@ -131,20 +134,15 @@ def _group_step(
 def _encode(
     builder: GraphBuilder,
     costs: Mapping[int, StepCost],
-    weight_bytes: float,
+    memory_bytes_per_s: Mapping[int, float],
     name: str,
     soc: int,
     memory_bytes: float,
     after: Sequence[int],
 ) -> int:
-    """Add work of so much memory traffic, at the rate at which a member updates its weights."""
-    return builder.compute(
-        name,
-        soc,
-        costs[soc].update_s * memory_bytes / (UPDATE_PASSES * weight_bytes),
-        processor=costs[soc].processor,
-        after=after,
-    )
+    """Add work of so much memory traffic."""
+    seconds = memory_bytes / memory_bytes_per_s[soc]
+    return builder.compute(name, soc, seconds, processor=costs[soc].processor, after=after)
 
 
 def _compute(

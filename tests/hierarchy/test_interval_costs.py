@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.cluster import Usage, parse_cluster
+from socflower.cluster import Compute, Usage, parse_cluster
 from socflower.hierarchy import IntervalCosts, SyncInterval, sync_schedule
 from socflower.hierarchy.exchange.gradients import (
     GradientExchange,
@@ -117,6 +117,25 @@ def test_steps_of_a_warm_up_cost_what_each_stage_sends(
     synchronisation = of.synchronisation()
     assert synchronisation is not None
     same_usage(usage(of, (), interval), expected + clock.run(synchronisation))
+
+
+@pytest.mark.parametrize("spec", ["dgc", "dgc ratio=1", "fp16"])
+def test_values_are_chosen_in_the_time_of_their_memory_traffic(spec: str) -> None:
+    """Before each member sends, also where buckets overlap; formats of fewer bits are converted for nothing."""
+    coding = gradient_coding(spec)
+    of = work(gradients=GradientExchange(coding=coding), overlap_buckets=2)
+    group = of.plan.groups[0].members
+    buckets = [bucket.exchange for bucket in of.exchange.buckets(2)]
+    encoded_s = sum(coding.memory_bytes(bucket, len(group)) for bucket in buckets)
+    encoded_s /= CLUSTER.device_of(0).memory_bytes_per_s
+    assert (encoded_s > 0) == (spec == "dgc")
+    for soc in group:
+        found = [
+            task.seconds
+            for task in of.step().tasks
+            if isinstance(task, Compute) and task.device == soc and "encode" in task.name
+        ]
+        assert sum(found) == pytest.approx(encoded_s)
 
 
 def test_compressed_gradients_take_less_time_energy_and_bytes() -> None:

@@ -4,12 +4,21 @@ import itertools
 from typing import Any
 
 import numpy as np
+import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg, FedProx
 
+from socflower.cluster import parse_cluster
 from socflower.errors import InfeasiblePlan, TrainingFailed
-from socflower.strategies.baselines import OrderedFedAvg
+from socflower.strategies.baselines import (
+    HiPress,
+    OrderedFedAvg,
+    ParameterServer,
+    PowerSGDAllReduce,
+    RingAllReduce,
+)
 from socflower.strategies.methods.local import LocalSchedule
+from socflower.strategies.settings import TrainingSchedule
 from tests.one_line import refused
 from tests.strategies.fake_messages import FakeGrid, answer, answer_error, model, values
 
@@ -153,3 +162,30 @@ def test_evaluation_that_fails_at_a_client_is_reported_and_the_others_are_averag
     (event,) = strategy.reports[-1].events
     assert event.kind == "not-evaluated"
     assert event.text == "evaluation, node 20: the client raised no test data"
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "exchange", "compression"),
+    [
+        (ParameterServer, {}, "server", "none"),
+        (HiPress, {"options": {"ratio": 0.01}}, "ring", "hipress ratio=0.01 warm_up_steps=40"),
+        (
+            PowerSGDAllReduce,
+            {"options": {"rank": 3}},
+            "ring",
+            "powersgd rank=3 start_step=0 min_rate=2.0",
+        ),
+    ],
+)
+def test_all_socs_are_one_group_that_is_told_how_to_exchange(
+    preset: type[RingAllReduce], options: dict[str, Any], exchange: str, compression: str
+) -> None:
+    schedule = TrainingSchedule(num_samples=80, batch_size=8, num_epochs=2)
+    strategy = preset(cluster=parse_cluster({"boards": [2, 2]}), schedule=schedule, **options)
+    (group,) = strategy.plan.groups
+    task = strategy.method.task(group, strategy.method.intervals[0])
+    assert (task.exchange, task.members) == (exchange, (0, 1, 2, 3))
+    assert task.compression.startswith(compression)
+    # The choice of buckets goes with the task.
+    links = f"bytes_per_s={129.5e6!r} message_s={0.000485!r}"
+    assert (links in task.compression) == (preset is HiPress)

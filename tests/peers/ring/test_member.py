@@ -516,9 +516,11 @@ def test_a_step_that_all_lost_is_done_again(
     assert not any(line.adopted for ledger in members.ledgers.values() for line in ledger)
 
 
-@pytest.mark.parametrize(("dies", "compression"), [(0, "none"), (2, "powersgd")])
+@pytest.mark.parametrize(
+    ("dies", "options"), [(0, {}), (2, {"compression": "powersgd"}), (1, {"int8": "niti"})]
+)
 def test_a_server_or_one_of_its_members_that_dies_is_lost_and_no_step_is(
-    monkeypatch: pytest.MonkeyPatch, dies: int, compression: str
+    monkeypatch: pytest.MonkeyPatch, dies: int, options: dict[str, str]
 ) -> None:
     """The next member becomes the server."""
 
@@ -526,7 +528,7 @@ def test_a_server_or_one_of_its_members_that_dies_is_lost_and_no_step_is(
         if (rank, generation, operation, number) == (dies, 0, "all_reduce", 3):
             raise Died
 
-    members = Members(3, monkeypatch, strike, exchange="server", compression=compression)
+    members = Members(3, monkeypatch, strike, exchange="server", **options)
     assert list(members.ends) == [rank for rank in range(3) if rank != dies]
     members.check()
 
