@@ -42,16 +42,17 @@ from socflower.precision.operator_costs import profile_operators as profile_oper
 from socflower.precision.processor_costs import Int8Pricing as Int8Pricing, MixedPricing as MixedPricing
 from socflower.sim.event_clock import EventClock as EventClock
 from socflower.sim.trace import Trace as Trace
-from socflower.strategies.baselines import HiPress as HiPress, OrderedFedAvg as OrderedFedAvg, ParameterServer as ParameterServer, PowerSGDAllReduce as PowerSGDAllReduce, RingAllReduce as RingAllReduce, SingleDevice as SingleDevice
-from socflower.strategies.diloco import DiLoCo as DiLoCo
+from socflower.strategies.baselines import HiPress as HiPress, OrderedFedAvg as OrderedFedAvg, ParameterServer as ParameterServer, PowerSGDAllReduce as PowerSGDAllReduce, RingAllReduce as RingAllReduce, SingleDevice as SingleDevice, TreeFedAvg as TreeFedAvg
 from socflower.strategies.group_grid import GroupGrid as GroupGrid
 from socflower.strategies.hybrid_pipeline import HybridPipeline as HybridPipeline
+from socflower.strategies.local_sgd import DiLoCo as DiLoCo, LocalSGD as LocalSGD, PostLocalSGD as PostLocalSGD, StreamingDiLoCo as StreamingDiLoCo
 from socflower.strategies.method import RoundReport as RoundReport
 from socflower.strategies.methods.local import LocalSchedule as LocalSchedule
 from socflower.strategies.methods.split import CloudSessions as CloudSessions
 from socflower.strategies.methods.split_report import SplitRoundReport as SplitRoundReport
+from socflower.strategies.outer_sgd import OuterSGD as OuterSGD, nesterov as nesterov
 from socflower.strategies.planned_rounds import Resumable as Resumable
-from socflower.strategies.settings import Costs as Costs, ExchangeSettings as ExchangeSettings, Grouping as Grouping, TrainingSchedule as TrainingSchedule
+from socflower.strategies.settings import Costs as Costs, ExchangeSettings as ExchangeSettings, Grouping as Grouping, Streaming as Streaming, TrainingSchedule as TrainingSchedule
 from socflower.strategies.socflow import SoCFlow as SoCFlow
 from socflower.strategies.split_replay import SplitReplay as SplitReplay
 from socflower.strategies.warm_up import profile_group_count as profile_group_count
@@ -71,6 +72,7 @@ from socflower.training.group import train_group as train_group
 from socflower.training.int8 import Int8Trainer as Int8Trainer
 from socflower.training.mixed_precision import MixedPrecisionTrainer as MixedPrecisionTrainer
 from socflower.training.model_state import frozen_digest as frozen_digest, load_trainable_state as load_trainable_state, trainable_state as trainable_state
+from socflower.training.muon import muon as muon
 from socflower.training.trainer import ExchangingSession as ExchangingSession, SessionResult as SessionResult, Trainer as Trainer, TrainingSession as TrainingSession, TrainingSpan as TrainingSpan
 from socflower.wire.message_keys import HEAT as HEAT, HeatReport as HeatReport
 from socflower.workloads.data_source import DataSource as DataSource

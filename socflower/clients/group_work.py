@@ -8,22 +8,28 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from socflower.clients.node_training import Metrics, NodeTraining, unchecked
 from socflower.clients.pipeline_client import budgets_of, coding_of
+from socflower.clients.streamed_model import StreamedModel
 from socflower.pipeline.plan import from_json
 from socflower.pipeline.runtime.group import train_pipeline
+from socflower.training.batches import own_steps
 from socflower.training.group import GroupOutcome, train_group
 from socflower.wire.message_keys import (
+    ARRAYS,
     COMPLETED,
     DEPARTURES,
     GROUP,
     GROUP_ID,
+    HANDED,
     NUM_EXAMPLES,
     OUTCOME,
     PIPELINE,
     PREEMPTED,
+    STREAM,
     TRAIN_LOSS,
     GroupTask,
     PipelineTask,
     RingOutcome,
+    StreamTask,
     decode,
     encode,
 )
@@ -32,7 +38,6 @@ from socflower.workloads.data_source import DataSource
 
 def train_whole_group(training: NodeTraining) -> Message:
     """Train all members of a group, on shares of each batch or as stages of a pipeline."""
-    training.load()
     records = training.records
     task = GroupTask.decode(records[GROUP])
     if task.reshuffle:
@@ -40,17 +45,33 @@ def train_whole_group(training: NodeTraining) -> Message:
     else:
         data = [training.group_data(task, part) for part in task.partitions]
     state = training.state(task)
+    saved, streamed = state.read(), None
+    if STREAM in records:
+        streamed = StreamedModel(training, decode(StreamTask, records[STREAM], "stream"), saved)
+        saved = streamed.optimizer
+    else:
+        training.load()
+    task = own_steps(task, data[0])
     departures = departures_of(training.message, task)
     if PIPELINE in records:
         pipeline = decode(PipelineTask, records[PIPELINE], "pipeline")
-        outcome = _train_stages(training, pipeline, task, data[0], state.read(), departures)
+        outcome = _train_stages(training, pipeline, task, data[0], saved, departures)
     else:
         outcome = train_group(
-            training.model, data, task, training.trainer, state.read(), departures=departures
+            training.model,
+            data,
+            task,
+            training.trainer,
+            saved,
+            departures=departures,
+            before_step=None if streamed is None else streamed.mix,
         )
-    state.save(outcome.end.state, outcome.mean_loss)
-    stayed = [soc for position, soc in enumerate(task.members) if position not in departures]
+    end_state = outcome.end.state
+    state.save(end_state if streamed is None else streamed.state(end_state), outcome.mean_loss)
     content = RecordDict()
+    if task.hands_over:
+        content[HANDED] = ConfigRecord({"state": outcome.end.state})
+    stayed = [soc for position, soc in enumerate(task.members) if position not in departures]
     if departures:
         ended = RingOutcome(
             outcome=COMPLETED if stayed else PREEMPTED,
@@ -68,7 +89,10 @@ def train_whole_group(training: NodeTraining) -> Message:
         NUM_EXAMPLES: outcome.num_samples,
         GROUP_ID: task.group_id,
     }
-    return training.reply(metrics, outcome.end, content)
+    reply = training.reply(metrics, outcome.end, content)
+    if streamed is not None:
+        reply.content[ARRAYS] = streamed.fragment(reply.content.array_records[ARRAYS])
+    return reply
 
 
 def _train_stages(

@@ -22,6 +22,7 @@ from socflower.clients.ring_client import (
 )
 from socflower.clients.saved_training import FeedbackState, ResidualState
 from socflower.errors import ConfigError
+from socflower.training.batches import own_steps
 from socflower.training.model_state import frozen_parameters, load_trainable_state
 from socflower.wire.message_keys import (
     ARRAYS,
@@ -44,16 +45,18 @@ def train_as_member(training: NodeTraining) -> Message:
     state = training.state(task, is_leader=is_leader)
     ledger = None if training.ring_ledger is None else training.ring_ledger(context)
     position = task.partitions.index(ring.participant)
+    data = training.group_data(task, ring.participant)
+    own = own_steps(task, data)
     work = MemberWork(
         context=context,
-        group=task,
+        group=own,
         ring=ring,
         model=training.model,
         has_model=has_model,
-        data=training.group_data(task, ring.participant),
+        data=data,
         trainer=training.trainer,
         state=state.read(),
-        departs_at=departures_of(message, task).get(position),
+        departs_at=departures_of(message, own).get(position),
         on_step=step_ledger(ledger, message),
     )
     if PIPELINE in records:

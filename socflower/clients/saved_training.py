@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 from socflower.errors import ConfigError
 from socflower.wire.arrays import array_to_bytes
 from socflower.wire.folders import LOCK_FILE, FolderLock
-from socflower.wire.message_keys import CONFIG, LOST_STATE, RESUMED, TRAINING, WARM_UP, GroupTask
+from socflower.wire.message_keys import (
+    CONFIG,
+    HANDED,
+    LOST_STATE,
+    RESUMED,
+    TRAINING,
+    WARM_UP,
+    GroupTask,
+)
 from socflower.wire.saved_state import DamagedFile, StateKind, StateStore, UnreadableFile
 
 _TRAINER = StateKind(name="trainer state", schema=3, remedy="start a new training (--fresh)")
@@ -182,6 +190,7 @@ class TrainerState:
         config = message.content.config_records.get(CONFIG, ConfigRecord())
         # Members of a ring get the optimiser from their leader.
         self._resumed, self._required = RESUMED in config, is_leader and bool(config.get(RESUMED))
+        self._handed = message.content.config_records.get(HANDED)
         self._begin = Position(
             task.group_id,
             task.num_groups,
@@ -199,6 +208,14 @@ class TrainerState:
         another node's file is accessible (all nodes may run on one machine). Raises `ConfigError` if the training was
         resumed with a required state, and the state is missing.
         """
+        if self._task.local_epochs:
+            return None
+        if self._handed is not None:
+            if handed := cast(bytes, self._handed["state"]):
+                return handed
+            # Its own, from the ring of all SoCs.
+            self._begin = self._begin._replace(group_id=0, num_groups=1)
+            self._resumed = self._required = True
         for saved in self._kept.read():
             if saved["position"] == list(self._begin):
                 self._require_same_settings(saved["settings"])
@@ -246,7 +263,11 @@ class TrainerState:
 
     def save(self, state: bytes | None, mean_loss: float, *, in_file: bool = True) -> None:
         """Save the state of the task's end; None if there is none."""
-        position = self._begin._replace(next_step=self._task.first_step + self._task.num_steps)
+        task = self._task
+        if task.local_epochs:
+            return
+        end = task.first_step + task.num_steps
+        position = Position(task.group_id, task.num_groups, task.total_steps, end, task.seed)
         # Momentum of a group that diverged is NaN and would spoil the next interval's good weights as well.
         left = state if math.isfinite(mean_loss) else None
         self._kept.write(
@@ -256,7 +277,7 @@ class TrainerState:
                 {"state": left, "position": list(position), "settings": self._settings}
             )
         )
-        if self._files is not None and in_file:
+        if self._files is not None and (in_file or task.hands_over):
             self._files.of(position, _TRAINER).write(
                 position.next_step,
                 {"has_state": left is not None, "settings": self._settings},
@@ -282,6 +303,7 @@ class ResidualState(TrainerState):
     ) -> None:
         own = None if files is None else StateFiles(files.folder, f"residuals-of-{participant}")
         super().__init__(task, message, context, own, is_leader=False)
+        self._handed = None
 
 
 _KEPT_FEEDBACK = "socflower-feedback"

@@ -24,6 +24,7 @@ from socflower.wire.message_keys import (
     EVALUATED,
     FROZEN_SHA256,
     GROUP,
+    HANDED,
     NUM_PARTITIONS,
     PARTITION_ID,
     PIPELINE,
@@ -31,6 +32,7 @@ from socflower.wire.message_keys import (
     RESUMED,
     RING,
     SERVER_ROUND,
+    STREAM,
     TRAINING,
     WARM_UP,
 )
@@ -163,7 +165,7 @@ class ReadSettings:
             allowed, keys = (*allowed, SPLIT), ()
             known = "a split training's settings are arguments of SplitReplay and of its program"
         elif GROUP in records:
-            allowed = (*allowed, GROUP, RING, PIPELINE, DEPARTURES)
+            allowed = (*allowed, GROUP, RING, PIPELINE, DEPARTURES, HANDED, STREAM)
             known = "a group's batch size, epochs and seed are arguments of its strategy"
         else:
             keys = (*STANDALONE_KEYS, *read)

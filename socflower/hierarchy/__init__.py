@@ -21,7 +21,7 @@ from socflower.hierarchy.group_count import (
     choose_by_time,
     default_candidates,
 )
-from socflower.hierarchy.interval_costs import IntervalCosts, Phase
+from socflower.hierarchy.interval_costs import Fragment, IntervalCosts, Phase
 from socflower.hierarchy.mapping.integrity_greedy import integrity_greedy, map_groups
 from socflower.hierarchy.mapping.placement import GroupPlacement
 from socflower.hierarchy.plan import Group, GroupPlan, plan_groups, plan_without
@@ -39,6 +39,7 @@ __all__ = [
     "CapacitiesInUse",
     "Exchange",
     "Exchanges",
+    "Fragment",
     "GradientExchange",
     "Group",
     "GroupCountChoice",

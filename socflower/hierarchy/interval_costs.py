@@ -1,5 +1,6 @@
 """Costs of training under a plan: intervals as task graphs on the clock, for strategies and for predictions."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -9,6 +10,7 @@ from typing import TypeAlias
 from socflower.cluster import (
     FP32,
     Cluster,
+    Device,
     ModelProfile,
     Pricing,
     StepCost,
@@ -35,6 +37,39 @@ Phase: TypeAlias = tuple[int, Mapping[int, Pricing]]
 """Steps of an interval, and the pricings of groups (by id) that differ during them."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnEpochs:
+    """The pricing of a member's whole interval as one step, if its batches are those of its own data."""
+
+    pricing: Pricing
+    num_steps: int
+    # The mean number of samples of a batch.
+    batch_size: float
+
+    def step_cost(self, model: ModelProfile, device: Device, num_samples: int) -> StepCost:
+        """Return the cost of all steps."""
+        cost = self.pricing.step_cost(model, device, math.ceil(self.batch_size))
+        return replace(
+            cost,
+            forward_s=cost.forward_s * self.num_steps,
+            backward_s=cost.backward_s * self.num_steps,
+            update_s=cost.update_s * self.num_steps,
+        )
+
+    def rate(self, model_name: str, device: Device) -> float:
+        """Return the FLOP/s of the pricing."""
+        return self.pricing.rate(model_name, device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fragment:
+    """A part of the model that is synchronised while groups do the next `delay_steps`."""
+
+    num_bytes: float
+    num_tensors: int
+    delay_steps: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class IntervalCosts:
     """A plan and the parameters of the training that determine its costs."""
@@ -59,6 +94,8 @@ class IntervalCosts:
     models: ModelExchange = STAR_EXCHANGE
     # How tensors are sent.
     fusion: str = PER_TENSOR
+    # What every synchronisation exchanges, if that is not the whole model.
+    fragment: Fragment | None = None
 
     @cached_property
     def _rates(self) -> tuple[float, ...]:
@@ -160,12 +197,19 @@ class IntervalCosts:
 
         `leaders` overrides how they exchange models. `delays_s`: how long after the start each leader has its model.
         """
+        exchange = self.exchange
+        if self.fragment is not None:
+            exchange = replace(
+                exchange,
+                num_bytes=self.fragment.num_bytes,
+                num_tensors=self.fragment.num_tensors,
+            )
         alone = max(map(len, self.plan.by_server.values())) == 1
         if len(self.plan.groups) == 1 or (alone and not across_servers):
             return None
         return synchronisation_graph(
             self.plan,
-            self.exchange,
+            exchange,
             self.cluster,
             models=replace(self.models, kind=leaders or self.models.kind),
             across_servers=across_servers,
@@ -202,6 +246,8 @@ class IntervalCosts:
         `phases` are needed if the cost of a step changed within the interval; together they have all its steps. On a
         clock with changing speeds, `capacities` are those in use at the start; they are updated to those at the end.
         """
+        if self.fragment is not None:
+            return self.run_streamed(interval, clock, self.fragment, None, capacities)
         usage = self._deal(clock) if self.begins_with_deal(interval) else Usage()
         labels = (f"to epoch {interval.epoch_end:g}", "synchronisation")
         steps_of = (
@@ -237,6 +283,49 @@ class IntervalCosts:
             )
             assert synchronisation is not None
         return usage + clock.run(synchronisation, label=labels[1], head_start_s=head_start_s)
+
+    def run_streamed(
+        self,
+        interval: SyncInterval,
+        clock: VirtualClock,
+        before: Fragment | None,
+        after: Fragment | None,
+        capacities: CapacitiesInUse | None = None,
+    ) -> Usage:
+        """Run an interval beside the synchronisation of the fragment `before` it, then that of the one `after` it.
+
+        The first is awaited after its `delay_steps`. Messages and computing do not slow each other down.
+        """
+        usage = self._deal(clock) if self.begins_with_deal(interval) else Usage()
+        label, num_left, first_step = (
+            f"to epoch {interval.epoch_end:g}",
+            interval.num_steps,
+            interval.first_step,
+        )
+
+        def steps(number: int) -> Usage:
+            if not number:
+                return Usage()
+            if clock.changes:
+                own = capacities or CapacitiesInUse(1.0)
+                return ChangingSteps(self, clock, own, {}, first_step).run(number, label)
+            return _SteadySteps(self, clock, {}, first_step).run(number, label)
+
+        def synchronise(fragment: Fragment, head_start_s: float) -> Usage:
+            graph = replace(self, fragment=fragment).synchronisation()
+            if graph is None:
+                return Usage()
+            head_start_s = min(head_start_s, clock.predicted_s(graph))
+            return clock.run(graph, label="synchronisation", head_start_s=head_start_s)
+
+        if before is not None:
+            beside = min(num_left, before.delay_steps)
+            begin_s = clock.now_s
+            usage += steps(beside)
+            usage += synchronise(before, clock.now_s - begin_s)
+            num_left -= beside
+        usage += steps(num_left)
+        return usage if after is None else usage + synchronise(after, 0.0)
 
     def _stages(
         self, interval: SyncInterval, phases: Sequence[Phase]

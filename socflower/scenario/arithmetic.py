@@ -25,6 +25,7 @@ from socflower.scenario.workload import scenario_data
 from socflower.training.fp32 import FP32Trainer, OptimizerFn, cosine_annealing, sgd
 from socflower.training.int8 import Int8Trainer
 from socflower.training.mixed_precision import MixedPrecisionTrainer
+from socflower.training.muon import muon
 from socflower.training.trainer import Trainer
 from socflower.workloads.data_source import DataSource
 
@@ -132,13 +133,17 @@ def evaluation_device(scenario: Scenario) -> str:
 
 
 def optimizer(scenario: Scenario) -> OptimizerFn:
-    """Return the scenario's optimiser; only SGD has momentum."""
+    """Return the scenario's optimiser; `momentum` is that of SGD only."""
     settings = scenario.train
-    if settings.optimizer == "adam":
-        return partial(
-            torch.optim.Adam, lr=settings.learning_rate, weight_decay=settings.weight_decay
-        )
-    return sgd(settings.learning_rate, scenario.momentum, settings.weight_decay)
+    rate, decay = settings.learning_rate, settings.weight_decay
+    match scenario.optimizer:
+        case "adam":
+            return partial(torch.optim.Adam, lr=rate, weight_decay=decay)
+        case "adamw":
+            return partial(torch.optim.AdamW, lr=rate, weight_decay=decay)
+        case "muon":
+            return muon(rate, weight_decay=decay)
+    return sgd(rate, scenario.momentum, decay)
 
 
 def training_data(scenario: Scenario) -> DataSource:

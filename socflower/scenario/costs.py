@@ -66,8 +66,8 @@ def pricing(scenario: Scenario) -> Pricing:
 
 
 def optimizer_copies(scenario: Scenario) -> float:
-    """Return how many copies of the trained weights the optimiser keeps."""
-    return 2.0 if scenario.train.optimizer == "adam" else float(scenario.momentum > 0)
+    """Return how many copies of the trained weights the optimiser keeps, at most: Muon keeps one of hidden layers."""
+    return float(scenario.momentum > 0) if scenario.optimizer == "sgd" else 2.0
 
 
 def mixing_note(rule: str) -> str:

@@ -121,6 +121,9 @@ def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | Non
 
 def _run_groups(scenario: Scenario, cluster: Cluster, clock: EventClock) -> None:
     """Let the planned training of groups pass on a clock, with its heat and users, round by round."""
+    if scenario.synchronous_epochs:
+        why = "it has two plans, and heat is planned for one; use 'local-sgd', or run it"
+        raise scenario.mistake("strategy", "name", why)
     predicting = EventClock(cluster)
     work, _ = planned_work(scenario, cluster, predicting)
     intervals = planned_intervals(scenario, work)

@@ -8,6 +8,7 @@ from socflower.cluster import Activity, Cluster, ModelProfile, Usage, sustained_
 from socflower.errors import InfeasiblePlan
 from socflower.hierarchy import (
     Exchanges,
+    Fragment,
     GroupPlan,
     IntervalCosts,
     Rebalancing,
@@ -40,6 +41,7 @@ from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.strategies import group_strategy
 from socflower.sim import EventClock
+from socflower.strategies.settings import require_few_fragments, streamed_interval
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +103,7 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
 def _notes(scenario: Scenario, cluster: Cluster, work: IntervalCosts) -> Iterator[str]:
     """Yield what a run may do otherwise than the plan, and how it is priced."""
     cost, settings = work.pricing, scenario.strategy
-    if settings.groups == "auto" and group_strategy(settings.name).num_groups is None:
+    if group_strategy(settings.name).groups(settings.groups, cluster.num_socs) == "auto":
         yield (
             "groups = 'auto' is decided by training the first rounds with several numbers; planned with "
             f"{len(work.plan.groups)}, one group per board"
@@ -232,13 +234,17 @@ def _work_of(
         [group.members for group in plan.groups],
         steps_per_epoch,
     )
+    profile = model_profile(scenario)
+    if scenario.is_streaming:
+        require_few_fragments(scenario.streaming, scenario.interval_epochs, steps_per_epoch)
     return IntervalCosts(
         cluster=cluster,
         plan=plan,
-        profile=model_profile(scenario),
+        profile=profile,
+        fragment=_fragment(scenario, profile),
         num_samples=num_left,
         batch_size=scenario.train.batch_size,
-        reshuffle=settings.reshuffle,
+        reshuffle=scenario.reshuffle,
         uplink_turns=False,
         overlap_buckets=settings.overlap_buckets,
         gradients=gradients,
@@ -247,7 +253,7 @@ def _work_of(
         fusion=settings.fusion,
         models=ModelExchange(
             coding=gradient_coding(settings.leader_compression),
-            hub_decides=settings.outer is not None
+            hub_decides=settings.outer_step is not None
             or group_strategy(settings.name).needs_each_model,
         ),
         steps_per_epoch=steps_per_epoch,
@@ -272,7 +278,7 @@ def with_plan(
 def planned_intervals(scenario: Scenario, work: IntervalCosts) -> Sequence[SyncInterval]:
     """Return the intervals of the whole training."""
     return sync_schedule(
-        scenario.train.epochs,
+        scenario.train.epochs - scenario.synchronous_epochs,
         work.steps_per_epoch,
         _interval_epochs(scenario),
         server_interval=_server_interval(scenario),
@@ -281,13 +287,17 @@ def planned_intervals(scenario: Scenario, work: IntervalCosts) -> Sequence[SyncI
 
 def _planned_shapes(scenario: Scenario, work: IntervalCosts) -> Sequence[tuple[SyncInterval, int]]:
     """Return the distinct intervals and their counts, so that the cost does not grow with the number of epochs."""
-    return sync_shapes(
-        scenario.train.epochs,
+    shapes = sync_shapes(
+        scenario.train.epochs - scenario.synchronous_epochs,
         work.steps_per_epoch,
         _interval_epochs(scenario),
         server_interval=_server_interval(scenario),
         changes=work.gradients.coding.changes,
     )
+    if not scenario.synchronous_epochs:
+        return shapes
+    # Data are dealt at the switch, as at the start of any epoch but the first.
+    return [(replace(each, index=max(1, each.index)), count) for each, count in shapes]
 
 
 def _planned_lengths(scenario: Scenario, work: IntervalCosts) -> Mapping[int, int]:
@@ -304,8 +314,22 @@ def _lengths(shapes: Sequence[tuple[SyncInterval, int]]) -> dict[int, int]:
 
 
 def _interval_epochs(scenario: Scenario) -> float | str:
-    return group_strategy(scenario.strategy.name).sync_interval_epochs(
-        scenario.strategy.sync_interval_epochs
+    """Return the epochs between synchronisations, be they of fragments."""
+    interval = scenario.interval_epochs
+    if not scenario.is_streaming:
+        return interval
+    return streamed_interval(interval, scenario.streaming.fragments)
+
+
+def _fragment(scenario: Scenario, profile: ModelProfile) -> Fragment | None:
+    """Return what a synchronisation exchanges, if not the whole model: the mean of its fragments."""
+    if not scenario.is_streaming:
+        return None
+    streaming = scenario.streaming
+    return Fragment(
+        num_bytes=profile.weight_bytes / streaming.fragments,
+        num_tensors=max(1, round(profile.num_tensors / streaming.fragments)),
+        delay_steps=streaming.delay_steps,
     )
 
 
@@ -318,7 +342,8 @@ def _usage_of(scenario: Scenario, work: IntervalCosts, clock: EventClock) -> Usa
     if scenario.quorum.fraction < 1:
         intervals = planned_intervals(scenario, work)
         return training_usage(work, intervals, clock.at_start(), scenario.quorum)
-    return _usage_of_all(work, _planned_shapes(scenario, work), clock)
+    usage = _usage_of_all(work, _planned_shapes(scenario, work), clock)
+    return usage + _opening_usage(scenario, work, clock)
 
 
 def _usage_of_all(
@@ -329,6 +354,29 @@ def _usage_of_all(
         (work.run(interval, clock.at_start()) * count for interval, count in shapes),
         Usage(),
     )
+
+
+def _opening_usage(scenario: Scenario, work: IntervalCosts, clock: EventClock) -> Usage:
+    """Return the usage of the synchronous epochs before those of groups, in one group with the batch of all."""
+    if not scenario.synchronous_epochs:
+        return Usage()
+    socs, rates = (
+        work.plan.participants,
+        sustained_rates(work.cluster, work.profile.name, work.pricing),
+    )
+    one = plan_groups(
+        work.cluster, 1, None, [rate * (soc in socs) for soc, rate in enumerate(rates)]
+    )
+    batch_size = work.batch_size * len(work.plan.groups)
+    shapes = sync_shapes(scenario.synchronous_epochs, work.steps_per_epoch, 1.0)
+    _, opening = choose_exchanges(
+        replace(work, plan=one, batch_size=batch_size),
+        scenario.strategy.uplink_turns,
+        scenario.leaders,
+        _lengths(shapes),
+        clock,
+    )
+    return _usage_of_all(opening, shapes, clock)
 
 
 def _predict(scenario: Scenario, work: IntervalCosts, clock: EventClock) -> dict[str, Any]:

@@ -121,6 +121,7 @@ class PreparedRun:
                 "fewer"
             )
         is_alone = groups == num_socs and several_groups(scenario.strategy.name)
+        is_alone |= groups == "auto" and STRATEGIES[scenario.strategy.name].is_alone
         for key in ("exchange", "compression"):
             if is_alone and is_set(scenario.strategy, key):
                 why = "each group has one SoC, which exchanges no gradients; leave it out"

@@ -19,6 +19,7 @@ from socflower.model_graph.batch_form import Batch, form_of
 from socflower.model_graph.layer_profile import ExampleBatch
 from socflower.model_graph.random_state import forked_generators
 from socflower.scenario.schema.config import DataConfig, Factory, Scenario
+from socflower.training.muon import muon
 from socflower.training.trainer import require_trained_parameters
 from socflower.user_code import call, import_attribute, raised
 from socflower.workloads.data_source import DataSource
@@ -145,6 +146,9 @@ def check_workload(scenario: Scenario) -> None:
     if scenario.model.factory:
         with _naming(_factory_text("model", scenario)):
             require_trained_parameters(model)
+            if scenario.optimizer == "muon":
+                # This refuses a model without hidden layers.
+                muon()(model.parameters())
     evaluated = f"{scenario.name}: model {scenario.model.name} cannot evaluate the test data of"
     with _naming(f"{evaluated} {scenario.data.name}"):
         outcome = evaluate(model, data.test.select([0]))

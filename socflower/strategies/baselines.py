@@ -1,4 +1,4 @@
-"""Strategies to compare SoCFlow with: all SoCs in one group, a single device, and FedAvg."""
+"""Strategies to compare SoCFlow with: all SoCs in one group, a single device, and FedAvg, also in a tree."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,10 +7,14 @@ from typing import Any
 from flwr.serverapp.strategy import Strategy
 
 from socflower.cluster import Cluster
-from socflower.errors import require_range, require_type
+from socflower.errors import ConfigError, require_range, require_type
 from socflower.hierarchy.exchange.gradients import SERVER, PowerSGD, SelectedBuckets
+from socflower.hierarchy.exchange.models import AUTO, TREE
 from socflower.plain_numbers import plain_numbers
+from socflower.precision.processor_costs import MixedPricing
+from socflower.strategies.local_sgd import LocalSGD, refuse_quorum
 from socflower.strategies.method import RoundReport
+from socflower.strategies.methods.groups import GroupsMethod
 from socflower.strategies.methods.local import (
     LocalRound,
     LocalSchedule,
@@ -19,7 +23,7 @@ from socflower.strategies.methods.local import (
 )
 from socflower.strategies.outer_step import proximal_mu_of
 from socflower.strategies.round_strategy import RoundStrategy
-from socflower.strategies.settings import ExchangeSettings, Grouping, TrainingSchedule
+from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 
 
@@ -95,6 +99,60 @@ class SingleDevice(SoCFlow):
             groups=Grouping(num_groups=1, num_socs=1),
             **settings,
         )
+
+
+@plain_numbers
+class TreeFedAvg(LocalSGD):
+    """T-FedAvg of SoCFlow+: `OrderedFedAvg` whose models are summed in a tree over boards and servers.
+
+    In each round each SoC passes over its own data with a new optimiser, so SoCs with more data do more steps; models
+    are averaged by samples.
+
+    Parameters
+    ----------
+    schedule : TrainingSchedule
+        `batch_size` is that of a SoC. A round is `local_epochs`, and data stay at their SoCs.
+    local_epochs : int
+        Passes over its own data in each round; all epochs are a multiple.
+    exchange : ExchangeSettings
+        `leaders` is the tree.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: TrainingSchedule,
+        local_epochs: int = 1,
+        exchange: ExchangeSettings = ExchangeSettings(),
+        **settings: Any,
+    ) -> None:
+        name = type(self).__name__
+        require_type(name, (TrainingSchedule,), "TrainingSchedule(…)", schedule=schedule)
+        require_type(name, (ExchangeSettings,), "ExchangeSettings(…)", exchange=exchange)
+        require_type(name, (int,), "a whole number", local_epochs=local_epochs)
+        require_range(name, least=1, local_epochs=local_epochs)
+        refuse_quorum(name, settings)
+        if schedule.num_epochs % local_epochs:
+            raise ConfigError(
+                f"{name}: num_epochs = {schedule.num_epochs} must be a multiple of local_epochs = {local_epochs}"
+            )
+        if exchange.leaders not in (AUTO, TREE):
+            raise ConfigError(
+                f"{name}: leaders = {exchange.leaders!r}, but it sums models in a tree; leave it out"
+            )
+        if isinstance(settings.get("costs", Costs()).pricing, MixedPricing):
+            raise ConfigError(
+                f"{name}: mixed precision measures alpha by steps of a group; train in FP32 or int8"
+            )
+        self._local_epochs = local_epochs
+        own = replace(schedule, interval_epochs=float(local_epochs), reshuffle=False)
+        super().__init__(schedule=own, exchange=replace(exchange, leaders=TREE), **settings)
+        if len(self.plan.groups) != len(self.plan.participants):
+            raise ConfigError(f"{name}: each SoC trains alone; leave groups out")
+
+    def _method(self, **settings: Any) -> GroupsMethod:
+        self._work.local_epochs = self._local_epochs
+        return GroupsMethod(local_epochs=self._local_epochs, **settings)
 
 
 def _of_epochs(schedule: TrainingSchedule) -> TrainingSchedule:

@@ -12,7 +12,7 @@ import numpy as np
 from flwr.app import Message
 from numpy.typing import NDArray
 
-from socflower.hierarchy.exchange.models import INT8
+from socflower.hierarchy.exchange.models import INT4, INT8
 from socflower.strategies.group_models import GroupMean
 from socflower.strategies.mixed_replies import group_id_of
 from socflower.strategies.replies import outcome_of
@@ -48,7 +48,7 @@ def lost_feedback(
     this: Round, means: Sequence[GroupMean], after: Mapping[int, GroupFeedback]
 ) -> list[ReplyEvent]:
     """Return an event for each group whose error feedback no member holds any more."""
-    if this.exchanges.leaders.compression != INT8 or not this.in_rings:
+    if this.exchanges.leaders.compression not in (INT8, INT4) or not this.in_rings:
         return []
     return [
         ReplyEvent(

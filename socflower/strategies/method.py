@@ -140,6 +140,10 @@ class Method(ABC, Generic[RoundT, SettledT]):
     def merge(self, this: RoundT, settled: SettledT) -> ArrayRecord:
         """Return the model that the replies make."""
 
+    def complete(self, this: RoundT, made: ArrayRecord) -> ArrayRecord:
+        """Return the whole model with what a round made, if that is a part of it."""
+        return made
+
     def price(self, this: RoundT, settled: SettledT) -> Usage:
         """Return the round's virtual time, energy and bytes, and advance the clock by them.
 

@@ -28,7 +28,7 @@ class RoundPlanner:
         rates: Sequence[float],
         rebalancing: Rebalancing | None,
     ) -> None:
-        self._cluster, self._rates = cluster, rates
+        self._cluster, self.rates = cluster, rates
         self.full_plan = self.plan = plan
         self.participant_of = {soc: index for index, soc in enumerate(plan.participants)}
         self.registry = NodeRegistry(cluster, plan.participants)
@@ -64,11 +64,17 @@ class RoundPlanner:
             self.events += events
         return self.plan
 
+    def change_plan(self, plan: GroupPlan) -> None:
+        """Plan from now on by another plan over the same participants."""
+        without = self.planned_without
+        self.full_plan = plan
+        self.plan = plan_without(plan, self._cluster, self.rates, without)
+
     def restore(
         self, *, away: Collection[int], planned_without: Collection[int], balance: Mapping[str, Any]
     ) -> None:
         """Restore the planning state of an interrupted training; `balance` is its `balancer.state`."""
-        plan = plan_without(self.full_plan, self._cluster, self._rates, planned_without)
+        plan = plan_without(self.full_plan, self._cluster, self.rates, planned_without)
         self.plan = self.balancer.restore(balance, plan)
         self.registry.mark_away(away)
 
@@ -135,7 +141,7 @@ class RoundPlanner:
             return
         away = sorted(set(self.full_plan.participants) - set(present))
         try:
-            self.plan = plan_without(self.full_plan, self._cluster, self._rates, away)
+            self.plan = plan_without(self.full_plan, self._cluster, self.rates, away)
         except InfeasiblePlan as error:
             raise TrainingFailed(f"SoCFlow: {error}") from None
         self.events.append(

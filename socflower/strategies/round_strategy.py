@@ -165,6 +165,8 @@ class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
             given = self.method.models_for_outer(this, settled, cast(ArrayRecord, arrays))
             arrays, metrics, more = _next_model(self.outer, server_round, this.sent, given, metrics)
             events += more
+        if arrays is not None:
+            arrays = self.method.complete(this, arrays)
         for event in events:
             log(WARNING, "aggregate_train: %s", event.text)
         usage = self.method.price(this, settled)

@@ -87,6 +87,57 @@ class Grouping:
     num_socs: NumSocs | None = None
 
 
+@checked
+class Streaming:
+    """How Streaming DiLoCo synchronises a model's fragments: `fragments` of them in turn, each every interval.
+
+    The outer step of a fragment is mixed into a group's weights `delay_steps` later, which keep the part `mixing` of
+    what was trained by then: by default half with a delay, and nothing without.
+    """
+
+    fragments: Annotated[
+        int, Field(gt=0, le=1000, description="fragments of whole layers, every so many-th one")
+    ] = 2
+    delay_steps: Annotated[
+        int,
+        Field(ge=0, le=MOST_EPOCHS, description="steps beside which a fragment is exchanged"),
+    ] = 1
+    mixing: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            lt=1,
+            description=(
+                "what groups keep of their own weights of a fragment; default: 0.5, without a delay 0"
+            ),
+        ),
+    ] = None
+
+    @property
+    def alpha(self) -> float:
+        """`mixing`, or its default."""
+        if self.mixing is not None:
+            return self.mixing
+        return 0.5 if self.delay_steps else 0.0
+
+
+def streamed_interval(interval_epochs: float | str, fragments: int) -> float:
+    """Return the epochs between synchronisations, if each of so many fragments is synchronised every interval."""
+    return float(interval_epochs) / fragments
+
+
+def require_few_fragments(
+    streaming: Streaming, interval_epochs: float | str, steps_per_epoch: int
+) -> None:
+    """Raise `ConfigError` unless every round has more steps than the delay, and at least one."""
+    least = int(streamed_interval(interval_epochs, streaming.fragments) * steps_per_epoch)
+    if least < max(1, streaming.delay_steps):
+        raise ConfigError(
+            f"streaming: fragments = {streaming.fragments} and delay_steps = {streaming.delay_steps}, and an interval "
+            f"of {interval_epochs} epochs has {least} steps a fragment; give fewer, or a longer interval"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
     """What virtual time and energy are computed from; without a profile neither is computed.
@@ -143,19 +194,19 @@ class ExchangeSettings:
         Gradient buckets that overlap with the backward pass (F7).
     exchange : "ring" or "server"
         With whom members exchange gradients: in a ring, or with the first member as the parameter server of the others.
-    compression : "none", "fp16", "int8", "int8-stochastic", "dgc", "hipress" or "powersgd"
+    compression : "none", "fp16", "int8", "int8-stochastic", "int4", "dgc", "hipress" or "powersgd"
         What members exchange instead of FP32 gradients: halves, eight bits (with error feedback or rounded at random),
-        the largest values (deep gradient compression; HiPress where they are predicted to be faster), or factors of
-        low rank. Each bucket is compressed by itself. Options follow: "powersgd rank=4", "dgc ratio=0.01".
+        four bits, the largest values (deep gradient compression; HiPress where they are predicted to be faster), or
+        factors of low rank. Each bucket is compressed by itself. Options follow: "powersgd rank=4", "dgc ratio=0.01".
     leaders : "auto", "ring", "star" or "tree"
         How leaders exchange models (F8): over the hub, in a ring among themselves, in which the hub gets their mean, or
         by board and server. "auto" chooses for every new plan what the clock predicts to take less time, without a
         clock or a profile the ring. Real machines have a ring or a tree where nodes have a ring address, with "auto" if
         the grid is a `GroupGrid`. A strategy that needs each group's model, or is around this one, has the star.
-    leader_compression : "none", "fp16" or "int8"
+    leader_compression : "none", "fp16", "int8" or "int4"
         What leaders in a ring or a tree exchange: their models, or the models' changes since the last synchronisation
-        in halves, or in eight bits with error feedback, which stays with the group whoever leads it. BatchNorm's
-        statistics are exchanged as they are.
+        in halves, or with error feedback in eight bits, or in a ring in four. The feedback stays with the
+        group, whoever leads it. BatchNorm's statistics are exchanged as they are.
     fusion : "buckets" or "per-tensor"
         What costs a message in virtual time (F8a): each of the `overlap_buckets`, and the model of a leader, as rings
         of real machines send them, or each tensor, as SoCFlow+ seems to have sent them.

@@ -1,6 +1,7 @@
 """SoCFlow: synchronous SGD inside groups, delayed synchronisation between them (SoCFlow+ section 3.1)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from flwr.serverapp.strategy import Strategy
 
@@ -133,7 +134,7 @@ class SoCFlow(GroupRoundStrategy):
         if not isinstance(groups, GroupPlan):
             counts = groups if isinstance(groups, Grouping) else Grouping(num_groups=groups)
             groups = plan_groups(cluster, counts.num_groups, counts.num_socs, rates)
-        steps_per_epoch, intervals = intervals_of(schedule, len(groups.groups))
+        steps_per_epoch, intervals = self._intervals(schedule, len(groups.groups))
         if outer is not None:
             _refuse_beside_outer(name, outer, average, schedule)
         if quorum.fraction < 1:
@@ -149,7 +150,7 @@ class SoCFlow(GroupRoundStrategy):
             steps_per_epoch=steps_per_epoch,
             hub_decides=outer is not None,
         )
-        method = GroupsMethod(
+        method = self._method(
             cluster=cluster,
             schedule=schedule,
             planner=RoundPlanner(cluster, groups, rates, rebalancing),
@@ -165,6 +166,16 @@ class SoCFlow(GroupRoundStrategy):
             quorum=quorum,
         )
         super().__init__(method, outer, len(groups.groups))
+
+    def _intervals(
+        self, schedule: TrainingSchedule, num_groups: int
+    ) -> tuple[int, Sequence[SyncInterval]]:
+        """Return the steps of an epoch and the interval of each round."""
+        return intervals_of(schedule, num_groups)
+
+    def _method(self, **settings: Any) -> GroupsMethod:
+        """Return what a round is."""
+        return GroupsMethod(**settings)
 
     @property
     def pricing(self) -> Pricing:

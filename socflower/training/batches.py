@@ -1,12 +1,14 @@
 """The samples of each step: a pure function of the seed, the same on every engine."""
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from socflower.hierarchy import split_batch
 from socflower.wire.message_keys import GroupTask
+from socflower.workloads.data_source import DataSource
 
 Indices = NDArray[np.int64]
 
@@ -70,6 +72,21 @@ class BatchSchedule:
         if epoch == task.deal_epoch:
             return [dealt]
         return [np.random.default_rng([task.seed, epoch, task.group_id]).permutation(dealt)]
+
+
+def own_steps(task: GroupTask, data: DataSource) -> GroupTask:
+    """Return the task with as many steps as its data take, for a member that trains for local epochs."""
+    if not task.local_epochs:
+        return task
+    steps_per_epoch = max(1, -(-len(data) // task.batch_size))
+    first_epoch = task.first_step // task.steps_per_epoch
+    return replace(
+        task,
+        steps_per_epoch=steps_per_epoch,
+        first_step=first_epoch * steps_per_epoch,
+        num_steps=task.local_epochs * steps_per_epoch,
+        total_steps=task.total_steps // task.steps_per_epoch * steps_per_epoch,
+    )
 
 
 def sample_key(task: GroupTask, step: int, member: int | None = None) -> tuple[int, ...]:

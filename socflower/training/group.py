@@ -1,6 +1,6 @@
 """Trains a whole group in one process: every member's share of every step, with the weights of a real ring."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,13 +44,14 @@ def train_group(
     state: bytes | None = None,
     *,
     departures: Mapping[int, int] | None = None,
+    before_step: Callable[[int], None] | None = None,
 ) -> GroupOutcome:
     """Train `model` in place through all steps of the task, synchronously over the group's members (F4).
 
     `data` is the whole data set if the task reshuffles, else each member's own. `state` is from the end of the previous
     interval (momentum stays local, F3). Random layers are seeded by the task's seed, group and first step, so that an
     interval is reproducible. `departures` maps a member's position to the interval's step (from 0) before which it
-    leaves; when all have left, the interval ends.
+    leaves; when all have left, the interval ends. `before_step` is called with the number of steps that are done.
     """
     span = TrainingSpan(
         num_members=len(task.members),
@@ -83,6 +84,8 @@ def train_group(
         losses: list[torch.Tensor] = []
         num_samples = 0
         for step, present, parts in _step_parts(own, task, departures or {}):
+            if before_step is not None:
+                before_step(step - task.first_step)
             if not task.first_step and not losses:
                 try_loss(session, parts, own[0], task.batch_size, divided=len(task.members) > 1)
             losses.append(

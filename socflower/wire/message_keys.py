@@ -43,6 +43,13 @@ UNTRAINED = "socflower-untrained"
 An outer strategy steps on all others. Without the record, only integer arrays have no gradients.
 """
 
+HANDED = "socflower-optimizer"
+"""The record with the optimiser that groups of another plan continue with: of a reply to a task that hands it over, and
+of the next round's messages. There it is empty if each member has it, from its own ring."""
+
+STREAM = "socflower-stream"
+"""The record of a TRAIN message for a group that sends and gets fragments of its model; see `StreamTask`."""
+
 TRAINED_ON = "socflower-trained-on"
 """The record of a reply with the devices that trained; see `DeviceReport`."""
 
@@ -203,12 +210,21 @@ class GroupTask(Record):
     compression: str = "none"
     # With whom members exchange gradients: in a "ring", or with the first of them as a "server".
     exchange: str = "ring"
+    # Whether groups of another plan continue with this one's optimiser.
+    hands_over: bool = False
+    # If above 0, its only member passes so often over its own data, in batches of `batch_size`, with a new optimiser.
+    local_epochs: int = 0
     # Steps that the others have done since the group's last interval, if it was late; its optimiser goes on from there.
     missed_steps: int = 0
 
     def check(self) -> None:
         """Raise `ConfigError` unless every member has its values and the leader is a member."""
         num_members, num_ratios = len(self.members), len(self.npu_ratios)
+        if self.local_epochs and (num_members != 1 or self.reshuffle):
+            raise ConfigError(
+                f"group {self.group_id}: local epochs are for one SoC with data of its own, not for "
+                f"{num_members}, or data that are dealt again"
+            )
         if num_ratios not in (0, num_members):
             raise ConfigError(
                 f"group {self.group_id}: {num_members} members and {num_ratios} NPU ratios; need one "
@@ -220,6 +236,19 @@ class GroupTask(Record):
                 f"group {self.group_id}: needs a leader among its members, and {num_members} "
                 "capacities and partitions"
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamTask:
+    """A round in which a fragment of a group's model is synchronised."""
+
+    # The tensors that the reply has.
+    names: tuple[str, ...]
+    # Whether the message has the whole model, not the fragment that was synchronised last.
+    is_whole: bool
+    # After how many steps that fragment is mixed in, and what part of the own weights stays.
+    delay_steps: int
+    mixing: float
 
 
 @checked
@@ -259,7 +288,7 @@ class RingTask:
     leaders: tuple[str, ...] = ()
     # If they form a tree, the place of each group's leader: "group board server".
     leader_places: tuple[str, ...] = ()
-    # The compression of the leaders' exchange: "none", "fp16" or "int8".
+    # The compression of the leaders' exchange: "none", "fp16", "int8" or "int4".
     leader_compression: str = "none"
     # Digest of the error feedback of that compression, which the group's members keep.
     feedback_sha256: str = ""

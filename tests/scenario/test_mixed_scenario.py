@@ -186,6 +186,8 @@ def test_what_cannot_be_is_refused_in_one_line(text: str, tmp_path: Path) -> Non
         ("arithmetic = 'int8'\n[train]\nweight_decay = 0.1", "weight_decay"),
         ("arithmetic = 'int8'\n[train]\nreduction = 'always'", "reduction"),
         ("arithmetic = 'int8'\n[train]\noptimizer = 'adam'", "optimizer = 'adam'"),
+        ("arithmetic = 'mixed'\n[train]\noptimizer = 'muon'", "optimizer = 'muon'"),
+        ("[train]\noptimizer = 'muon'\n[strategy]\nname = 'hybrid-pipeline'", "use 'adamw'"),
     ],
 )
 def test_what_the_arithmetic_does_not_know_is_named(text: str, named: str, tmp_path: Path) -> None:

@@ -125,7 +125,15 @@ CASES: dict[str, Scenario] = {
     ),
     "ring": small("ring", epochs=3),
     "sgd": small("sgd", epochs=3),
-    "diloco": small("diloco", epochs=2),
+    "diloco": small("diloco", groups="auto", epochs=2),
+    "post-local-sgd": small("post-local-sgd", groups="auto", epochs=2),
+    "streaming-diloco, one preempted": small(
+        "streaming-diloco",
+        groups="auto",
+        epochs=2,
+        events=(EventConfig(kind="preempt", soc=0, round=2, rounds=1),),
+    ),
+    "tree-fedavg": small("tree-fedavg", groups="auto", epochs=2),
     "fedavg": small("fedavg", epochs=3),
     "int8": with_precision(small(), arithmetic="int8"),
     "adaptive fixed point": with_precision(
@@ -136,6 +144,7 @@ CASES: dict[str, Scenario] = {
 }
 
 SLOW = (
+    "tree-fedavg",
     "ring",
     "preempted",
     "outer momentum, preempted",

@@ -265,7 +265,12 @@ def cluster(boards: int = 2, socs_per_board: int = 2) -> Cluster:
 
 
 def strategy(
-    on: Cluster, num_groups: int = 2, *, rings: Mapping[str, Any] | None = None, **changes: Any
+    on: Cluster,
+    num_groups: int = 2,
+    *,
+    rings: Mapping[str, Any] | None = None,
+    kind: type[SoCFlow] = SoCFlow,
+    **changes: Any,
 ) -> SoCFlow:
     settings: dict[str, Any] = {
         "cluster": on,
@@ -277,7 +282,7 @@ def strategy(
         "seed": 4,
     }
     changes = copy.deepcopy(changes)  # an outer strategy has moments
-    return SoCFlow(
+    return kind(
         **grouped(**{**settings, **changes}),
         rings=RingSettings(
             **{"heartbeat_s": 4.0, "rendezvous_s": 30.0, "leader_grace_s": 5.0, **(rings or {})}

@@ -31,6 +31,7 @@ from socflower.errors import ConfigError, TrainingFailed
 from socflower.flower_adapter import begin_run
 from socflower.strategies.baselines import OrderedFedAvg
 from socflower.strategies.methods.local import LocalSchedule
+from socflower.strategies.outer_sgd import OuterSGD, nesterov
 from socflower.strategies.settings import ExchangeSettings, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import GROUP, UNTRAINED
@@ -190,9 +191,10 @@ class Reference:
     def step(self, old: NDArray[Any], models: Sequence[Model], name: str) -> NDArray[Any]:
         self.rounds += 1
         delta = mean(models, name) - old
-        if self.rule == "FedAvgM":
+        if self.rule in ("FedAvgM", "heavy ball", "Nesterov"):
             self.m = 0.6 * self.m - delta
-            return np.asarray(old - 0.7 * self.m)
+            ahead = 0.6 * self.m - delta if self.rule == "Nesterov" else self.m
+            return np.asarray(old - 0.7 * ahead)
         if self.rule == "FedMedian":
             return np.asarray(np.median([model[name] for model in models], axis=0))
         if self.rule == "Krum":
@@ -217,6 +219,8 @@ OUTER: dict[str, tuple[Callable[[], FedAvg], int]] = {
     "FedAdam": (lambda: FedAdam(eta=0.1), 3),
     "FedYogi": (lambda: FedYogi(eta=0.1), 3),
     "FedAvgM": (lambda: FedAvgM(server_learning_rate=0.7, server_momentum=0.6), 3),
+    "heavy ball": (lambda: OuterSGD(0.7, 0.6), 3),
+    "Nesterov": (lambda: nesterov(0.7, 0.6), 3),
     "FedMedian": (FedMedian, 3),
     "Krum": (lambda: Krum(num_malicious_nodes=1), 5),
 }
@@ -277,11 +281,14 @@ def test_the_outer_step_is_what_flowers_strategy_makes_of_the_same_models(rule: 
             np.testing.assert_array_equal(model[name], made[name].astype(np.float32))
 
 
+@pytest.mark.parametrize("leaders", ["star", "ring", "tree"])
+@pytest.mark.parametrize("make", [FedAvg, OuterSGD])
 @pytest.mark.parametrize("names", [BUFFERS, None])
-def test_with_fedavg_the_bits_are_those_without_an_outer_strategy(
-    names: Sequence[str] | None,
+def test_with_the_mean_or_a_whole_step_of_sgd_the_bits_are_those_without_an_outer_strategy(
+    names: Sequence[str] | None, make: Callable[[], FedAvg], leaders: str
 ) -> None:
-    (_, plain, without), (_, outer, around) = run(None, names=names), run(FedAvg(), names=names)
+    _, plain, without = run(None, leaders=leaders, names=names)
+    _, outer, around = run(make(), leaders=leaders, names=names)
     for ours, reference in zip(outer, plain, strict=True):
         for name in reference:
             np.testing.assert_array_equal(ours[name], reference[name])
@@ -446,6 +453,7 @@ def test_pythons_random_numbers_are_not_touched() -> None:
     [
         lambda: FedAdam(eta=0.1),
         lambda: FedAvgM(server_momentum=0.6),
+        nesterov,
         FedYogi,
         FedMedian,
         lambda: flower.QFedAvg(0.1, train_loss_key="train-loss"),

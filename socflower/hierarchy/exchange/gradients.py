@@ -6,12 +6,16 @@
 | `fp16`            | 4(n-1)/n                                  | 11 bits are kept; n rounding errors                |
 | `int8`            | 2(n-1)/n                                  | nothing for good: rounding errors are sent later   |
 | `int8-stochastic` | 2(n-1)/n                                  | noise that is zero on average; keeps no state      |
+| `int4`            | (n-1)/2                                   | nothing for good: rounding errors are sent later   |
 | `dgc`             | 8(n-1) · ratio                            | nothing for good: small values are sent later      |
 | `hipress`         | that of `dgc` or of `none`                | the same; each bucket takes the faster of the two  |
 | `powersgd`        | 8(n-1)/n · rank (1/rows + 1/columns)      | nothing for good: what has a higher rank, later    |
 
 That is in a ring. With a parameter server, the first member, n - 1 members send what they sum to it, and it sends the
 sum to each of them.
+
+`int4` gathers what members send, and sums it in FP32: from 4 members on it sends more than `int8`, from 16 on more than
+`none`.
 
 These are descriptions. `training/exchange` has their sums for a group in one process, `peers/ring` sends them between
 machines. The headers of messages are not counted.
@@ -38,6 +42,8 @@ KINDS = (RING, SERVER)
 
 BLOCK = 4096
 """Elements of a block, which share a step in eight bits."""
+SMALL_BLOCK = 256
+"""The same in four bits, which have few levels for elements of other sizes."""
 
 _VALUE_BYTES = 4
 # A value and its index.
@@ -195,6 +201,22 @@ class StochasticInt8(Int8):
 
     name = "int8-stochastic"
     max_rounding = 1.0
+
+
+class Int4(Coding):
+    """Each member's own multiples of its own steps, gathered and summed in float32 (Douillard et al., 2025)."""
+
+    name = "int4"
+    # On each side of zero.
+    levels: ClassVar[int] = 7
+
+    def operations(
+        self, bucket: Exchange, size: int, step: int | None = None
+    ) -> tuple[Operation, ...]:
+        """Return an all-gather of the blocks' steps and of half a byte for each element."""
+        num_elements = num_elements_of(bucket.num_bytes)
+        payload = _VALUE_BYTES * -(-num_elements // SMALL_BLOCK) + -(-num_elements // 2)
+        return Operation(_LENGTH_BYTES * size), Operation(payload, gathers=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -433,7 +455,16 @@ class PowerSGD(Coding):
 
 _CODINGS: dict[str, type[Coding]] = {
     kind.name: kind
-    for kind in (Exact, Float16, Int8, StochasticInt8, LargestValues, SelectedBuckets, PowerSGD)
+    for kind in (
+        Exact,
+        Float16,
+        Int8,
+        StochasticInt8,
+        Int4,
+        LargestValues,
+        SelectedBuckets,
+        PowerSGD,
+    )
 }
 CODINGS = tuple(_CODINGS)
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from socflower.cluster import HUB, Cluster, GraphBuilder
 from socflower.errors import ConfigError
 from socflower.hierarchy.exchange.collectives import Exchange, broadcast, gather, scatter
-from socflower.hierarchy.exchange.gradients import EXACT, EXACT_RING, Coding, Int8
+from socflower.hierarchy.exchange.gradients import EXACT, Coding, GradientExchange, Int8
 from socflower.hierarchy.plan import GroupPlan
 
 RING, TREE, STAR = "ring", "tree", "star"
@@ -15,12 +15,15 @@ KINDS = (RING, TREE, STAR)
 AUTO = "auto"
 """The setting with which the prediction decides."""
 
-NONE, FP16, INT8 = "none", "fp16", "int8"
-COMPRESSIONS = (NONE, FP16, INT8)
+NONE, FP16, INT8, INT4 = "none", "fp16", "int8", "int4"
+COMPRESSIONS = (NONE, FP16, INT8, INT4)
 """Formats of the model changes that leaders exchange; see `peers/leaders/model_changes.py`."""
 
 COMPRESSING = (RING, TREE)
-"""The kinds of exchange that can be compressed; in a star every reply to the hub would have to be."""
+"""The kinds of exchange that can be compressed; in a star every reply to the hub would have to be.
+
+Four bits are gathered, which a tree would do at every level: they are for a ring.
+"""
 
 ASKED, PREDICTED, ALONE, NOT_PREDICTED = "asked", "predicted", "one-group", "not-predicted"
 
@@ -78,16 +81,16 @@ class ModelExchange:
         ready: Mapping[int, Sequence[int]],
     ) -> Arrivals:
         arrived: Arrivals = {leader: tuple(ready.get(leader, ())) for leader in leaders}
+        if self.kind == RING:
+            ring = GradientExchange(coding=self.coding)
+            return dict(ring.lower(builder, leaders, model, arrived, "sync").done)
         for operation in self.coding.operations(model, len(leaders)):
             part = replace(
                 model,
                 num_bytes=operation.num_bytes,
                 fused=model.fused or not self.coding.is_exact,
             )
-            if self.kind == RING:
-                arrived = dict(EXACT_RING.lower(builder, leaders, part, arrived, "sync").done)
-            else:
-                arrived = _tree(builder, leaders, part, cluster, arrived)
+            arrived = _tree(builder, leaders, part, cluster, arrived)
         return arrived
 
 
@@ -135,7 +138,7 @@ def choose_leaders(
         )
     if asked != AUTO:
         return LeaderExchange(kind=asked, decided_by=ASKED, compression=compression)
-    kinds = kinds if compression == NONE else COMPRESSING
+    kinds = kinds if compression == NONE else _compressing(compression)
     if len(plan.groups) == 1 or predict is None:
         reason = ALONE if len(plan.groups) == 1 else NOT_PREDICTED
         return LeaderExchange(kind=kinds[0], decided_by=reason, compression=compression)
@@ -165,10 +168,15 @@ def tree_levels(places: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]
 
 def compression_fault(leaders: str, compression: str) -> str:
     """Return why leaders of this kind cannot compress; empty if they can."""
-    if compression == NONE or leaders in (AUTO, *COMPRESSING):
+    able_kinds = (*_compressing(compression), AUTO)
+    if compression == NONE or leaders in able_kinds:
         return ""
-    able = " or ".join(map(repr, (*COMPRESSING, AUTO)))
+    able = " or ".join(map(repr, able_kinds))
     return f"leader_compression = {compression!r} needs leaders = {able}, not {leaders!r}"
+
+
+def _compressing(compression: str) -> Sequence[str]:
+    return (RING,) if compression == INT4 else COMPRESSING
 
 
 def _star(

@@ -4,7 +4,8 @@
 
 c is the model with which all groups began the interval, e_k the sum of the group's earlier rounding errors. A change
 is small compared with the weights, so few bits represent it well. "fp16" sums halves and has no e; "int8" sums
-eight-bit multiples of a step for each 4,096 elements (`Int8Compression`), with error feedback: over any number of
+eight-bit multiples of a step for each 4,096 elements (`Int8Compression`), "int4" gathers four-bit ones, with steps of
+each group's own (`Int4Compression`). Both have error feedback: over any number of
 exchanges the sum of what was exchanged is within half a step, per group, of the sum of all changes.
 
 Every member computes the group's e from values that all of them have: w_k, c and the previous e, p_k, and the steps,
@@ -23,13 +24,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from socflower.hierarchy.exchange.models import FP16
+from socflower.hierarchy.exchange.models import FP16, INT4
 from socflower.training.exchange.compression import (
     Script,
     agree_on_steps,
     in_blocks,
     sum_in_halves,
     sum_levels,
+    sum_of_four_bits,
+    to_four_bits,
 )
 from socflower.wire.arrays import array_to_bytes, digest_of, pack_arrays, unpack_arrays
 
@@ -41,7 +44,7 @@ Floats = NDArray[np.float32]
 class ChangeCompression:
     """How a group's change is compressed in one exchange; all but `feedback` is equal for all groups."""
 
-    # Either "fp16" or "int8".
+    # "fp16", "int8" or "int4".
     name: str
     # The model c, with at least the exchanged tensors.
     common: Mapping[str, _Array]
@@ -90,12 +93,14 @@ class ChangeCompression:
     def unsent(self, arrays: Mapping[str, _Array], share: float, steps: Floats) -> Floats:
         """Return the next e of a group whose change was summed with these steps."""
         change = self.change(arrays, share)
+        if self.name == INT4:
+            return to_four_bits(torch.from_numpy(change))[1].numpy()
         blocks, step = in_blocks(torch.from_numpy(change)), torch.from_numpy(steps)[:, None]
         return (blocks - _levels(blocks, step) * step).view(-1)[: len(change)].numpy().copy()
 
     def sum(self, change: Floats, size: int) -> Script[tuple[Floats, Floats | None]]:
         """Return the sum of all members' changes, bit-identical at all of them, and with "int8" the steps of its
-        blocks.
+        blocks; with "int4", whose steps each group has itself, an empty array.
 
         `size` is the number of members. The largest magnitudes of all members' changes, summed, must be finite.
         """
@@ -103,6 +108,10 @@ class ChangeCompression:
         if self.name == FP16:
             yield from sum_in_halves(flat, size)
             return flat.numpy(), None
+        if self.name == INT4:
+            payloads = yield to_four_bits(flat)[0]
+            assert payloads is not None
+            return sum_of_four_bits(payloads, flat.numel()).numpy(), np.zeros(0, np.float32)
         blocks = in_blocks(flat)
         step = yield from agree_on_steps(blocks, size)
         levels = yield from sum_levels(_levels(blocks, step), flat.numel())

@@ -162,16 +162,24 @@ def _groups(parts: RunParts, num_groups: int) -> SoCFlow:
     module, _, name = kind.target.partition(":")
     exchange, compression = scenario.gradient_exchange
     strategy: type[SoCFlow] = getattr(import_module(module), name)
+    own: dict[str, Any] = {}
+    if scenario.synchronous_epochs:
+        own["synchronous_epochs"] = scenario.synchronous_epochs
+    if kind.is_streaming:
+        own["streaming"] = scenario.streaming
+    if kind.has_local_epochs:
+        own["local_epochs"] = scenario.train.local_epochs
     return strategy(
+        **own,
         cluster=parts.run.cluster,
         groups=Grouping(num_groups=num_groups, num_socs=kind.num_socs or settings.socs),
         schedule=TrainingSchedule(
             num_samples=_num_samples(scenario),
             batch_size=scenario.train.batch_size,
             num_epochs=scenario.train.epochs,
-            interval_epochs=kind.sync_interval_epochs(settings.sync_interval_epochs),
+            interval_epochs=scenario.interval_epochs,
             server_interval=kind.server_interval(settings.server_interval),
-            reshuffle=settings.reshuffle,
+            reshuffle=scenario.reshuffle,
             seed=scenario.seed,
         ),
         costs=Costs(
@@ -190,7 +198,7 @@ def _groups(parts: RunParts, num_groups: int) -> SoCFlow:
         ),
         rings=scenario.ring,
         rebalancing=rebalancing(scenario),
-        outer=None if settings.outer is None else _outer(settings.outer),
+        outer=None if settings.outer_step is None else _outer(settings.outer_step),
         quorum=scenario.quorum,
         tolerate_client_errors=settings.tolerate_client_errors,
     )
@@ -203,9 +211,9 @@ def _num_samples(scenario: Scenario) -> int:
 def _outer(settings: OuterConfig) -> OuterStrategy:
     """Return the outer strategy; nodes do not evaluate, as a scenario is evaluated on the server."""
     more = {"train_loss_key": TRAIN_LOSS} if settings.name == "qfedavg" else {}
-    outer: OuterStrategy = getattr(flower_strategies, OUTER_STRATEGIES[settings.name][0])(
-        **settings.arguments, **more, fraction_evaluate=0.0
-    )
+    module, _, name = OUTER_STRATEGIES[settings.name][0].rpartition(":")
+    make = getattr(import_module(module) if module else flower_strategies, name)
+    outer: OuterStrategy = make(**settings.arguments, **more, fraction_evaluate=0.0)
     return outer
 
 

@@ -11,7 +11,7 @@ from socflower.errors import ConfigError, SocflowerError
 from socflower.field_rules import OneOf, unknown_key
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
 from socflower.hierarchy.exchange.gradients import exchange_fault, gradient_coding
-from socflower.hierarchy.exchange.models import NONE
+from socflower.hierarchy.exchange.models import NONE, TREE, compression_fault
 from socflower.hierarchy.group_count import GROUP_RULES
 from socflower.hierarchy.quorum import (
     LATE_ROUNDS,
@@ -24,7 +24,7 @@ from socflower.peers.ring.settings import RingSettings
 from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.report.quality import ACCURACY, LOSS, Quality, quality_of
 from socflower.scenario.schema.key_rules import is_set, require_reader, shown
-from socflower.scenario.schema.outer import OuterConfig
+from socflower.scenario.schema.outer import OUTER_SGD, OuterConfig
 from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PipelineConfig
 from socflower.scenario.schema.split import (
     CLICK_MODEL,
@@ -36,7 +36,9 @@ from socflower.scenario.schema.strategies import (
     CLUSTER_STRATEGIES,
     STRATEGIES,
     GroupStrategy,
+    Strategy,
     family_of,
+    group_strategy,
 )
 from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
 from socflower.strategies.settings import (
@@ -52,11 +54,13 @@ from socflower.strategies.settings import (
     Leaders,
     NumSocs,
     OverlapBuckets,
+    Streaming,
     UplinkTurns,
 )
 from socflower.toml_file import Table
 
 ARITHMETICS = ("fp32", "int8", "mixed")
+OPTIMIZERS = ("sgd", "adam", "adamw", "muon")
 _READ_BY_PIPELINES = (
     "name",
     "socs",
@@ -180,18 +184,25 @@ class TrainConfig(Table):
         ),
     )
     learning_rate: float = Field(0.01, gt=0, description="of the optimiser")
-    optimizer: Annotated[str, OneOf(("sgd", "adam"))] = Field(
-        "sgd", description="int8 training knows `sgd` only"
+    optimizer: Annotated[str, OneOf(OPTIMIZERS)] | None = Field(
+        None,
+        description=(
+            "default: `sgd`, with `diloco` `adamw`, with `muloco` `muon`; int8 and mixed training know `sgd` only; "
+            "`muon` is Muon for hidden layers, kernels as matrices, and AdamW for the first and the last layer, biases "
+            "and norms"
+        ),
     )
     momentum: float | None = Field(
         None,
         ge=0,
         lt=1,
         description=(
-            "of SGD; refused with `adam` and `niti`, which have none; default: 0.9, and 0 with `niti`"
+            "of SGD; refused with other optimisers and `niti`, which have none; default: 0.9, and 0 with `niti`"
         ),
     )
-    weight_decay: float = Field(0.0, ge=0, description="of SGD")
+    weight_decay: float = Field(
+        0.0, ge=0, description="of SGD and Adam in the gradient, else decoupled"
+    )
     schedule: Annotated[str, OneOf(("cosine", "constant"))] = Field(
         "cosine", description=("of the learning rate; `cosine` is zero at the end")
     )
@@ -203,7 +214,8 @@ class TrainConfig(Table):
         ),
     )
     local_epochs: Epochs = Field(
-        1, description="epochs of a `fedavg` client in a round; `epochs` must be a multiple"
+        1,
+        description="epochs of a client of `fedavg` or `tree-fedavg` in a round; `epochs` must be a multiple",
     )
     reduction: Annotated[str, OneOf(("auto", "always", "ring"))] = Field(
         "auto",
@@ -224,7 +236,7 @@ class TrainConfig(Table):
         """Refuse names of no device, momentum without SGD, and local epochs that do not divide the epochs."""
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device = {self.device!r}: write auto, cpu, cuda, cuda:1 or mps")
-        if self.momentum:
+        if self.momentum and self.optimizer is not None:
             require_reader(self, "optimizer", {"momentum": ("sgd",)})
         if self.epochs % self.local_epochs:
             raise ConfigError(
@@ -306,8 +318,9 @@ class StrategyConfig(Table):
     groups: NumSocs | Annotated[str, OneOf(("auto",))] = Field(
         "auto",
         description=(
-            'number of groups of `socflow`; "auto" [tries them out](concepts/planning.md#how-many-groups); of `2d`, '
-            'where "auto" is that of the least predicted time'
+            'number of groups; "auto" [tries them out](concepts/planning.md#how-many-groups); of `2d`, '
+            'where "auto" is that of the least predicted time; with `local-sgd`, `diloco` and their like "auto" is one '
+            "for each SoC"
         ),
     )
     group_rule: Annotated[str, OneOf(GROUP_RULES)] = Field(
@@ -322,8 +335,12 @@ class StrategyConfig(Table):
         "decay",
         description=(
             'epochs between synchronisations; "decay" is 0.25, doubled every 10 epochs, up to 2; '
-            "`ring` and `sgd` ignore it"
+            "`ring`, `sgd` and `tree-fedavg` ignore it"
         ),
+    )
+    post_local_epochs: Epochs | None = Field(
+        None,
+        description="of `post-local-sgd`, its synchronous epochs; default: half of all, rounded down",
     )
     server_interval: Epochs = Field(
         1,
@@ -379,8 +396,9 @@ class StrategyConfig(Table):
     leader_compression: LeaderCompression = Field(
         "none",
         description=(
-            'leaders in a ring or tree ("auto" leaves out the star) exchange their models\' changes in halves, or in '
-            "eight bits with error feedback"
+            'leaders in a ring or tree ("auto" leaves out the star) exchange their models\' changes in halves, or with '
+            "error feedback in eight bits, or in a ring in four, which from 16 groups on takes more bytes than "
+            "`none`"
         ),
     )
     fusion: Fusion = Field(
@@ -430,10 +448,13 @@ class StrategyConfig(Table):
             "rounds"
         ),
     )
+    streaming: Streaming | None = Field(
+        None, description="table of `streaming-diloco`: the fragments of a model, and their delay"
+    )
     outer: OuterConfig | None = Field(
         None,
         description=(
-            "table of Flower's strategy that [makes the next model](guides/groups.md#outer-strategies) of the groups' "
+            "table of the strategy that [makes the next model](guides/groups.md#outer-strategies) of the groups' "
             "models: its class in small letters and its arguments"
         ),
     )
@@ -450,13 +471,13 @@ class StrategyConfig(Table):
             leader_compression=self.leader_compression,
         )
         Quorum(fraction=self.quorum, grace_s=self.grace_s, late_rounds=self.late_rounds)
-        interval, outer = shown(self, "server_interval"), self.outer
+        interval, outer = shown(self, "server_interval"), self.outer_step
         counted = outer is not None and outer.counts_groups
         for broken, key, why in (
             (
                 outer and not takes_outer(self.name),
                 "outer",
-                f"name = {self.name!r} has one group, or an outer step of its own; leave it out",
+                f"name = {self.name!r} has one group; leave it out",
             ),
             (counted and self.groups == "auto", f"outer.name = {outer and outer.name!r}", _COUNTED),
             (self.server_interval > 1 and self.groups == "auto", interval, _COUNTED),
@@ -490,12 +511,27 @@ class StrategyConfig(Table):
         for key in ("exchange", "compression"):
             if not isinstance(kind, GroupStrategy) or getattr(kind, key) is not None:
                 keys = {*keys, key}
+        if STRATEGIES[name].is_alone:
+            # They have as many groups, and an outer step of their own.
+            keys = {*keys, "groups", "outer", "group_rule", "exchange", "compression"}
+        for key, is_read in (
+            ("post_local_epochs", STRATEGIES[name].is_synchronous_first),
+            ("streaming", STRATEGIES[name].is_streaming),
+        ):
+            if not is_read:
+                keys = {*keys, key}
         if not may_have_late_groups(name):
             keys = {*keys, *_OF_QUORUM}
         if name == self.name:
             keys = ()
         left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
         return self.replaced(**{"name": name, **left_out, **changes})
+
+    @property
+    def outer_step(self) -> OuterConfig | None:
+        """`outer`, or the outer step that the strategy has without it; None if it averages."""
+        own = STRATEGIES[self.name].outer
+        return self.outer or (OuterConfig(name=own) if own else None)
 
 
 def several_groups(strategy: str) -> bool:
@@ -505,9 +541,10 @@ def several_groups(strategy: str) -> bool:
 
 
 def may_have_late_groups(strategy: str) -> bool:
-    """Return whether a strategy has groups, and is not of one only."""
+    """Return whether a strategy has groups, not one only, whose rounds need not wait for all."""
     kind = STRATEGIES[strategy]
-    return isinstance(kind, GroupStrategy) and kind.num_groups != 1
+    waits = kind.is_synchronous_first or kind.is_streaming or kind.has_local_epochs
+    return isinstance(kind, GroupStrategy) and kind.num_groups != 1 and not waits
 
 
 def takes_outer(strategy: str) -> bool:
@@ -518,7 +555,7 @@ def takes_outer(strategy: str) -> bool:
 def exchanges_gradients(strategy: str) -> bool:
     """Return whether a strategy has groups of several members, which exchange gradients."""
     kind = STRATEGIES[strategy]
-    return isinstance(kind, GroupStrategy) and kind.num_socs != 1 and kind.num_groups != 0
+    return isinstance(kind, GroupStrategy) and kind.num_socs != 1
 
 
 OwnSettings: TypeAlias = dict[str, Any]
@@ -702,6 +739,25 @@ class ScenarioFile(ClusterFile):
             for key in _OF_LEADERS:
                 why = f"it is for leaders of several groups, and {name}; leave it out"
                 yield is_set(strategy, key), self._at("strategy", key), why
+        first = self._kind.is_synchronous_first
+        yield (
+            strategy.post_local_epochs is not None and not first,
+            self._at("strategy", "post_local_epochs"),
+            f"{self._name} does not read it; leave it out",
+        )
+        yield (
+            first and not 1 <= self.synchronous_epochs < self.train.epochs,
+            self._at("strategy", "post_local_epochs"),
+            f"of {self._at('train', 'epochs')}; leave at least one before and one after the switch",
+        )
+        for key in ("compression", "server_interval"):
+            why = f"{self._name} has groups of two plans; leave it out"
+            yield first and is_set(strategy, key), self._at("strategy", key), why
+        yield from self._rules_of_streaming()
+        for key, fitting in (("groups", "auto"), ("leaders", "tree")):
+            why = f"{self._name} trains on each SoC alone and sums in a tree; leave it out"
+            has_own = is_set(strategy, key) and getattr(strategy, key) != fitting
+            yield self._kind.has_local_epochs and has_own, self._at("strategy", key), why
         late_groups, quorum = may_have_late_groups(strategy.name), self._at("strategy", "quorum")
         for key in _OF_QUORUM:
             why = f"it is for strategies of several groups, and {self._name}; leave it out"
@@ -717,7 +773,7 @@ class ScenarioFile(ClusterFile):
                 f"{arithmetic}, and changes of late groups' models are added in FP32; leave it out"
             )
             yield self.precision.arithmetic != "fp32", quorum, why
-        chosen = several_groups(strategy.name) and groups == "auto"
+        chosen = several_groups(strategy.name) and groups == "auto" and not self._kind.is_alone
         yield (
             is_set(strategy, "group_rule") and not chosen,
             self._at("strategy", "group_rule"),
@@ -740,7 +796,7 @@ class ScenarioFile(ClusterFile):
         fault = exchange_fault(exchange, gradient_coding(coding))
         yield fault, self._at("strategy", "compression"), fault
         yield (
-            gradient_coding(coding).applies_momentum and self.train.optimizer != "sgd",
+            gradient_coding(coding).applies_momentum and self.optimizer != "sgd",
             compression if strategy.compression != NONE else self._name,
             f"it takes over SGD's momentum, and {self._at('train', 'optimizer')}; use another one",
         )
@@ -750,28 +806,73 @@ class ScenarioFile(ClusterFile):
             self._at("strategy", "leaders"),
             f"{needs_models} needs each group's model, and not their mean; use 'star'",
         )
+        fault = compression_fault(self.leaders, strategy.leader_compression)
+        yield fault, self._at("strategy", "leader_compression"), f"{fault}; leave one out"
         yield (
             needs_models and strategy.leader_compression != NONE,
             self._at("strategy", "leader_compression"),
             f"{needs_models} needs each group's model, and not their mean; leave it out",
         )
 
+    def _rules_of_streaming(self) -> Iterator[Rule]:
+        """Yield what fragments of a model do not allow."""
+        strategy, said = self.strategy, f"{self._name} exchanges fragments of the model"
+        if not self._kind.is_streaming:
+            why = f"it is for name = 'streaming-diloco', and {self._name}; leave it out"
+            yield strategy.streaming is not None, "[strategy.streaming]", why
+            return
+        interval = strategy.sync_interval_epochs
+        outer, arithmetic = strategy.outer_step, self.precision.arithmetic
+        for broken, key, why in (
+            (isinstance(interval, str), "sync_interval_epochs", "give a number of epochs"),
+            (strategy.groups != "auto", "groups", "each SoC is one; leave it out"),
+            (strategy.server_interval > 1, "server_interval", "leave it out"),
+            (strategy.leader_compression != NONE, "leader_compression", "leave it out"),
+        ):
+            yield broken, self._at("strategy", key), f"{said}; {why}"
+        yield (
+            outer and outer.name not in OUTER_SGD,
+            f"[strategy.outer] name = {outer and outer.name!r}",
+            f"{said}; use one of {', '.join(OUTER_SGD)}",
+        )
+        yield arithmetic != "fp32", self._at("precision", "arithmetic"), f"{said}; use 'fp32'"
+
     def _rules_of_arithmetic(self) -> Iterator[Rule]:
         """Yield what training in integers does not know."""
         train, arithmetic = self.train, self.precision.arithmetic
-        outer, said = self.strategy.outer, self._at("precision", "arithmetic")
+        outer, said = self.strategy.outer_step, self._at("precision", "arithmetic")
         in_int8, in_integers = arithmetic == "int8", arithmetic != "fp32"
         for broken, key, instead in (
-            (in_integers and train.optimizer != "sgd", "optimizer", "'sgd'"),
+            (in_integers and self.optimizer != "sgd", "optimizer", "'sgd'"),
             (in_integers and train.device not in ("auto", "cpu"), "device", "'cpu'"),
             (in_int8 and train.weight_decay, "weight_decay", "0"),
             (in_int8 and train.reduction != "auto", "reduction", "'auto'"),
         ):
             yield broken, self._at("train", key), f"{said} does not know it; use {instead}"
         yield (
+            self.optimizer == "muon" and (self.is_pipeline or self.is_split),
+            self._at("train", "optimizer"),
+            f"it needs the whole model, and {self._name} divides it; use 'adamw'",
+        )
+        yield (
+            train.momentum and self.optimizer != "sgd",
+            self._at("train", "momentum"),
+            f"it is for 'sgd', and {self._name} trains by {self.optimizer!r}; leave it out, or give optimizer",
+        )
+        yield (
+            self.strategy.name == "muloco" and self.optimizer != "muon",
+            self._at("train", "optimizer"),
+            f"{self._name} is 'diloco' with 'muon'; use name = 'diloco'",
+        )
+        yield (
             train.momentum and self._trains_by_niti and not self.is_split,
             self._at("train", "momentum"),
             f"{self._at('precision', 'algorithm')} has none; leave it out, or use 'adaptive-fixed-point'",
+        )
+        yield (
+            arithmetic == "mixed" and self._kind.has_local_epochs,
+            said,
+            f"{self._name} prices whole epochs, and alpha is measured by steps; use 'fp32' or 'int8'",
         )
         yield (
             in_int8 and outer and outer.name == "fedprox",
@@ -888,6 +989,9 @@ class ScenarioFile(ClusterFile):
         of_train, of_strategy = own_settings_by_table(own)
         # Other strategies refuse the table of pipelines.
         pipeline = self.pipeline if STRATEGIES[strategy].is_pipeline else None
+        if strategy != self.strategy.name and STRATEGIES[strategy].optimizer != "sgd":
+            # It is published with this optimiser.
+            of_train = {"optimizer": None, "momentum": None, **of_train}
         return self.replaced(
             strategy=self.strategy.under(strategy, **of_strategy),
             pipeline=pipeline,
@@ -924,7 +1028,19 @@ class ScenarioFile(ClusterFile):
             return self.train.momentum
         # In a split training momentum is that of the cloud's half, which trains in FP32.
         without = self._trains_by_niti and not self.is_split
-        return 0.0 if without or self.train.optimizer != "sgd" else 0.9
+        return 0.0 if without or self.optimizer != "sgd" else 0.9
+
+    @property
+    def optimizer(self) -> str:
+        """The optimiser of `[train]`, by default that of the strategy."""
+        return self.train.optimizer or self._kind.optimizer
+
+    @property
+    def synchronous_epochs(self) -> int:
+        """The epochs of one group of all SoCs before those of groups; 0 for strategies that begin with groups."""
+        if not self._kind.is_synchronous_first:
+            return 0
+        return self.strategy.post_local_epochs or self.train.epochs // 2
 
     @property
     def is_split(self) -> bool:
@@ -942,6 +1058,34 @@ class ScenarioFile(ClusterFile):
         return isinstance(STRATEGIES[self.strategy.name], GroupStrategy)
 
     @property
+    def _kind(self) -> Strategy:
+        return STRATEGIES[self.strategy.name]
+
+    @property
+    def interval_epochs(self) -> float | str:
+        """Epochs between synchronisations of a strategy with groups."""
+        if self._kind.has_local_epochs:
+            return float(self.train.local_epochs)
+        return group_strategy(self.strategy.name).sync_interval_epochs(
+            self.strategy.sync_interval_epochs
+        )
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether the strategy synchronises fragments of the model."""
+        return self._kind.is_streaming
+
+    @property
+    def streaming(self) -> Streaming:
+        """The fragments of the model, or the defaults."""
+        return self.strategy.streaming or Streaming()
+
+    @property
+    def reshuffle(self) -> bool:
+        """Whether data are dealt to groups again; not for strategies that train on what each SoC has."""
+        return self.strategy.reshuffle and not self._kind.has_local_epochs
+
+    @property
     def gradient_exchange(self) -> tuple[str, str]:
         """With whom members of a group exchange gradients, and in which coding, as strategy or file decide."""
         kind, asked = STRATEGIES[self.strategy.name], self.strategy
@@ -951,7 +1095,9 @@ class ScenarioFile(ClusterFile):
 
     @property
     def leaders(self) -> str:
-        """`[strategy] leaders`; "auto" is the star if the hub needs the groups' models."""
+        """`[strategy] leaders`; "auto" is the star if the hub needs the groups' models. `tree-fedavg` has a tree."""
+        if self._kind.has_local_epochs:
+            return TREE
         return (
             "star"
             if self.strategy.leaders == "auto" and self.hub_needs_models
@@ -969,7 +1115,7 @@ class ScenarioFile(ClusterFile):
     @property
     def hub_needs_models(self) -> str:
         """The key of the file that needs each group's model at the hub; empty if no key does."""
-        outer, kind = self.strategy.outer, STRATEGIES[self.strategy.name]
+        outer, kind = self.strategy.outer_step, STRATEGIES[self.strategy.name]
         if isinstance(kind, GroupStrategy) and kind.needs_each_model:
             return self._name
         if self.strategy.quorum < 1:

@@ -1,4 +1,4 @@
-"""The table `[strategy.outer]`: which of Flower's strategies makes the next model of the groups' models."""
+"""The table `[strategy.outer]`: which strategy makes the next model of the groups' models: Flower's, or an SGD step."""
 
 from typing import Annotated, Any
 
@@ -22,23 +22,40 @@ OUTER_STRATEGIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "multikrum": ("MultiKrum", ("num_malicious_nodes", "num_nodes_to_select")),
     "bulyan": ("Bulyan", ("num_malicious_nodes",)),
     "qfedavg": ("QFedAvg", ("client_learning_rate", "q")),
+    "sgd": ("socflower.strategies.outer_sgd:OuterSGD", ("learning_rate",)),
+    "momentum": ("socflower.strategies.outer_sgd:OuterSGD", ("learning_rate", "momentum")),
+    "nesterov": ("socflower.strategies.outer_sgd:nesterov", ("learning_rate", "momentum")),
 }
-"""Each by its name: the class of `flwr.serverapp.strategy`, and the keys that it takes."""
+"""Each by its name: the class of `flwr.serverapp.strategy` or another function, and the keys that it takes."""
 
 _READERS = {
     key: tuple(name for name, (_, keys) in OUTER_STRATEGIES.items() if key in keys)
     for _, keys in OUTER_STRATEGIES.values()
     for key in keys
 }
-_OF_MEANS = ("fedavg", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedprox")
+OUTER_SGD = ("sgd", "momentum", "nesterov")
+"""Steps of SGD, which may step on a part of the model."""
+_OF_MEANS = ("fedavg", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedprox", *OUTER_SGD)
 _COUNTS_GROUPS = ("fedtrimmedavg", "krum", "multikrum", "bulyan")
 
 
 class OuterConfig(Table):
-    """`[strategy.outer]`: Flower's strategy that makes the next model of the groups' models, with its own defaults."""
+    """`[strategy.outer]`: the strategy that makes the next model of the groups' models, with its own defaults."""
 
     name: Annotated[str, OneOf(OUTER_STRATEGIES)] = Field(
-        description=("its class, in small letters")
+        description=(
+            "a class of Flower's in small letters, or a step of SGD on the mean change of the models, without or with "
+            "`momentum` (SlowMo) or Nesterov's (DiLoCo)"
+        )
+    )
+    learning_rate: float | None = Field(
+        None, gt=0, description="of `sgd`, `momentum`, by default 1; of `nesterov`, by default 0.7"
+    )
+    momentum: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="of `momentum`, which requires it; of `nesterov`, by default 0.9",
     )
     eta: float | None = Field(None, gt=0, description="of `fedadam`, `fedyogi`, `fedadagrad`")
     beta_1: float | None = Field(None, ge=0, lt=1, description="of `fedadam`, `fedyogi`")
@@ -67,6 +84,8 @@ class OuterConfig(Table):
         require_reader(self, "name", _READERS)
         if self.name == "qfedavg" and self.client_learning_rate is None:
             raise ConfigError("'qfedavg' needs client_learning_rate, that of the groups")
+        if self.name == "momentum" and self.momentum is None:
+            raise ConfigError("'momentum' needs momentum, such as 0.5; without it use 'sgd'")
 
     @property
     def arguments(self) -> dict[str, Any]:

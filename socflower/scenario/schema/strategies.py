@@ -15,6 +15,17 @@ class Strategy:
     about: str = ""
     uses_cloud: bool = False
     is_pipeline: bool = False
+    # Whether each SoC is a group of its own, unless `[strategy] groups` is a number.
+    is_alone: bool = False
+    # The name of its outer step, and its optimiser, unless the scenario gives others.
+    outer: str = ""
+    optimizer: str = "sgd"
+    # Whether its first epochs are those of one group of all SoCs.
+    is_synchronous_first: bool = False
+    # Whether it synchronises fragments of the model.
+    is_streaming: bool = False
+    # Whether each SoC passes over its own data, and models are summed in a tree.
+    has_local_epochs: bool = False
     # Of pipelines: whether they are those of groups, with a device a stage.
     is_grid: bool = False
 
@@ -30,8 +41,8 @@ class GroupStrategy(Strategy):
     """A strategy with groups: a class that is made as `SoCFlow` is, by keyword arguments.
 
     `num_groups`, `num_socs`, `interval_epochs`, `exchange` and `compression` are None if `[strategy]` decides, by its
-    keys `groups`, `socs`, `sync_interval_epochs`, `exchange` and `compression`. `num_groups` 0 is as many as SoCs. With
-    `needs_each_model` it has an outer step or an average of its own, so that leaders cannot send the hub their mean.
+    keys `groups`, `socs`, `sync_interval_epochs`, `exchange` and `compression`. With `needs_each_model` it has an
+    average of its own, so that leaders cannot send the hub their mean.
     """
 
     # The class is imported when it trains, since every command reads this module.
@@ -47,18 +58,19 @@ class GroupStrategy(Strategy):
     def unread_keys(self) -> frozenset[str]:
         """The keys by which strategies differ, and that this one does not read."""
         unread = {
-            "groups": self.num_groups is not None,
+            "groups": self.num_groups is not None or self.has_local_epochs or self.is_streaming,
             "socs": self.num_socs is not None,
             "exchange": self.exchange is not None,
-            "local_epochs": True,
+            "local_epochs": not self.has_local_epochs,
+            "sync_interval_epochs": self.has_local_epochs,
         }
         return frozenset(key for key, is_unread in unread.items() if is_unread)
 
     def groups(self, asked: int | str, num_socs: int) -> int | str:
         """Return the number of groups of so many SoCs; `asked` is the value in `[strategy]`."""
         if self.num_groups is None:
-            return asked
-        return self.num_groups or self.num_socs or num_socs
+            return num_socs if self.is_alone and asked == "auto" else asked
+        return self.num_groups
 
     def exchange_of(self, asked: str, compression: str) -> tuple[str, str]:
         """Return with whom members exchange gradients, and in which coding."""
@@ -104,11 +116,44 @@ STRATEGIES: dict[str, Strategy] = {
     "powersgd": _one_group("`ring` with gradients of low rank", compression="powersgd"),
     "fedavg": Strategy(about="all SoCs in every round, each on its own data"),
     "sgd": GroupStrategy(about="SoC 0 alone", num_groups=1, num_socs=1, interval_epochs=1.0),
+    "tree-fedavg": GroupStrategy(
+        about="`fedavg` whose models are summed in a tree over boards and servers",
+        target="socflower.strategies.baselines:TreeFedAvg",
+        is_alone=True,
+        has_local_epochs=True,
+    ),
+    "local-sgd": GroupStrategy(
+        about="each SoC alone between synchronisations, with an optimiser that it keeps",
+        target="socflower.strategies.local_sgd:LocalSGD",
+        is_alone=True,
+    ),
+    "post-local-sgd": GroupStrategy(
+        about="synchronous in one group at first, then `local-sgd`",
+        target="socflower.strategies.local_sgd:PostLocalSGD",
+        is_alone=True,
+        is_synchronous_first=True,
+    ),
     "diloco": GroupStrategy(
-        about="each SoC alone, then an outer step with Nesterov momentum",
-        target="socflower.strategies.diloco:DiLoCo",
-        num_groups=0,
-        needs_each_model=True,
+        about="the same with AdamW inside, and an outer step with Nesterov momentum",
+        target="socflower.strategies.local_sgd:DiLoCo",
+        is_alone=True,
+        outer="nesterov",
+        optimizer="adamw",
+    ),
+    "streaming-diloco": GroupStrategy(
+        about="DiLoCo that synchronises a fragment of the model at a time, beside the training",
+        target="socflower.strategies.local_sgd:StreamingDiLoCo",
+        is_alone=True,
+        is_streaming=True,
+        outer="nesterov",
+        optimizer="adamw",
+    ),
+    "muloco": GroupStrategy(
+        about="DiLoCo with Muon inside",
+        target="socflower.strategies.local_sgd:DiLoCo",
+        is_alone=True,
+        outer="nesterov",
+        optimizer="muon",
     ),
     PIPELINE_STRATEGY: Strategy(
         about="[a pipeline](#pipeline) of unequal devices", is_pipeline=True

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
-from socflower.cluster import Cluster, ModelProfile, Usage, VirtualClock
+from socflower.cluster import Cluster, ModelProfile, Pricing, Usage, VirtualClock
 from socflower.errors import ConfigError
 from socflower.flower_adapter import log
 from socflower.hierarchy import (
@@ -33,11 +33,13 @@ from socflower.hierarchy import (
 )
 from socflower.hierarchy.exchange.gradients import exchange_in_groups
 from socflower.hierarchy.exchange.models import KINDS, NONE, ModelExchange
+from socflower.hierarchy.interval_costs import OwnEpochs
 from socflower.hierarchy.uplink_turns import ASKED, NO_SHARED_UPLINK, NOT_PREDICTED, PREDICTED
 from socflower.precision.processor_costs import MixedPricing
 from socflower.quantities import counted
-from socflower.strategies.mixed_replies import mixed_phases
+from socflower.strategies.mixed_replies import group_id_of, mixed_phases
 from socflower.strategies.records import with_weights
+from socflower.strategies.replies import num_examples_of
 from socflower.strategies.round import Round
 from socflower.strategies.settings import Costs, ExchangeSettings, TrainingSchedule
 from socflower.wire.message_keys import RingOutcome
@@ -101,6 +103,8 @@ class DataParallelWork:
         steps_per_epoch: int,
         hub_decides: bool,
     ) -> None:
+        # If above 0, each group is a SoC that passes so often over its own data.
+        self.local_epochs = 0
         in_int8 = getattr(costs.pricing, "arithmetic", "") == "int8"
         if in_int8 and exchange.overlap_buckets > 1:
             raise ConfigError(
@@ -144,6 +148,12 @@ class DataParallelWork:
                 "costs=Costs(model_profile=profile_module(model, example_shape, name))",
             )
         require_cluster_of(grid, self._cluster)
+
+    def use_batch(self, batch_size: int) -> None:
+        """Price from now on groups with batches of another size."""
+        self._schedule = replace(self._schedule, batch_size=batch_size)
+        if self._costs is not None:
+            self._costs = replace(self._costs, batch_size=batch_size)
 
     def exchanges_of(
         self, plan: GroupPlan, leaders: str, ways: Sequence[str]
@@ -221,9 +231,25 @@ class DataParallelWork:
         if self.clock is None or this.costs is None:
             return Usage()
         phases: Sequence[Phase] = ()
-        if isinstance(self.pricing, MixedPricing):
+        if self.local_epochs:
+            phases = [(1, self._own_epochs(this, usable))]
+        elif isinstance(self.pricing, MixedPricing):
             phases = mixed_phases(usable, this.interval.num_steps, self.pricing)
         return this.costs.run(this.interval, self.clock, phases, in_use)
+
+    def _own_epochs(self, this: Round, usable: Sequence[Message]) -> dict[int, Pricing]:
+        """Return what each group's own data cost; a group without a reply counts as one with an equal part."""
+        batch_size, epochs = self._schedule.batch_size, self.local_epochs
+        samples = {group_id_of(reply): num_examples_of(reply) for reply in usable}
+        usual = this.interval.num_steps * batch_size
+        found: dict[int, Pricing] = {}
+        for group in this.plan.groups:
+            own = int(samples.get(group.group_id, usual))
+            num_steps = max(1, epochs * -(-own // (epochs * batch_size)))
+            found[group.group_id] = OwnEpochs(
+                pricing=self.pricing, num_steps=num_steps, batch_size=own / num_steps
+            )
+        return found
 
     def log_changes(self, before: Round | None, this: Round) -> None:
         """Log how groups exchange if that is new."""

@@ -88,6 +88,8 @@ class GroupsMethod(Method[Round, SettledRound]):
         What needs each group's model at the hub, so that leaders cannot exchange among themselves; may be empty.
     proximal_mu : float
         Weight of FedProx's term in the loss of groups.
+    local_epochs : int
+        If above 0, each group is a SoC that passes so often over its own data in a round, with a new optimiser.
     quorum : Quorum
         When a synchronisation ends without groups that are late.
     """
@@ -107,8 +109,10 @@ class GroupsMethod(Method[Round, SettledRound]):
         needs_each_model: str = "",
         proximal_mu: float = 0.0,
         tolerate_client_errors: bool = False,
+        local_epochs: int = 0,
         quorum: Quorum = Quorum(),
     ) -> None:
+        self._local_epochs = local_epochs
         self.schedule, self.intervals, self.steps_per_epoch = schedule, intervals, steps_per_epoch
         self.seed = schedule.seed
         self.planner, self.work = planner, work
@@ -386,6 +390,7 @@ class GroupsMethod(Method[Round, SettledRound]):
             num_buckets=self._exchange.overlap_buckets,
             compression=self.work.gradients.coding.spec,
             exchange=self.work.gradients.kind,
+            local_epochs=self._local_epochs,
             missed_steps=(
                 0
                 if self.late is None

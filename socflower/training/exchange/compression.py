@@ -21,9 +21,11 @@ from socflower.hierarchy.exchange.gradients import (
     BLOCK,
     RING,
     SERVER,
+    SMALL_BLOCK,
     Coding,
     Exact,
     Float16,
+    Int4,
     Int8,
     LargestValues,
     Matrix,
@@ -264,9 +266,9 @@ class Int8Compression(GradientCompression):
         return quotients.round_()
 
 
-def in_blocks(flat: Tensor) -> Tensor:
-    """Return a copy of a row of values as blocks (blocks, 4096), each with one step; zeros pad the last block."""
-    values = torch.zeros(-(-flat.numel() // BLOCK), BLOCK)
+def in_blocks(flat: Tensor, size: int = BLOCK) -> Tensor:
+    """Return a copy of a row of values as blocks (blocks, size), each with one step; zeros pad the last block."""
+    values = torch.zeros(-(-flat.numel() // size), size)
     values.view(-1)[: flat.numel()].copy_(flat)
     return values
 
@@ -314,6 +316,59 @@ def seeded(seed: int, *key: int) -> torch.Generator:
     """Return a generator that depends only on these numbers."""
     words = np.random.SeedSequence((seed % 2**64, *key)).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))
+
+
+class Int4Compression(GradientCompression):
+    """Gathers four bits for each element, and sums them in float32 in the order of ranks, with error feedback.
+
+    Each member has steps of its own, an eighth of a block's largest magnitude or less, so that none has to agree with
+    the others; what rounding left is added to the next gradient, as `Int8Compression` does.
+    """
+
+    def _exchange(
+        self, rank: int, size: int, bucket: int, gradient: Tensor
+    ) -> Script[tuple[Tensor, ...]]:
+        (left,) = self._residuals(bucket, gradient, 1)
+        whole = gradient + left
+        if size == 1:
+            gradient.copy_(whole)
+            return (torch.zeros_like(whole),)
+        payload, left = to_four_bits(whole)
+        payloads = yield payload
+        assert payloads is not None
+        gradient.copy_(sum_of_four_bits(payloads, gradient.numel()))
+        return (left,)
+
+
+def to_four_bits(values: Tensor) -> tuple[bytes, Tensor]:
+    """Return a row of values as bytes, the steps of its blocks first, and what rounding leaves of it.
+
+    The steps of blocks that are not finite make them NaN.
+    """
+    blocks = in_blocks(values, SMALL_BLOCK)
+    step = blocks.abs().amax(dim=1, keepdim=True).div_(Int4.levels)
+    step.clamp_(min=torch.finfo(step.dtype).tiny)
+    levels = (blocks / step).round_()
+    left = (blocks - levels * step).view(-1)[: values.numel()].clone()
+    nibbles = levels.nan_to_num_(0.0).view(-1).numpy().astype(np.int8).view(np.uint8) & 15
+    packed = (nibbles[0::2] | nibbles[1::2] << 4)[: -(-values.numel() // 2)]
+    return step.numpy().astype("<f4").tobytes() + packed.tobytes(), left
+
+
+def sum_of_four_bits(payloads: Sequence[bytes], num_elements: int) -> Tensor:
+    """Return the sum of the rows that `to_four_bits` made bytes of, in their order."""
+    num_blocks = -(-num_elements // SMALL_BLOCK)
+    total = torch.zeros(num_blocks * SMALL_BLOCK)
+    for payload in payloads:
+        step = torch.from_numpy(np.frombuffer(payload, "<f4", num_blocks).astype(np.float32))
+        packed = np.frombuffer(payload, np.uint8, offset=4 * num_blocks)
+        levels = np.zeros(num_blocks * SMALL_BLOCK, np.int8)
+        levels[0 : 2 * len(packed) : 2] = packed << 4
+        levels[1 : 2 * len(packed) : 2] = packed & 240
+        # The sign is in the upper half of a byte.
+        signed = torch.from_numpy((levels >> 4).astype(np.float32))
+        total += (signed.view(num_blocks, -1) * step[:, None]).view(-1)
+    return total[:num_elements]
 
 
 class DeepGradientCompression(GradientCompression):
@@ -475,6 +530,8 @@ def make_compression(
             return StochasticInt8Compression(coding, seed)
         case Int8():
             return Int8Compression(coding)
+        case Int4():
+            return Int4Compression(coding)
         case PowerSGD():
             return PowerSGDCompression(coding, seed)
         case LargestValues():

@@ -51,6 +51,17 @@ def test_halves_are_half_of_the_bytes_and_eight_bits_a_quarter() -> None:
         assert sent["powersgd"] == pytest.approx(sent["none"] / 500)
 
 
+def test_four_bits_are_fewer_for_few_members_since_they_are_gathered() -> None:
+    def sent(name: str, size: int) -> float:
+        bucket = Exchange(num_bytes=4e6, num_tensors=1)
+        return GradientExchange(coding=gradient_coding(name)).wire_bytes(bucket, size)
+
+    assert [size for size in range(2, 40) if sent("int4", size) < sent("int8", size)] == [2, 3]
+    assert [size for size in range(2, 40) if sent("int4", size) < sent("none", size)] == [
+        *range(2, 16)
+    ]
+
+
 def test_a_server_sends_what_it_gets() -> None:
     """Over all members it is n - 1 uploads and downloads; of values and indices it returns those of all."""
     bucket = bucket_of(5000)

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from socflower.hierarchy import Exchange, GradientExchange, gradient_coding
-from socflower.hierarchy.exchange.models import FP16, INT8
+from socflower.hierarchy.exchange.models import FP16, INT4, INT8
 from socflower.peers.leaders.model_changes import ChangeCompression, Floats, feedback_digest
 from socflower.peers.leaders.model_exchange import (
     GroupsModel,
@@ -63,9 +63,15 @@ def exchanged(
 
 
 @settings(deadline=None, max_examples=10)
-@given(num_groups=st.integers(2, 5), size=st.integers(1, 3000), seed=st.integers(0, 2**32 - 1))
-@example(num_groups=63, size=5, seed=0)
+@given(
+    name=st.sampled_from([INT8, INT4]),
+    num_groups=st.integers(2, 5),
+    size=st.integers(1, 3000),
+    seed=st.integers(0, 2**32 - 1),
+)
+@example(name=INT8, num_groups=63, size=5, seed=0)
 def test_over_any_exchanges_what_was_sent_differs_from_all_changes_by_the_feedback_alone(
+    name: str,
     num_groups: int,
     size: int,
     seed: int,
@@ -78,7 +84,7 @@ def test_over_any_exchanges_what_was_sent_differs_from_all_changes_by_the_feedba
     for _ in range(3):
         models = [trained(common, generator, group) for group in range(num_groups)]
         total = sum(each.samples for each in models)
-        mean, feedback = exchanged(INT8, common, models, feedback)
+        mean, feedback = exchanged(name, common, models, feedback)
         wanted += sum(
             (each.arrays["w"].astype(np.float64) - common["w"]) * (each.samples / total)
             for each in models
@@ -92,14 +98,16 @@ def test_over_any_exchanges_what_was_sent_differs_from_all_changes_by_the_feedba
     )
     np.testing.assert_allclose(moved + left, wanted, atol=3e-6)
     assert mean.steps is not None
-    assert all(
-        np.abs(each).max() <= 0.5001 * mean.steps.max() for each in feedback if each is not None
-    )
+    # Of four bits, a step is a seventh of what a group sends, which is a change and half a step.
+    largest = mean.steps.max() if name == INT8 else 0.08 / 7
+    assert all(np.abs(each).max() <= 0.5001 * largest for each in feedback if each is not None)
 
 
 @settings(deadline=None, max_examples=25)
 @given(
-    name=st.sampled_from([FP16, INT8]), num_groups=st.integers(2, 7), seed=st.integers(0, 2**32 - 1)
+    name=st.sampled_from([FP16, INT8, INT4]),
+    num_groups=st.integers(2, 7),
+    seed=st.integers(0, 2**32 - 1),
 )
 def test_only_weights_that_are_trained_are_rounded(name: str, num_groups: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
@@ -120,13 +128,16 @@ def test_only_weights_that_are_trained_are_rounded(name: str, num_groups: int, s
         for tensor in ("w", "half")
     )
     # Of eight bits half a step of each group; of halves a rounding in each of the sums.
-    bound = largest * num_groups * (0.5 / (126 - num_groups / 2) if name == INT8 else 2.0**-11 * 2)
+    of_each = {FP16: 2.0**-11 * 2, INT8: 0.5 / (126 - num_groups / 2), INT4: 0.5 / 7}
+    bound = largest * num_groups * of_each[name]
     assert np.abs(mean.arrays["w"] - exact.arrays["w"]).max() <= bound + 1e-6
 
 
 @settings(deadline=None, max_examples=12)
 @given(
-    name=st.sampled_from([FP16, INT8]), num_groups=st.integers(2, 4), seed=st.integers(0, 2**32 - 1)
+    name=st.sampled_from([FP16, INT8, INT4]),
+    num_groups=st.integers(2, 4),
+    seed=st.integers(0, 2**32 - 1),
 )
 def test_every_member_gets_the_same_bits_and_every_time(
     name: str, num_groups: int, seed: int
@@ -218,7 +229,7 @@ def test_feedback_is_known_by_its_bits() -> None:
     assert feedback_digest(one) == feedback_digest(one.copy()) != feedback_digest(-one)
 
 
-@pytest.mark.parametrize("name", ["none", FP16, INT8])
+@pytest.mark.parametrize("name", ["none", FP16, INT8, INT4])
 def test_the_bytes_are_those_that_are_priced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     num_groups, common = 4, {"w": np.zeros(200_000, np.float32)}
     sent = [0] * num_groups

@@ -1,0 +1,195 @@
+"""Methods in which each SoC trains alone for many steps between synchronisations, and keeps its optimiser."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flwr.serverapp.strategy import Strategy
+
+from socflower.cluster import Cluster
+from socflower.errors import ConfigError, require_range, require_type
+from socflower.hierarchy import GroupPlan, Quorum, SyncInterval, plan_groups, sync_schedule
+from socflower.hierarchy.exchange.models import NONE
+from socflower.plain_numbers import plain_numbers
+from socflower.strategies.methods.groups import GroupsMethod
+from socflower.strategies.methods.post_local import Opening, PostLocalMethod, opened_intervals
+from socflower.strategies.methods.streaming import StreamingMethod
+from socflower.strategies.outer_sgd import OuterSGD, nesterov
+from socflower.strategies.round_planner import RoundPlanner
+from socflower.strategies.settings import (
+    Costs,
+    ExchangeSettings,
+    Grouping,
+    Streaming,
+    TrainingSchedule,
+    require_few_fragments,
+    streamed_interval,
+)
+from socflower.strategies.socflow import SoCFlow, intervals_of
+
+
+@plain_numbers
+class LocalSGD(SoCFlow):
+    """Local SGD (Stich, 2019): each SoC trains alone between synchronisations, which average models by samples.
+
+    Each SoC is a group of its own, so its optimiser is kept between rounds; leaders exchange as those of groups do.
+
+    Parameters
+    ----------
+    schedule : TrainingSchedule
+        `interval_epochs` is H, in epochs; `batch_size` is that of a SoC.
+    groups : int, Grouping or GroupPlan, optional
+        Larger groups in place of single SoCs.
+    settings
+        As of `SoCFlow`.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster,
+        schedule: TrainingSchedule,
+        groups: int | Grouping | GroupPlan | None = None,
+        **settings: Any,
+    ) -> None:
+        name = type(self).__name__
+        require_type(name, (Cluster,), "a Cluster, as of load_cluster(…)", cluster=cluster)
+        alone = cluster.num_socs if groups is None else groups
+        super().__init__(cluster=cluster, schedule=schedule, groups=alone, **settings)
+
+
+def refuse_quorum(name: str, settings: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if groups may be late, for a method whose rounds need all of them."""
+    if (quorum := settings.get("quorum", Quorum())) != Quorum():
+        raise ConfigError(f"{name}: quorum = {quorum}, and its rounds wait for all; leave it out")
+
+
+@plain_numbers
+class PostLocalSGD(LocalSGD):
+    """Post-local SGD (Lin et al., 2020): one group of all SoCs for the first epochs, then `LocalSGD`.
+
+    Parameters
+    ----------
+    synchronous_epochs : int
+        Epochs before the switch, at least 1 and less than all.
+    settings
+        As of `LocalSGD`; `batch_size` is that of a group after the switch. Gradients are not compressed.
+    """
+
+    def __init__(
+        self, *, schedule: TrainingSchedule, synchronous_epochs: int, **settings: Any
+    ) -> None:
+        name = type(self).__name__
+        require_type(name, (TrainingSchedule,), "TrainingSchedule(…)", schedule=schedule)
+        require_type(name, (int,), "a whole number", synchronous_epochs=synchronous_epochs)
+        refuse_quorum(name, settings)
+        most = schedule.num_epochs - 1
+        require_range(name, least=1, most=most, synchronous_epochs=synchronous_epochs)
+        exchange = settings.get("exchange", ExchangeSettings())
+        if schedule.server_interval > 1 or exchange.compression != NONE:
+            raise ConfigError(
+                f"{name}: server_interval and compression are for groups of one plan; leave them out"
+            )
+        self._synchronous_epochs = synchronous_epochs
+        super().__init__(schedule=schedule, **settings)
+
+    def _intervals(
+        self, schedule: TrainingSchedule, num_groups: int
+    ) -> tuple[int, Sequence[SyncInterval]]:
+        steps_per_epoch, _ = intervals_of(schedule, num_groups)
+        intervals, self._num_opening = opened_intervals(
+            schedule, steps_per_epoch, self._synchronous_epochs
+        )
+        return steps_per_epoch, intervals
+
+    def _method(self, **settings: Any) -> GroupsMethod:
+        planner: RoundPlanner = settings["planner"]
+        socs = planner.plan.participants
+        rates = [rate * (soc in socs) for soc, rate in enumerate(planner.rates)]
+        whole = plan_groups(settings["cluster"], 1, None, rates)
+        return PostLocalMethod(Opening(plan=whole, num_rounds=self._num_opening), **settings)
+
+
+class DiLoCo(LocalSGD):
+    """DiLoCo (Douillard et al., 2023): local SGD, then the hub takes an outer step with Nesterov momentum.
+
+    Its authors train with AdamW inside, MuLoCo (Thérien et al., 2025) is the same with Muon: both are the clients'
+    optimiser, `FP32Trainer(optimizer=muon(…))`.
+
+    Parameters
+    ----------
+    outer : Strategy, optional
+        Another outer step than `nesterov()`, whose learning rate is 0.7 and whose momentum 0.9.
+    settings
+        As of `LocalSGD`, without a rule of averaging.
+    """
+
+    def __init__(self, *, outer: Strategy | None = None, **settings: Any) -> None:
+        if settings.pop("average", None) is not None:
+            raise ConfigError(
+                f"{type(self).__name__}: average is its outer step's; leave it out, or give outer"
+            )
+        super().__init__(outer=outer or nesterov(fraction_evaluate=0.0), **settings)
+
+
+class StreamingDiLoCo(DiLoCo):
+    """Streaming DiLoCo (Douillard et al., 2025): DiLoCo that synchronises a fragment at a time beside the training.
+
+    A round ends with the synchronisation of one fragment; each is synchronised once an interval. An exchange is charged
+    to the next round, beside whose first steps it runs. Groups of another plan, and a group whose reply is lost, begin
+    again from the hub's model.
+
+    Parameters
+    ----------
+    schedule : TrainingSchedule
+        `interval_epochs` is H, a number of epochs, of at least as many steps as fragments.
+    streaming : Streaming, optional
+        Fragments, delay, and mixing.
+    settings
+        As of `DiLoCo`; `outer` is a step of SGD. Each SoC is a group; models are not compressed; clients train in FP32.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: TrainingSchedule,
+        streaming: Streaming | None = None,
+        outer: Strategy | None = None,
+        **settings: Any,
+    ) -> None:
+        name = type(self).__name__
+        require_type(name, (TrainingSchedule,), "TrainingSchedule(…)", schedule=schedule)
+        streaming = Streaming() if streaming is None else streaming
+        require_type(name, (Streaming,), "Streaming(…) or None", streaming=streaming)
+        require_type(name, (OuterSGD, type(None)), "OuterSGD(…) or nesterov(…)", outer=outer)
+        refuse_quorum(name, settings)
+        interval, exchange = schedule.interval_epochs, settings.get("exchange", ExchangeSettings())
+        for broken, why in (
+            (isinstance(interval, str), f"interval_epochs = {interval!r}; give a number"),
+            (schedule.server_interval > 1, "server_interval averages whole models; leave it out"),
+            (
+                exchange.leader_compression != NONE,
+                "leader_compression is of whole models; leave it out",
+            ),
+            (
+                getattr(settings.get("costs", Costs()).pricing, "arithmetic", ""),
+                "fragments change in a round, which int8 does not see; train in FP32",
+            ),
+        ):
+            if broken:
+                raise ConfigError(f"{name}: {why}")
+        self._streaming = streaming
+        super().__init__(schedule=schedule, outer=outer, **settings)
+        if len(self.plan.groups) != len(self.plan.participants):
+            raise ConfigError(f"{name}: each SoC trains alone; leave groups out")
+
+    def _intervals(
+        self, schedule: TrainingSchedule, num_groups: int
+    ) -> tuple[int, Sequence[SyncInterval]]:
+        steps_per_epoch, _ = intervals_of(schedule, num_groups)
+        interval = streamed_interval(schedule.interval_epochs, self._streaming.fragments)
+        intervals = sync_schedule(schedule.num_epochs, steps_per_epoch, interval)
+        require_few_fragments(self._streaming, schedule.interval_epochs, steps_per_epoch)
+        return steps_per_epoch, intervals
+
+    def _method(self, **settings: Any) -> GroupsMethod:
+        return StreamingMethod(self._streaming, **settings)
