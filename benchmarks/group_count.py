@@ -50,10 +50,12 @@ WORKLOADS: dict[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
 _said: dict[str, Any] = {}
 
 
-def run(quick: bool = False, seed: int = 0) -> list[Row]:
-    """Return the rows of each workload; `seed` 0 is that of its scenario, `quick` takes the first workload only."""
+def run(quick: bool = False, seed: int = 0, only: int = 0) -> list[Row]:
+    """Return the rows of each workload, or of one; `seed` 0 is that of its scenario, `quick` takes the first alone."""
     rows = []
-    for case, (name, changes, targets) in list(WORKLOADS.items())[: 1 if quick else None]:
+    numbered = enumerate(WORKLOADS.items(), 1)
+    wanted = 1 if quick else only
+    for case, (name, changes, targets) in [each for at, each in numbered if wanted in (0, at)]:
         scenario = _scenario(name, (*changes, *((f"seed={seed}",) if seed else ())))
         auto = run_scenario(_in_groups(scenario, "auto"), num_workers=0)
         alone = {

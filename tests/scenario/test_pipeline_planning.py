@@ -354,6 +354,9 @@ def test_2d_takes_the_number_of_groups_or_that_of_the_least_time(tmp_path: Path)
 
 def test_pipelines_read_a_number_of_groups_only_with_2d(tmp_path: Path) -> None:
     refused(lambda: scenario(tmp_path, "strategy.groups=2"), "groups", "'hybrid-pipeline'")
+    compared = {"strategies": ("2d",), "train": {"2d": {"groups": 2}}}
+    own = small(boards=(2, 2)).replaced(compare=compared)
+    assert own.under("2d").strategy.groups == 2 and small().under("2d").strategy.groups == "auto"
     table = ("strategy.name='ring'", "pipeline.micro_batch_sizes=[8]")
     refused(lambda: scenario(tmp_path, *table, text=GRID), "[pipeline]", "'2d'")
 

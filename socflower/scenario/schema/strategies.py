@@ -22,7 +22,7 @@ class Strategy:
     def unread_keys(self) -> frozenset[str]:
         """The keys by which strategies differ, and that this one does not read."""
         own_epochs = {"local_epochs"} if self.uses_cloud or self.is_pipeline else set()
-        return frozenset({"groups", *own_epochs})
+        return frozenset({*own_epochs, *(() if self.is_grid else ("groups",))})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
