@@ -26,6 +26,7 @@ FIXED_TIME = {
             "digits_demo",
             "idle_slots",
             "int8_digits",
+            "late_group",
             "measured_board",
             "mixed_digits",
             "mixed_shelf",
