@@ -15,7 +15,7 @@ from socflower.report import report
 from socflower.scenario.comparison import compare, finished
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.config import CompareConfig, StrategyConfig, TrainConfig
-from socflower.scenario.schema.strategies import CLUSTER_STRATEGIES, STRATEGIES
+from socflower.scenario.schema.strategies import CLUSTER_STRATEGIES, STRATEGIES, family_of
 from socflower.scenario.search import (
     Choice,
     Cost,
@@ -97,19 +97,32 @@ def test_moves_stay_inside_the_cluster_and_rates_follow_batches() -> None:
     assert {**start, **both} in made and {**start, "batch_size": start["batch_size"] * 2} in made
 
 
-@pytest.mark.parametrize("name", CLUSTER_STRATEGIES)
+# Why a method of this family has no use for a key that others read.
+OF_PRINCIPLE = {
+    "groups": "the method decides its number of groups",
+    "socs": "one SoC is the method",
+    "local_epochs": "a round is an interval, not local epochs",
+    "sync_interval_epochs": "a round is local epochs",
+    "exchange": "with whom gradients meet is the method",
+    "compression": "what gradients are sent as is the method",
+}
+
+
+@pytest.mark.parametrize("name", family_of("socflow"))
 def test_a_strategy_may_have_every_setting_that_another_may_have(name: str) -> None:
-    """Keys of [train] and [strategy] are settings of every strategy, unless it does not read them."""
+    """Keys of [train] and [strategy] are settings of every strategy, unless it does not read them, for a reason."""
     kind, tables = STRATEGIES[name], (TrainConfig, StrategyConfig)
     for key in {key for table in tables for key in table.model_fields} - {"name"}:
-        own: dict[str, Any] = {name: {key: small().value_of(key)}}
+        scenario = small(epochs=2)
+        own: dict[str, Any] = {name: {key: scenario.value_of(key)}}
         if own[name][key] is None:
             continue
-        asked = CompareConfig(train=own)
+        asked = CompareConfig(strategies=("socflow", name), train=own)
         if key in kind.unread_keys:
-            refused(lambda asked=asked: small().replaced(compare=asked), key, "does not read it")
+            assert key in OF_PRINCIPLE
+            refused(lambda scenario=scenario, asked=asked: scenario.replaced(compare=asked), key, "does not read it")
         else:
-            assert small().replaced(compare=asked).under(name).value_of(key) == own[name][key]
+            assert scenario.replaced(compare=asked).under(name).value_of(key) == own[name][key]
 
 
 @pytest.mark.parametrize(
