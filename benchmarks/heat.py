@@ -15,19 +15,21 @@ from itertools import combinations
 from benchmarks.harness import Row, less_is_better, main, more_is_better
 from benchmarks.heat_calibration import (
     FITTED_RPM,
-    Experiment,
     conductance_of,
-    cooling_s,
-    fan_table_experiment,
     fit_fans,
     fitted_constants,
-    onset_s,
-    settled,
-    temperature_after,
     worst_errors,
 )
 from socflower.cluster.device_catalog import device
 from socflower.errors import ConfigError
+from socflower.paper.socflow_plus.heat import (
+    Experiment,
+    cooling_s,
+    fan_table_experiment,
+    onset_s,
+    settled,
+    temperature_after,
+)
 from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
 from socflower.thermal.model.constants import constant, fan_table
 

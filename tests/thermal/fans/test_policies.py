@@ -8,7 +8,7 @@ import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.heat_calibration import Experiment
+from socflower.paper.socflow_plus.heat import Experiment
 from socflower.thermal.fans.fan_curve import rack_fans
 from socflower.thermal.fans.policies import (
     FanObservation,

@@ -8,19 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.heat_calibration import (
-    FITTED_RPM,
+from benchmarks.heat_calibration import FITTED_RPM, conductance_of, fit_fans, fitted_constants
+from socflower.cluster.device_catalog import device
+from socflower.paper.socflow_plus.heat import (
     Experiment,
-    conductance_of,
     cooling_s,
     fan_table_experiment,
-    fit_fans,
-    fitted_constants,
     onset_s,
     settled,
     temperature_after,
 )
-from socflower.cluster.device_catalog import device
 from socflower.thermal.fans.fan_curve import rack_fans
 from socflower.thermal.model.constants import FanTableRow, constant, document, fan_table
 from socflower.thermal.model.governor import snapdragon_governor

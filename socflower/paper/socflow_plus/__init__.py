@@ -1,0 +1,1 @@
+"""SoCFlow+ (the article that extends SoCFlow by cooling): its tables and figures from our cost model and trainings."""
