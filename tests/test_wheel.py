@@ -69,7 +69,7 @@ def scripts(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
-def test_the_wheel_has_scenarios_and_templates_and_no_caches_or_data(wheel: Path) -> None:
+def test_the_wheel_has_scenarios_templates_and_results_and_no_caches_or_data(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert_clean(names)
@@ -79,7 +79,7 @@ def test_the_wheel_has_scenarios_and_templates_and_no_caches_or_data(wheel: Path
         if name.startswith("socflower/_shipped/")
     }
     tracked = subprocess.run(
-        ["git", "ls-files", "scenarios", "templates"],
+        ["git", "ls-files", "scenarios", "templates", "docs/results"],
         cwd=ROOT,
         capture_output=True,
         text=True,

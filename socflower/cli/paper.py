@@ -1,6 +1,7 @@
 """`socflower paper`: a paper's tables and figures beside ours."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from socflower.cli.options import Json
 from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import OUT, print_json, print_text
 from socflower.errors import ConfigError
+from socflower.wire.saved_state import write_atomically
 
 # Importing planners and models takes long, so only the command does.
 if TYPE_CHECKING:
@@ -19,13 +21,16 @@ if TYPE_CHECKING:
 
 
 def paper(
-    name: Annotated[str, typer.Argument(help="asteroid.")],
+    name: Annotated[str, typer.Argument(help="socflow, socflow-plus or asteroid.")],
     table: Annotated[int | None, typer.Option(help="One table.")] = None,
     figure: Annotated[int | None, typer.Option(help="One figure.")] = None,
     item: Annotated[str | None, typer.Option(help="One by its name.")] = None,
     show_list: Annotated[
         bool, typer.Option("--list", help="Only list them, with their states.")
     ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="SVG: numbers of ours over the paper's.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compute a paper's tables and figures again, beside the published numbers."""
@@ -37,10 +42,16 @@ def paper(
     found = read_paper(name)
     if len(chosen) + show_list > 1:
         raise ConfigError("paper: give one of --table, --figure, --item and --list")
+    if show_list and plot is not None:
+        raise ConfigError("paper: --list computes nothing that --plot could draw; leave one out")
     if show_list:
         _print_list(found, as_json)
         return
-    items = [found.item(chosen[0])] if chosen else list(found.items)
+    items = found.numbered(chosen[0]) if chosen else found.items
+    if plot is not None and not any(cell.value for item in items for cell in item.cells):
+        raise ConfigError(f"--plot: {chosen[0]} has no numbers in the paper's text; leave it out")
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {plot}: there is no folder {plot.parent}; name one that exists")
     documents: list[dict[str, Any]] = []
     rows: list[Row] = []
     for each in items:
@@ -52,6 +63,11 @@ def paper(
             documents.append({**_item_document(each), "rows": own_rows, "score": own_score})
         else:
             _print_item(OUT, found, each, own)
+    if plot is not None:
+        # Drawing needs matplotlib, which nothing else here does.
+        from socflower.paper.plots import ratio_plot
+
+        write_atomically(plot, ratio_plot(chosen[0] if chosen else found.name, rows))
     total = score(rows)
     if as_json:
         document = {"schema": 1, "paper": found.name, "items": documents}
@@ -61,7 +77,8 @@ def paper(
 
 
 def _item_document(item: "Item") -> dict[str, Any]:
-    return {key: getattr(item, key) for key in ("id", "title", "place", "state", "note")}
+    keys = ("id", "title", "place", "state", "note", "stored")
+    return {key: getattr(item, key) for key in keys}
 
 
 def _print_list(found: "Paper", as_json: bool) -> None:
@@ -70,21 +87,29 @@ def _print_list(found: "Paper", as_json: bool) -> None:
         print_json({"schema": 1, "paper": found.name, "title": found.title, "items": items})
         return
     print_text(found.title, OUT, "bold")
-    table = Table("name", "state", "what", header_style="bold")
+    table = Table("name", "state", "what", "why", header_style="bold")
     for item in found.items:
-        table.add_row(item.id, item.state, escape(item.title))
+        why = item.note if item.state in ("differs", "not comparable") else ""
+        table.add_row(item.id, item.state, escape(item.title), escape(why))
     OUT.print(table)
 
 
 def _print_item(console: Console, found: "Paper", item: "Item", rows: Sequence["Row"]) -> None:
     heads = ("cell", "paper", "ours", "ours / paper", "use")
-    title = f"{item.id}: {escape(item.title)}"
-    table = Table(*heads, header_style="bold", title_justify="left", title=title)
-    for row in rows:
-        table.add_row(escape(row.cell.key), *_cells(row), row.cell.use)
-    console.print(table)
+    title = f"{item.id}: {item.title}"
+    if rows:
+        table = Table(*heads, header_style="bold", title_justify="left", title=escape(title))
+        for row in rows:
+            table.add_row(escape(row.cell.key), *_cells(row), row.cell.use)
+        console.print(table)
+    else:
+        print_text(f"{title}: {item.state}", console, "bold")
     if item.note:
         print_text(f"note: {item.note}", console, "dim")
+    for file in item.stored:
+        print_text(f"stored: docs/results/{file}, by `{_command_of(file)}`", console, "dim")
+    if not rows:
+        return
     again = f"again: socflower paper {found.name} --item {item.id}"
     print_text(f"{_score_text(_score(rows))}; {again}", console)
 
@@ -101,6 +126,12 @@ def _cells(row: "Row") -> tuple[str, str, str]:
         ours if isinstance(ours, str) else f"{ours:.3g}{unit}",
         "" if row.ratio is None else f"{row.ratio:.2f}",
     )
+
+
+def _command_of(file: str) -> str:
+    from socflower.paper.records import command_of
+
+    return command_of(file)
 
 
 def _score(rows: Sequence["Row"]) -> "PaperScore":

@@ -16,7 +16,7 @@ _SUBFOLDERS = ("", "full", "planned")
 
 
 def shipped_folder(name: str) -> Path:
-    """Return the folder "scenarios" or "templates": within the installed package, or of the checkout in use."""
+    """Return the folder "scenarios", "templates" or "docs/results": within the package, or of the checkout in use."""
     installed = _PACKAGE / "_shipped" / name
     return installed if installed.is_dir() else _PACKAGE.parent / name
 

@@ -7,7 +7,16 @@ from functools import partial
 import pytest
 
 from socflower.paper.asteroid.items import COMPUTE
-from socflower.paper.records import PAPERS, Cell, Item, Row, compare_item, read_paper, score
+from socflower.paper.records import (
+    PAPERS,
+    Cell,
+    Item,
+    Row,
+    compare_item,
+    read_paper,
+    score,
+    verdict,
+)
 from tests.command_line import Socflower
 from tests.one_line import refused
 
@@ -105,13 +114,25 @@ def test_of_what_is_not_printed_and_of_texts_there_is_neither_ratio_nor_verdict(
     assert one.to_document()["paper"] == printed
 
 
+def test_an_item_is_reproduced_if_all_that_is_scored_is_near_and_holds() -> None:
+    near, far = row(1.2, value=1.0), row(1.3, value=1.0)
+    fitted, other = row(9.0, value=1.0, use="calibration"), row(9.0, value=1.0, use="other reading")
+    assert verdict([near, other, row(True, says=True)]) == "reproduced"
+    for wrong in (far, row("none", value=1.0), row(False, says=True)):
+        assert verdict([near, wrong]) == "differs"
+    assert verdict([fitted, other]) == "calibration"
+    assert verdict([other]) == verdict([]) == "not comparable"
+
+
 def test_cells_and_items_that_cannot_be_are_refused() -> None:
     for cell in ({}, {"value": 1.0, "says": True}, {"value": 1.0, "use": "not printed"}):
         with pytest.raises(ValueError, match="value or says"):
             row(1.0, **cell)
     empty = {"id": "i", "title": "t", "place": "p", "state": "compared", "cell": ()}
-    with pytest.raises(ValueError, match="at least 1 item"):
+    with pytest.raises(ValueError, match="at least one cell"):
         Item.model_validate(empty)
+    with pytest.raises(ValueError, match="says why"):
+        Item.model_validate(empty | {"state": "not comparable"})
     refused(lambda: read_paper("other"), "other", *PAPERS)
     refused(lambda: read_paper("asteroid").item("figure-3"), "figure-3", "figure-5")
 
