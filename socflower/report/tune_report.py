@@ -43,7 +43,7 @@ def front_plot(rows: Sequence[Mapping[str, Any]]) -> Plot:
             axes.plot(
                 [row["time_s"] for row in own],
                 [row["energy_j"] for row in own],
-                **{**line_style(style), "linestyle": "none"},
+                **{**line_style(style), "linewidth": 0},
             )
         axes.set_xscale("log")
         axes.set_yscale("log")

@@ -120,7 +120,11 @@ def test_a_strategy_may_have_every_setting_that_another_may_have(name: str) -> N
         asked = CompareConfig(strategies=("socflow", name), train=own)
         if key in kind.unread_keys:
             assert key in OF_PRINCIPLE
-            refused(lambda scenario=scenario, asked=asked: scenario.replaced(compare=asked), key, "does not read it")
+            refused(
+                lambda scenario=scenario, asked=asked: scenario.replaced(compare=asked),
+                key,
+                "does not read it",
+            )
         else:
             assert scenario.replaced(compare=asked).under(name).value_of(key) == own[name][key]
 
