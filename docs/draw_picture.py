@@ -15,12 +15,13 @@ DOCS = Path(__file__).parent
 NAMES = {
     "socflow": "SoCFlow, 32 SoCs in 8 groups",
     "sgd": "one SoC",
-    "ring": "one ring of 32 SoCs",
+    "ring": "one ring of 16 SoCs",
+    "local-sgd": "local SGD, 32 SoCs",
     "fedavg": "FedAvg, 32 SoCs",
 }
 COLOURS = {
-    "light": ("#0072B2", "#CC79A7", "#D55E00", "#009E73"),
-    "dark": ("#56B4E9", "#E6A1C9", "#FF9D6B", "#62D6AB"),
+    "light": ("#0072B2", "#CC79A7", "#D55E00", "#7A5195", "#009E73"),
+    "dark": ("#56B4E9", "#E6A1C9", "#FF9D6B", "#C9A2E8", "#62D6AB"),
 }
 INK = {"light": "#1b1f24", "dark": "#e8eaed"}
 GRID = {"light": "#d5dae0", "dark": "#3b4249"}

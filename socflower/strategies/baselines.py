@@ -77,12 +77,14 @@ class _CompressingRing(RingAllReduce):
     _coding = ""
 
 
+@plain_numbers
 class HiPress(_CompressingRing):
     """A ring with deep gradient compression of those buckets that it makes faster (Bai et al., SOSP 2021)."""
 
     _coding = SelectedBuckets.name
 
 
+@plain_numbers
 class PowerSGDAllReduce(_CompressingRing):
     """A ring that sums gradients as factors of low rank (Vogels et al., NeurIPS 2019)."""
 

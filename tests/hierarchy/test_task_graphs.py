@@ -325,7 +325,7 @@ def test_only_what_leaders_exchange_among_themselves_is_compressed(
     models = ModelExchange(kind=leaders, coding=coding)
     graph = sync_graph(plan_groups(cluster, 4), EXCHANGE, cluster, models=models)
     between = {
-        operation.num_bytes / (4 if leaders == "ring" else 1)
+        operation.send_bytes(4) if leaders == "ring" else operation.num_bytes
         for operation in coding.operations(EXCHANGE, 4)
     }
     sizes = {task.num_bytes for task in transfers(graph)}

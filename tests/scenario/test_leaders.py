@@ -101,7 +101,7 @@ def asked(**strategy: Any) -> Scenario:
     ("strategy", "named"),
     [
         ({"leaders": "star"}, "leader_compression = 'int8'"),
-        ({"leaders": "ring", "leader_compression": "int4"}, "none, fp16, int8"),
+        ({"leaders": "ring", "leader_compression": "int2"}, "none, fp16, int8"),
         ({"leaders": "auto", "outer": {"name": "krum"}}, "'krum'"),
         ({"leaders": "auto", "outer": {"name": "fedmedian"}}, "'fedmedian'"),
         ({"leaders": "ring", "server_interval": 2}, "server_interval = 2"),

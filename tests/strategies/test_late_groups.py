@@ -10,13 +10,13 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 from flwr.serverapp.strategy import FedAvg
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from socflower.strategies.diloco import DiLoCo
 
 from socflower.cluster import DeviceDynamics, parse_cluster
 from socflower.hierarchy import Quorum
 from socflower.precision.processor_costs import Int8Pricing, MixedPricing
 from socflower.sim import EventClock
 from socflower.strategies.baselines import RingAllReduce
+from socflower.strategies.local_sgd import DiLoCo
 from socflower.strategies.methods.late_groups import added, change_of
 from socflower.strategies.reply_events import ARRIVED, LATE, LATE_DROPPED
 from socflower.strategies.socflow import SoCFlow

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from socflower.hierarchy.exchange.gradients import EXACT
+from socflower.hierarchy.exchange.gradients import EXACT_RING
 from socflower.model_graph.batch_form import num_samples, split
 from socflower.pipeline.runtime.member import Mini
 from socflower.training.exchange.group_sum import GroupSum
@@ -288,7 +288,7 @@ def in_ring_order(
     """Train the model in place on the members' parts of each step, summed as a ring does, and return it."""
     session = trainer.start(model, TrainingSpan(num_members=len(SIZES), total_steps=len(steps)))
     members = range(len(SIZES))
-    group = GroupSum(session, model, EXACT, members, num_buckets=2, seed=0, residuals={})
+    group = GroupSum(session, model, EXACT_RING, members, num_buckets=2, seed=0, residuals={})
     for step, parts in enumerate(steps):
         group.step(parts, members, step)
     return model

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from socflower.errors import TrainingFailed
-from socflower.hierarchy.exchange.gradients import EXACT
+from socflower.hierarchy.exchange.gradients import EXACT_RING
 from socflower.model_graph.random_state import forked_generator
 from socflower.precision import NITI, Int8Backend, NativeInt8Backend
 from socflower.precision.cpu_share import accuracy_floor, cpu_samples, cpu_share
@@ -833,7 +833,7 @@ def test_members_that_compute_one_by_one_train_and_count_as_the_group() -> None:
     steps = batches(3, (4, 2, 6))
     span = TrainingSpan(num_members=3, total_steps=12, steps_per_epoch=100)
     session = trainer.start(ours, span)
-    group = GroupSum(session, ours, EXACT, range(3), num_buckets=2, seed=0, residuals={})
+    group = GroupSum(session, ours, EXACT_RING, range(3), num_buckets=2, seed=0, residuals={})
     for step, parts in enumerate(steps):
         group.step(parts, range(3), step)
     found = session.finish().metrics

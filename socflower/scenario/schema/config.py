@@ -806,8 +806,14 @@ class ScenarioFile(ClusterFile):
             self._at("strategy", "leaders"),
             f"{needs_models} needs each group's model, and not their mean; use 'star'",
         )
+        compressed = self._at("strategy", "leader_compression")
+        yield (
+            needs_models and strategy.leader_compression != NONE,
+            compressed,
+            f"{needs_models} needs each group's model, and not their mean; leave it out",
+        )
         fault = compression_fault(self.leaders, strategy.leader_compression)
-        yield fault, self._at("strategy", "leader_compression"), f"{fault}; leave one out"
+        yield fault, compressed, f"{fault}; leave one out"
         yield (
             needs_models and strategy.leader_compression != NONE,
             self._at("strategy", "leader_compression"),
