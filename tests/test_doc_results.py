@@ -2,14 +2,9 @@
 
 import json
 import re
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import pytest
-from typer.testing import CliRunner
-
-from socflower.cli.main import app
 from socflower.quantities import human_joules, human_seconds, percent
 from socflower.report.summary import prediction_table
 
@@ -119,44 +114,6 @@ def test_figures_in_sentences_are_those_of_their_files() -> None:
         f"within {max(again):.0f} s",
     ):
         assert text in said
-
-
-@pytest.mark.slow
-def test_the_table_of_predictions_is_what_the_command_says() -> None:
-    rows = re.findall(r"^\| (`strategy\S+`|nothing).*? \| (.*?) \| (.*?) \|$", PAGE, re.MULTILINE)
-    assert [len(list(group)) for _, group in groupby(rows, key=lambda cells: cells[0])] == [
-        1,
-        1,
-        1,
-        1,
-    ]
-    for setting, *cells in rows:
-        extra = [] if setting == "nothing" else ["--set", setting.strip("`")]
-        for model, cell in zip(("vgg11", "resnet18"), cells, strict=True):
-            ran = CliRunner().invoke(
-                app,
-                [
-                    "plan",
-                    MNIST,
-                    "--json",
-                    "--set",
-                    f"model.name={model}",
-                    "--set",
-                    "data.name=cifar10",
-                    "--set",
-                    "strategy.sync_interval_epochs=0.5",
-                    *extra,
-                ],
-            )
-            predicted = json.loads(ran.stdout)["predicted"]
-            step_s, epoch_s, energy_kj = (
-                float(figure.split()[0].replace(",", "")) for figure in cell.split(", ")
-            )
-            assert step_s == pytest.approx(predicted["step_s"], abs=0.005 + 1e-9)
-            assert epoch_s == pytest.approx(predicted["epoch_s"], abs=0.5)
-            assert energy_kj == pytest.approx(
-                predicted["epoch_energy_j"] / 1e3, abs=0.5 if energy_kj > 100 else 0.05
-            )
 
 
 def test_figures_of_the_demonstration_in_the_readme_are_those_of_its_last_run() -> None:
