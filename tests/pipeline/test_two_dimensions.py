@@ -76,6 +76,7 @@ def test_both_closed_forms_are_equal_unless_a_transfer_dominates(seed: int) -> N
 
 
 # ------------------------------------------------------------------------------- a device a stage, as SoCFlow+ compares
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**32 - 1), num_devices=st.integers(4, 8), asked=st.sampled_from([0, 2]))
 @settings(max_examples=25)
 def test_in_a_grid_every_stage_has_one_device_and_all_devices_take_part(

@@ -180,6 +180,7 @@ def test_fedavg_never_averages_nan_in() -> None:
     assert result["final_accuracy"] > 0.2  # an average with NaN guesses one class: 0.1
 
 
+@pytest.mark.slow
 def test_events_strike_every_number_of_groups_that_a_warm_up_tries() -> None:
     scenario = small("socflow", groups="auto", epochs=2, batch_size=8, interval=0.0625)
     result = run_scenario(scenario.replaced(events=(event("nan", soc=0),)), num_workers=0)

@@ -119,6 +119,7 @@ def test_a_scenario_reads_back_from_its_resolved_document(tmp_path: Path) -> Non
     assert own.under("ring").pipeline is None and own.under("hybrid-pipeline") == own
 
 
+@pytest.mark.slow
 def test_a_2d_plan_prints_the_micro_batches_of_each_pipeline_and_of_all_and_why_the_closed_form_differs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -361,6 +362,7 @@ def test_pipelines_read_a_number_of_groups_only_with_2d(tmp_path: Path) -> None:
     refused(lambda: scenario(tmp_path, *table, text=GRID), "[pipeline]", "'2d'")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_few_digits")
 def test_pipelines_train_what_an_ordinary_scenario_trains_without_what_only_groups_read(
     tmp_path: Path,

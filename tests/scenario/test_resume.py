@@ -293,6 +293,7 @@ def test_a_model_with_dropout_repeats(
 
 
 # ---------------------------------------------------------------------------------------------------- groups
+@pytest.mark.slow
 def test_groups_auto_is_tried_out_once(
     reference: Reference,
     tmp_path: Path,

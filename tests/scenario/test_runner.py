@@ -207,6 +207,7 @@ def test_a_run_too_short_for_a_comparison_takes_one_group_a_board() -> None:
     assert result["weights_sha256"] == small_result("socflow")["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_the_paper_s_rule_trains_an_epoch_with_each_number() -> None:
     result = small_result("socflow", groups="auto", group_rule="paper", epochs=2)
     warm_up = result["warm_up"]

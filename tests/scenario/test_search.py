@@ -162,6 +162,7 @@ def test_a_run_ends_at_its_target_or_its_time_with_the_rounds_of_the_whole_run(
     assert ended["virtual_s"] == whole["rounds"][first]["virtual_s"]
 
 
+@pytest.mark.slow
 def test_a_search_finds_settings_for_each_and_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ def curves(scenario: Scenario, label: str, ending: Ending) -> Mapping[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefer", ["time", "energy"])
 def test_the_chosen_setting_is_the_best_of_all_on_known_curves(
     scenario: Scenario, prefer: str, tmp_path: Path

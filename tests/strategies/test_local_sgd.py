@@ -327,6 +327,7 @@ def test_a_post_local_training_continues_before_at_and_after_the_switch(
     }
 
 
+@pytest.mark.slow
 def test_post_local_sgd_is_planned_as_it_runs_and_priced_as_its_phases() -> None:
     run = {**RUN, "epochs": 3, "post_local_epochs": 1}
     ran = small_result("post-local-sgd", **run)
@@ -637,6 +638,7 @@ def test_only_fragments_are_sent_after_the_first_round_and_all_of_them_are_train
     assert all(initial[name] != data for name, data in bits(result.arrays).items())
 
 
+@pytest.mark.slow
 def test_the_exchange_of_a_fragment_is_hidden_behind_steps() -> None:
     run = {**RUN, "epochs": 2, "interval": 0.5}
     table = Streaming(fragments=2, delay_steps=2)
