@@ -977,6 +977,9 @@ class ScenarioFile(ClusterFile):
 
     def _at(self, table: str, key: str) -> str:
         """Return a key with its place and value: "[train] epochs = 3"."""
+        if (table, key) == ("train", "optimizer"):
+            # Where it is left out, it is the strategy's.
+            return f"[train] optimizer = {self.optimizer!r}"
         values = self.split if table == "edgecloud" else getattr(self, table)
         return f"[{table}] {shown(values, key)}"
 
