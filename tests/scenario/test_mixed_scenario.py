@@ -187,6 +187,8 @@ def test_what_cannot_be_is_refused_in_one_line(text: str, tmp_path: Path) -> Non
         ("arithmetic = 'int8'\n[train]\nreduction = 'always'", "reduction"),
         ("arithmetic = 'int8'\n[train]\noptimizer = 'adam'", "optimizer = 'adam'"),
         ("arithmetic = 'mixed'\n[train]\noptimizer = 'muon'", "optimizer = 'muon'"),
+        ("arithmetic = 'int8'\n[strategy]\nname = 'diloco'", "optimizer = 'adamw'"),
+        ("arithmetic = 'mixed'\n[strategy]\nname = 'muloco'", "optimizer = 'muon'"),
         ("[train]\noptimizer = 'muon'\n[strategy]\nname = 'hybrid-pipeline'", "use 'adamw'"),
     ],
 )

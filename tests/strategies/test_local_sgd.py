@@ -199,6 +199,12 @@ def test_a_comparison_trains_each_method_as_published() -> None:
         ('[strategy]\nname = "post-local-sgd"\nquorum = 0.5', "quorum = 0.5"),
         ('[strategy]\nname = "post-local-sgd"\npost_local_epochs = 10', "post_local_epochs = 10"),
         ('[strategy]\nname = "post-local-sgd"\ncompression = "int8"', "compression = 'int8'"),
+        ('[strategy]\nname = "tree-fedavg"\nserver_interval = 2', "does not read it"),
+        (
+            '[strategy]\nname = "streaming-diloco"\nsync_interval_epochs = 1\nserver_interval = 2',
+            "does not read it",
+        ),
+        ('[strategy]\nname = "post-local-sgd"\nserver_interval = 2', "does not read it"),
         ('[strategy.outer]\nname = "sgd"\nmomentum = 0.9', "momentum = 0.9"),
         ('[strategy]\nname = "ring"\n[strategy.outer]\nname = "sgd"', "one group"),
     ],

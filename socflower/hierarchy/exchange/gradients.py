@@ -479,6 +479,9 @@ def gradient_coding(spec: str, *, steps_per_epoch: int = 0) -> Coding:
         raise ConfigError(f"compression = {spec!r} does not exist; use one of {', '.join(CODINGS)}")
     kind = _CODINGS[name]
     types = {entry.name: entry.type for entry in fields(kind)}
+    given = [option.partition("=")[0] for option in options]
+    if len(set(given)) < len(given):
+        raise ConfigError(f"compression = {spec!r}: an option is given twice; keep one")
     values: dict[str, float] = {}
     if issubclass(kind, LargestValues):
         values["warm_up_steps"] = _WARM_UP_EPOCHS * steps_per_epoch

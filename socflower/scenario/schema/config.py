@@ -85,6 +85,7 @@ _READERS = {
 }
 """The arithmetics that read a key of `[precision]`, for keys that not all of them read."""
 
+_NO_SERVER_INTERVAL = ("tree-fedavg", "streaming-diloco", "post-local-sgd")
 _COUNTED = "it needs a number of groups, and groups is 'auto'; give it"
 
 _OF_LEADERS = ("leaders", "leader_compression")
@@ -480,6 +481,11 @@ class StrategyConfig(Table):
                 f"name = {self.name!r} has one group; leave it out",
             ),
             (counted and self.groups == "auto", f"outer.name = {outer and outer.name!r}", _COUNTED),
+            (
+                self.server_interval > 1 and self.name in _NO_SERVER_INTERVAL,
+                interval,
+                f"name = {self.name!r} does not read it; leave it out",
+            ),
             (self.server_interval > 1 and self.groups == "auto", interval, _COUNTED),
             (
                 self.server_interval > 1 and self.leader_compression != NONE,
@@ -977,6 +983,9 @@ class ScenarioFile(ClusterFile):
 
     def _at(self, table: str, key: str) -> str:
         """Return a key with its place and value: "[train] epochs = 3"."""
+        if (table, key) == ("train", "optimizer"):
+            # Where it is left out, it is the strategy's.
+            return f"[train] optimizer = {self.optimizer!r}"
         values = self.split if table == "edgecloud" else getattr(self, table)
         return f"[{table}] {shown(values, key)}"
 

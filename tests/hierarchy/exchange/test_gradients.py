@@ -122,6 +122,7 @@ def test_mistakes_are_refused() -> None:
     refused(lambda: gradient_coding("powersgd rank=1.5"), "rank=1.5", "rank=N")
     refused(lambda: gradient_coding("fp16 ratio=1"), "ratio=1", "'fp16'", "none")
     refused(lambda: gradient_coding("powersgd rank=0"), "rank", "0")
+    refused(lambda: gradient_coding("dgc ratio=0.1 ratio=0.2"), "ratio=0.1 ratio=0.2", "twice")
     unknown = Exchange(num_bytes=40.0, num_tensors=1)
     refused(
         lambda: gradient_coding("powersgd").operations(unknown, 2), "powersgd", "profile_module"
