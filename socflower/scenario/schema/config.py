@@ -812,6 +812,11 @@ class ScenarioFile(ClusterFile):
             self._at("strategy", "leaders"),
             f"{needs_models} needs each group's model, and not their mean; use 'star'",
         )
+        yield (
+            is_set(self.train, "local_epochs") and "local_epochs" in self._kind.unread_keys,
+            self._at("train", "local_epochs"),
+            f"{self._name} does not read it; leave it out, or give it in [compare.train.fedavg]",
+        )
         compressed = self._at("strategy", "leader_compression")
         yield (
             needs_models and strategy.leader_compression != NONE,
@@ -1002,6 +1007,8 @@ class ScenarioFile(ClusterFile):
         if own is None:
             own = self.compare.train.get(strategy, {})
         of_train, of_strategy = own_settings_by_table(own)
+        if strategy != self.strategy.name and "local_epochs" in STRATEGIES[strategy].unread_keys:
+            of_train = {"local_epochs": 1, **of_train}
         # Other strategies refuse the table of pipelines.
         pipeline = self.pipeline if STRATEGIES[strategy].is_pipeline else None
         if strategy != self.strategy.name and STRATEGIES[strategy].optimizer != "sgd":

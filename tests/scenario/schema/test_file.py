@@ -55,7 +55,6 @@ learning_rate = 1
 momentum = 0
 weight_decay = 0.1
 schedule = "constant"
-local_epochs = 2
 reduction = "always"
 reply_timeout_s = 5
 [strategy]
@@ -117,7 +116,6 @@ def test_every_table_is_read(write: Write) -> None:
             momentum=0.0,
             weight_decay=0.1,
             schedule="constant",
-            local_epochs=2,
             reduction="always",
             reply_timeout_s=5.0,
         ),
@@ -402,19 +400,16 @@ def test_board_tables_make_a_mixed_rack(write: Write) -> None:
 
 # ------------------------------------------------------------------------------------- the resolved document
 positive = st.floats(1e-6, 1e6)
-trains = st.integers(1, 5).flatmap(
-    lambda local: st.builds(
-        TrainConfig,
-        local_epochs=st.just(local),
-        epochs=st.integers(1, 9).map(lambda n: n * local),
-        batch_size=st.integers(1, 999),
-        learning_rate=positive,
-        momentum=st.floats(0, 0.99),
-        weight_decay=st.floats(0, 1),
-        schedule=st.sampled_from(("cosine", "constant")),
-        reduction=st.sampled_from(("auto", "always")),
-        reply_timeout_s=positive,
-    )
+trains = st.builds(
+    TrainConfig,
+    epochs=st.integers(1, 9),
+    batch_size=st.integers(1, 999),
+    learning_rate=positive,
+    momentum=st.floats(0, 0.99),
+    weight_decay=st.floats(0, 1),
+    schedule=st.sampled_from(("cosine", "constant")),
+    reduction=st.sampled_from(("auto", "always")),
+    reply_timeout_s=positive,
 )
 scenarios = st.builds(
     Scenario,
@@ -495,3 +490,13 @@ def test_a_date_in_place_of_a_table_is_named(tmp_path: Path, text: str) -> None:
     path.write_text(f"schema = 1\n{text}\n")
     line = refusal(path)
     assert "2020-01-01" in line or "10:00:00" in line or "2020, 1, 1" in line
+
+
+def test_local_epochs_are_for_methods_that_read_them_and_stay_with_them() -> None:
+    local = TrainConfig(epochs=4, local_epochs=2)
+    refused(
+        lambda: Scenario().replaced(train=local), "[train] local_epochs = 2", "does not read it"
+    )
+    federated = Scenario(train=local, strategy=StrategyConfig(name="fedavg"))
+    assert federated.under("tree-fedavg").train.local_epochs == 2
+    assert federated.under("ring").train.local_epochs == 1
