@@ -75,6 +75,8 @@ def print_tuned(console: Console, document: Mapping[str, Any], out: Path) -> Non
                 human_joules(row["energy_j"]),
             )
     console.print(table)
+    for name, why in document["refused"].items():
+        print_text(f"without {name}: {why}", console, "dim")
     chosen = document["chosen"]
     print_text(
         f"{len(document['trainings'])} trainings of {document['num_candidates']} candidates; what none of the "

@@ -7,7 +7,6 @@ tells how many epochs all settings of a candidate need, and the prediction what 
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -16,7 +15,7 @@ from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.scenario.planning import planned_training
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster, to_document
-from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy
+from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy, group_strategy
 from socflower.scenario.search import searched_keys, start_of
 
 _FACTORS: Mapping[str, tuple[float, ...]] = {
@@ -26,6 +25,8 @@ _FACTORS: Mapping[str, tuple[float, ...]] = {
     "sync_interval_epochs": (0.5, 1.0, 2.0),
 }
 _BUCKETS = (1, 8)
+# Keys of [train] that candidates differ in, or share.
+_TRIED_OF_TRAIN = ("batch_size", "learning_rate", "epochs")
 # Keys of [strategy] that change what a step costs, and not what it computes.
 _OF_COSTS = ("exchange", "overlap_buckets", "uplink_turns", "leaders", "fusion")
 
@@ -74,31 +75,39 @@ class Candidate:
     arithmetic: str
 
 
-def candidates_of(scenario: Scenario, strategies: Sequence[str]) -> list[Candidate]:
-    """Return the candidates of these strategies that no other one is bound to beat.
+def candidates_of(
+    scenario: Scenario, strategies: Sequence[str]
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Return the candidates of these strategies that no other one is bound to beat, and why strategies have none.
 
     Tried are halves and doubles of the scenario's settings under each strategy, of SoCs down to one. A candidate is
     left out if another one of the same arithmetic, with no more samples a step, no more groups and no longer intervals,
-    so that it needs no more epochs, takes less for an epoch. Strategies without a plan are left out as well.
+    so that it needs no more epochs, takes less for an epoch. A strategy has none if all that it tries is refused.
     """
     by_key: dict[str, list[Setting]] = {}
+    refused: dict[str, str] = {}
     for name in strategies:
-        for setting in _settings(scenario, name):
+        errors: list[str] = []
+        settings = list(_settings(scenario, name, errors))
+        for setting in settings:
             by_key.setdefault(_key(setting.scenario), []).append(setting)
+        if not settings:
+            refused[name] = errors[0]
     found = [_candidate(settings) for settings in by_key.values()]
-    return [each for each in found if not _is_beaten(each, found)]
+    return [each for each in found if not _is_beaten(each, found)], refused
 
 
-def _settings(scenario: Scenario, name: str) -> Iterator[Setting]:
-    """Yield the settings that are tried for a strategy and that fit the cluster and its memory."""
+def _settings(scenario: Scenario, name: str, errors: list[str]) -> Iterator[Setting]:
+    """Yield the settings that are tried for a strategy and that fit; add why the others do not to `errors`."""
     own = dict(scenario.compare.train.get(name, {}))
     # Learning rates of one schedule are compared.
     own.pop("epochs", None)
-    under = scenario.under(name, own)
-    kind = STRATEGIES[name]
-    if not isinstance(kind, GroupStrategy):
+    try:
+        under = scenario.under(name, own)
+    except ConfigError as error:
+        errors.append(str(error))
         return
-    start = start_of(under)
+    kind, start = group_strategy(name), start_of(under)
     keys = [key for key in searched_keys(under) if key in _FACTORS]
     values = [_around(start[key], _FACTORS[key]) for key in keys]
     counts = list(_halves(start["socs"])) if "socs" in start else [None]
@@ -111,12 +120,15 @@ def _settings(scenario: Scenario, name: str) -> Iterator[Setting]:
         choice |= {"socs": socs} if socs is not None else {}
         choice |= {"overlap_buckets": buckets} if buckets is not None else {}
         priced = json.dumps({**choice, "learning_rate": None})
-        # More groups than SoCs, or a share of a batch beyond a device's memory.
-        with suppress(ConfigError, InfeasiblePlan):
+        try:
             changed = scenario.under(name, {**own, **choice})
             if priced not in costs:
                 costs[priced] = _epoch_of(changed)
-            yield Setting(scenario=changed, choice=choice, epoch=costs[priced])
+        except (ConfigError, InfeasiblePlan) as error:
+            # Such as more groups than SoCs, or a share of a batch beyond a device's memory.
+            errors.append(str(error))
+            continue
+        yield Setting(scenario=changed, choice=choice, epoch=costs[priced])
 
 
 def _epoch_of(scenario: Scenario) -> Costs:
@@ -158,7 +170,9 @@ def _arithmetic(scenario: Scenario) -> str:
     strategy["compression"] = scenario.gradient_exchange[1]
     # With one group all synchronous strategies compute the same steps; an arithmetic of its own has its own class.
     own = getattr(kind, "target", scenario.strategy.name)
-    train = {key: document["train"].get(key) for key in ("optimizer", "momentum", "weight_decay")}
+    train = {key: value for key, value in document["train"].items() if key not in _TRIED_OF_TRAIN}
+    # A method may bring them.
+    train |= {"optimizer": scenario.optimizer, "momentum": scenario.momentum}
     return json.dumps([strategy, own, train, document["precision"]], sort_keys=True)
 
 

@@ -27,7 +27,7 @@ def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict
     Seconds and joules on the scenario's cluster without heat; nothing is trained. An epoch of N groups has N times
     fewer steps, each of N batches. `equal_epoch_s` is that of batches with which a strategy takes as many samples a
     step as the first one does, None if they do not fit a device. `best_epoch_s` is the least at so many samples a step,
-    over numbers of SoCs and overlap, with the settings in `best`.
+    over numbers of SoCs and overlap, with the settings in `best`; None if no number fits.
     """
     rows: list[dict[str, Any]] = []
     for entry in scenario.compare.predict:
@@ -43,7 +43,10 @@ def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict
             # The first strategy decides at how many samples a step all are compared.
             step_samples = step_samples or own_samples
             equal = own if own_samples == step_samples else _at(planned, cluster, step_samples)
-            settings, best = best_epoch(planned, cluster, step_samples)
+            try:
+                settings, best = best_epoch(planned, cluster, step_samples)
+            except InfeasiblePlan:
+                settings, best = {}, None
             rows.append(
                 {
                     **entry.model_dump(),
@@ -52,8 +55,8 @@ def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict
                     "epoch_energy_j": own.energy_j,
                     "step_samples": own_samples,
                     "equal_epoch_s": equal and equal.duration_s,
-                    "best_epoch_s": best.duration_s,
-                    "best_epoch_energy_j": best.energy_j,
+                    "best_epoch_s": best and best.duration_s,
+                    "best_epoch_energy_j": best and best.energy_j,
                     "best": settings,
                 }
             )

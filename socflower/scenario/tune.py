@@ -69,7 +69,9 @@ def tune(
     quality, target = target_of(scenario)
     if budget < 2:
         raise ConfigError(f"tune: budget = {budget}; give 2 or more candidates to train")
-    found = candidates_of(scenario, strategies)
+    found, refused = candidates_of(scenario, strategies)
+    if not found:
+        raise ConfigError(f"tune: no strategy fits: {next(iter(refused.values()))}")
     with exclusive_folder(out, f"--out {out}"):
         finalists, history = _halve(
             _drawn(found, budget, scenario.seed), scenario, target, quality, run
@@ -99,6 +101,7 @@ def tune(
             "target": target,
             "prefer": prefer,
             "num_candidates": len(found),
+            "refused": refused,
             "trainings": history,
             "settings": [
                 {

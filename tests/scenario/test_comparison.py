@@ -11,9 +11,11 @@ import pytest
 from socflower.errors import TrainingFailed
 from socflower.quantities import human_ratio
 from socflower.report import report
+from socflower.report.summary import prediction_table
 from socflower.scenario import comparison, runner
 from socflower.scenario.comparison import compare
 from socflower.scenario.planning import plan_scenario
+from socflower.scenario.predicted_epochs import predicted_epochs
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.schema.config import (
     CompareConfig,
@@ -260,6 +262,16 @@ def test_predicted_epochs_are_also_those_of_each_strategys_best_number_of_socs(
         if row["best"]:
             best = (row["best"]["socs"], row["best"].get("overlap_buckets", 1))
             assert seconds[best] == row["best_epoch_s"]
+
+
+def test_a_strategy_whose_batches_fit_no_device_has_no_best_epoch() -> None:
+    entry = PredictedEpoch(model="vgg11", data="cifar10", batch_size=6_000)
+    scenario = small(boards=(8,), groups=8).replaced(compare=CompareConfig(predict=(entry,)))
+    ours, alone = predicted_epochs(scenario, ["socflow", "sgd"])
+    assert ours["best_epoch_s"] > 0.0
+    assert alone["equal_epoch_s"] is alone["best_epoch_s"] is alone["best_epoch_energy_j"] is None
+    (row,) = prediction_table([ours, alone])["rows"]
+    assert row["best_gain"] is None
 
 
 def epoch_of(

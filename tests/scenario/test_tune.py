@@ -14,7 +14,7 @@ from socflower.errors import TrainingFailed
 from socflower.scenario.candidates import Costs, by_fronts, candidates_of, front
 from socflower.scenario.planning import planned_training
 from socflower.scenario.runner import run_to_folder
-from socflower.scenario.schema.config import CompareConfig, Scenario
+from socflower.scenario.schema.config import CompareConfig, PrecisionConfig, Scenario
 from socflower.scenario.schema.file import load_scenario, scenario_cluster
 from socflower.scenario.tune import runner, tune
 from tests.command_line import Socflower, is_mistake
@@ -65,7 +65,8 @@ def scenario() -> Scenario:
 def test_settings_of_a_candidate_have_equal_steps_and_their_predicted_costs(
     scenario: Scenario,
 ) -> None:
-    found = candidates_of(scenario, METHODS)
+    found, refused_strategies = candidates_of(scenario, METHODS)
+    assert refused_strategies == {}
     for candidate in found:
         assert len({setting.scenario.train.learning_rate for setting in candidate.settings}) == 1
         for setting in candidate.settings:
@@ -79,6 +80,19 @@ def test_settings_of_a_candidate_have_equal_steps_and_their_predicted_costs(
             for each in found
         }
     ) == len(found)
+
+
+def test_methods_that_bring_another_optimiser_share_no_training(scenario: Scenario) -> None:
+    found, _ = candidates_of(scenario, ("diloco", "muloco"))
+    for candidate in found:
+        assert len({setting.strategy for setting in candidate.settings}) == 1
+    assert {each.settings[0].strategy for each in found} == {"diloco", "muloco"}
+
+
+def test_a_strategy_that_cannot_train_so_is_named_with_the_reason(scenario: Scenario) -> None:
+    in_int8 = scenario.replaced(precision=PrecisionConfig(arithmetic="int8"))
+    found, why = candidates_of(in_int8, ("sgd", "muloco"))
+    assert found and list(why) == ["muloco"] and "'muon'" in why["muloco"]
 
 
 def curves(scenario: Scenario, label: str, ending: Ending) -> Mapping[str, Any]:
@@ -112,7 +126,7 @@ def test_the_chosen_setting_is_the_best_of_all_on_known_curves(
 ) -> None:
     document = tune(scenario, METHODS, tmp_path, curves, budget=40, prefer=prefer)
     exhaustive = []
-    for candidate in candidates_of(scenario, METHODS):
+    for candidate in candidates_of(scenario, METHODS)[0]:
         for setting in candidate.settings:
             ending = Ending(quality="accuracy", target=0.5)
             whole = curves(setting.scenario, "", ending)
