@@ -14,6 +14,7 @@ from flwr.serverapp.strategy import Strategy as OuterStrategy
 from torch import nn
 
 from socflower.clients.split.cloud_sessions import CloudClient
+from socflower.cluster import Cluster
 from socflower.edgecloud.cloud.operator_calls import CloudOperator
 from socflower.edgecloud.stream.credentials import read_token
 from socflower.engines.local.virtual_time_grid import VirtualTimeGrid
@@ -157,7 +158,21 @@ def _finite(value: float) -> float | None:
 
 
 def _groups(parts: RunParts, num_groups: int) -> SoCFlow:
-    scenario, settings = parts.scenario, parts.scenario.strategy
+    scenario = parts.scenario
+    costs = Costs(
+        model_profile=model_profile(scenario, parts.model),
+        pricing=pricing(scenario),
+        clock=parts.clock,
+    )
+    num_samples = _num_samples(scenario)
+    return strategy_in_groups(scenario, parts.run.cluster, num_groups, costs, num_samples)
+
+
+def strategy_in_groups(
+    scenario: Scenario, cluster: Cluster, num_groups: int, costs: Costs, num_samples: int
+) -> SoCFlow:
+    """Return the strategy that a scenario names, in so many groups, for a training set of so many samples."""
+    settings = scenario.strategy
     kind = group_strategy(settings.name)
     module, _, name = kind.target.partition(":")
     exchange, compression = scenario.gradient_exchange
@@ -171,10 +186,10 @@ def _groups(parts: RunParts, num_groups: int) -> SoCFlow:
         own["local_epochs"] = scenario.train.local_epochs
     return strategy(
         **own,
-        cluster=parts.run.cluster,
+        cluster=cluster,
         groups=Grouping(num_groups=num_groups, num_socs=kind.num_socs or settings.socs),
         schedule=TrainingSchedule(
-            num_samples=_num_samples(scenario),
+            num_samples=num_samples,
             batch_size=scenario.train.batch_size,
             num_epochs=scenario.train.epochs,
             interval_epochs=scenario.interval_epochs,
@@ -182,11 +197,7 @@ def _groups(parts: RunParts, num_groups: int) -> SoCFlow:
             reshuffle=scenario.reshuffle,
             seed=scenario.seed,
         ),
-        costs=Costs(
-            model_profile=model_profile(scenario, parts.model),
-            pricing=pricing(scenario),
-            clock=parts.clock,
-        ),
+        costs=costs,
         exchange=ExchangeSettings(
             uplink_turns=settings.uplink_turns,
             overlap_buckets=settings.overlap_buckets,
