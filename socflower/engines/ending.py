@@ -1,4 +1,4 @@
-"""When a run ends before its last round."""
+"""When a run ends before its last round; apart from the run's folder, since planning loads no Flower."""
 
 from dataclasses import dataclass
 

@@ -7,7 +7,7 @@ of the synchronous training, as in `torch.distributed`'s `post_localSGD_hook`, w
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message
@@ -106,7 +106,7 @@ class PostLocalMethod(GroupsMethod):
         for reply in settled.usable:
             record = reply.content.config_records.get(HANDED)
             if record is not None and this.server_round == self._opening.num_rounds:
-                self._handed = bytes(record["state"])  # type: ignore[arg-type]
+                self._handed = cast(bytes, record["state"])
         return settled
 
     def save(self) -> dict[str, Any]:
