@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Else every process that a test starts compiles socflower anew, and every run the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo picture test coverage api test-random test-slow other-flower test-flower test-torch test-arm test-sanitized lint proto bench clean
+.PHONY: help setup demo picture test coverage api test-random test-slow test-matrix other-flower test-flower test-torch test-arm test-sanitized lint proto bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,6 +63,10 @@ test-random: setup ## the tests in random order, properties with other examples;
 
 test-slow: setup coverage ## coverage, then the tests that take more than about ten seconds
 	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal
+
+test-matrix: setup ## every cell of what goes together, and every scenario with other seeds, of which test-slow has twelve
+	SOCFLOWER_CELLS=all $(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal \
+	  tests/test_combinations.py tests/test_scenario_seeds.py
 
 other-flower: setup
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target build/flwr flwr==$(OTHER_FLOWER)

@@ -91,6 +91,10 @@ def compare(
             "interval while it reaches the target sooner, with an unreported seed."
         ),
     ] = None,
+    until_target: Annotated[
+        bool,
+        typer.Option("--until-target", help="End each run at the target of [compare]."),
+    ] = False,
     cluster: Annotated[Path | None, typer.Option(help="As of run.")] = None,
     vary: Annotated[
         str, typer.Option(help="For app folders: KEY=VALUE,VALUE,... of their run config.")
@@ -136,6 +140,7 @@ def compare(
             seeds=seeds,
             tune=tune,
             search=search,
+            until_target=until_target,
             logging=round_logging(log),
             **shared,
         )

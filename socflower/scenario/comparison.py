@@ -73,6 +73,7 @@ def compare(
     on_start: OnStart = lambda strategy: lambda entry: None,
     seeds: Sequence[int] = (),
     tuning: Tuning | Search | None = None,
+    until_target: bool = False,
     logging: RoundLogging = NO_LOGGING,
 ) -> dict[str, Any]:
     """Run the scenario under each strategy, and each of `seeds`, and return the comparison document.
@@ -82,7 +83,8 @@ def compare(
     `report.html` contain all of them. The claims are checked for the first strategy against the others, for each seed.
     `predictions` are of workloads that were not trained; `caveats` names settings that would have helped the others.
     With `tuning` each strategy first trains with each of its values, or with those that a search of so many trainings
-    tries, in `out/tune/`, and then with the best one.
+    tries, in `out/tune/`, and then with the best one. `until_target` ends each run at the target of `[compare]`, after
+    which only its cost would grow.
     `logging` writes the rounds of each run into its folder.
     """
     own = scenario.strategy.name
@@ -103,6 +105,7 @@ def compare(
         on_start,
         tuple(seeds),
         tuning,
+        until_target,
         logging,
     )
     comparison.check()
@@ -125,10 +128,12 @@ class _Comparison:
         on_start: OnStart,
         seeds: tuple[int, ...],
         tuning: Tuning | Search | None,
+        until_target: bool,
         logging: RoundLogging,
     ) -> None:
         self._scenario = scenario
         self._strategies, self._seeds, self._tuning = strategies, seeds, tuning
+        self._until_target = until_target
         self._out, self._engine = out, engine
         self._num_workers, self._on_start = num_workers, on_start
         self._logging = logging
@@ -141,6 +146,8 @@ class _Comparison:
         """Prepare all runs, so that an error appears before any training."""
         if isinstance(self._tuning, Search):
             self._tuning.require_target(self._scenario, self._engine)
+        if self._until_target:
+            self._require_target()
         for name in self._strategies:
             under = self._scenario.under(name)
             if isinstance(self._tuning, Tuning):
@@ -153,6 +160,19 @@ class _Comparison:
             if not self._seeds:
                 self._prepared[name] = prepare(under, self._engine)
         self._predictions = predicted_epochs(self._scenario, self._strategies)
+
+    def _require_target(self) -> None:
+        """Raise `ConfigError` if no run could end at a target, or if claims are about a run's end."""
+        name = "--until-target"
+        if (
+            self._scenario.compare.target_accuracy is None
+            and self._scenario.compare.target_loss is None
+        ):
+            raise ConfigError(
+                f"{name}: ends each run at its target; give [compare] target_accuracy or target_loss"
+            )
+        if self._engine == "deployment":
+            raise ConfigError(f"{name}: --engine deployment trains to the end; use local")
 
     def run(self) -> dict[str, Any]:
         """Run what is not finished, and write comparison and report."""
@@ -290,10 +310,15 @@ class _Comparison:
     def _reported(self, name: str, seed: int, found: Mapping[str, Any]) -> dict[str, Any]:
         variant = self._variant(name, found).replaced(seed=seed)
         folder = self._out / name
+        ending: Ending | None = None
+        if self._until_target:
+            quality, target = self._scenario.compare.target_of([])
+            assert target is not None
+            ending = Ending(quality=quality.name, target=target)
         if self._seeds:
-            return self._run(variant, folder / f"seed-{seed}", f"{name}, seed {seed}")
+            return self._run(variant, folder / f"seed-{seed}", f"{name}, seed {seed}", ending)
         prepared = self._prepared[name]
-        return self._run(variant if self._tuning else prepared, folder, name)
+        return self._run(variant if self._tuning else prepared, folder, name, ending)
 
     def _run(
         self,

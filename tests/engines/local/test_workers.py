@@ -22,6 +22,7 @@ from socflower.engines.local.workers import (
     WorkerDied,
     handle,
 )
+from socflower.flower_adapter import begin_run
 
 
 def test_a_worker_that_died_while_it_was_idle_costs_no_message() -> None:
@@ -77,6 +78,7 @@ def app_of_large_answers() -> ClientApp:
 
 
 def a_message() -> tuple[Message, Context]:
+    begin_run(1)
     message = Message(RecordDict({"config": ConfigRecord({})}), 1000, "train")
     message.metadata.__dict__["_run_id"] = 1
     return message, Context(
