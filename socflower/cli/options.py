@@ -193,6 +193,23 @@ def unread_by_compare(engine: str, *, of_app_folders: bool) -> dict[str, str]:
     )
 
 
+def unread_by_tune(*, of_app_folder: bool) -> dict[str, str]:
+    """Return the options that `tune` does not read, as a map from parameter to reason."""
+    if of_app_folder:
+        why = "is for scenarios, and this is the folder of a Flower app; --vary names keys of its run config"
+        return dict.fromkeys(("strategies", "arithmetics"), why)
+    return {
+        **dict.fromkeys(
+            ("vary", "rounds_key", *_APP_FOLDER_OPTIONS[:3]),
+            "is for the folder of a Flower app, and this is a scenario",
+        ),
+        **dict.fromkeys(
+            ("target_accuracy", "target_loss"),
+            "is for the folder of a Flower app; a scenario has its own [compare]",
+        ),
+    }
+
+
 def refuse_unread(context: typer.Context, unread: Mapping[str, str]) -> None:
     """Raise `ConfigError` for a given option that is in `unread`, and for an empty text.
 

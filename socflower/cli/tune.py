@@ -1,29 +1,50 @@
-"""`socflower tune`: the method, the number of SoCs and the settings that suit a scenario."""
+"""`socflower tune`: the method, the number of SoCs and the settings that suit a scenario, or an app's run config."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from socflower.cli.options import Json, Set, Workers, mistakes_name_file, scenario_argument
-from socflower.cli.terminal import OUT, print_json, print_text, run_progress
+from socflower.cli.options import (
+    Json,
+    Set,
+    Workers,
+    mistakes_name_file,
+    refuse_unread,
+    require_cluster,
+    scenario_argument,
+    unread_by_tune,
+)
+from socflower.cli.process import prints_to_stderr
+from socflower.cli.terminal import OUT, print_json, print_notice, print_text, run_progress
 from socflower.engines.names import MAX_WORKERS, require_count
 from socflower.errors import ConfigError
 from socflower.quantities import human_joules, human_seconds
+
+# Importing pydantic and the planners takes long, so only the command that needs them does.
+if TYPE_CHECKING:
+    from socflower.report.quality import Quality
 
 _PREFERENCES = ("time", "energy")
 
 
 def tune(
+    context: typer.Context,
     scenario: Annotated[
-        Path, scenario_argument("A scenario file (TOML), or the name of a shipped scenario.")
+        Path,
+        scenario_argument(
+            "A scenario file (TOML), the name of a shipped scenario, or the folder of a Flower app."
+        ),
     ],
     strategies: Annotated[
-        str | None, typer.Option(help="Comma-separated; default all with groups.")
+        str | None, typer.Option(help="Comma-separated; default all without a cloud.")
     ] = None,
+    arithmetics: Annotated[
+        str, typer.Option(help="Comma-separated: some of fp32, int8, mixed.")
+    ] = "fp32,int8,mixed",
     budget: Annotated[int, typer.Option(help="How many candidates are trained at all.")] = 16,
     prefer: Annotated[
         str, typer.Option(help="`time` or `energy`: which end of the front is chosen.")
@@ -31,36 +52,139 @@ def tune(
     out: Annotated[
         Path | None, typer.Option(help="Folder; an interrupted search continues there.")
     ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(help="For an app folder: KEY=VALUE,VALUE,... of its run config. Repeatable."),
+    ] = None,
+    target_accuracy: Annotated[
+        float | None, typer.Option(help="For an app folder: the accuracy to reach.")
+    ] = None,
+    target_loss: Annotated[
+        float | None, typer.Option(help="For an app folder: the loss to reach.")
+    ] = None,
+    rounds_key: Annotated[
+        str, typer.Option(help="For an app folder: the key of its run config with its rounds.")
+    ] = "num-server-rounds",
+    cluster: Annotated[Path | None, typer.Option(help="As of run.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="As of run.")] = None,
+    training_flops: Annotated[float | None, typer.Option(help="As of run.")] = None,
     set_: Set = None,
     workers: Workers = None,
     as_json: Json = False,
 ) -> None:
     """Find the method, SoCs and settings that reach the target of [compare] at the least time or energy."""
+    from socflower.cluster.cluster_file import MOST_SOCS
+
+    is_app = scenario.is_dir()
+    refuse_unread(context, unread_by_tune(of_app_folder=is_app))
+    require_count("--workers", workers, 0, MAX_WORKERS)
+    require_count("--nodes", nodes, 1, MOST_SOCS)
+    if prefer not in _PREFERENCES:
+        raise ConfigError(f"--prefer {prefer}: write one of {', '.join(_PREFERENCES)}")
+    if is_app:
+        settings: dict[str, Any] = {
+            "cluster_file": require_cluster(cluster, scenario),
+            "num_nodes": nodes,
+            "training_flops": training_flops,
+            "overrides": tuple(set_ or ()),
+            "num_workers": workers,
+        }
+        quality, target = _target_of_app(target_accuracy, target_loss)
+        found = {
+            "quality": quality,
+            "target": target,
+            "budget": budget,
+            "prefer": prefer,
+            "rounds_key": rounds_key,
+        }
+        where = out or Path("out") / f"{scenario.resolve().name}-tune"
+        document = _tuned_app(scenario, settings, vary or [], found, where)
+    else:
+        loaded_name, document = _tuned_scenario(
+            scenario, set_ or [], strategies, arithmetics, out, workers, as_json, budget, prefer
+        )
+        where = out or _default_out(loaded_name)
+    if as_json:
+        print_json(document)
+    else:
+        print_tuned(OUT, document, where)
+
+
+def _default_out(name: str) -> Path:
+    return Path("out") / f"{name}-tune"
+
+
+def _tuned_scenario(
+    path: Path,
+    overrides: list[str],
+    strategies: str | None,
+    arithmetics: str,
+    out: Path | None,
+    workers: int | None,
+    as_json: bool,
+    budget: int,
+    prefer: str,
+) -> tuple[str, dict[str, Any]]:
+    """Tune a scenario; return its name and the document."""
+    from socflower.scenario.schema.config import ARITHMETICS
     from socflower.scenario.schema.file import load_scenario
     from socflower.scenario.schema.strategies import family_of
     from socflower.scenario.tune import runner, tuned_strategies
     from socflower.scenario.tune import tune as run_tune
 
-    require_count("--workers", workers, 0, MAX_WORKERS)
-    if prefer not in _PREFERENCES:
-        raise ConfigError(f"--prefer {prefer}: write one of {', '.join(_PREFERENCES)}")
-    loaded = load_scenario(scenario, set_ or [])
-    names = tuned_strategies()
-    if strategies:
-        names = tuple(name.strip() for name in strategies.split(","))
+    loaded = load_scenario(path, overrides)
+    names = _listed(strategies) if strategies else tuned_strategies()
     for name in names:
         if name not in tuned_strategies() or name not in family_of(loaded.strategy.name):
             raise ConfigError(
                 f"--strategies {name}: cannot be tuned here; use some of {', '.join(tuned_strategies())}"
             )
-    target = out or Path("out") / f"{loaded.name}-tune"
-    with mistakes_name_file(loaded.name, scenario), run_progress(as_json) as bar:
+    kinds = _listed(arithmetics)
+    for kind in kinds:
+        if kind not in ARITHMETICS:
+            raise ConfigError(
+                f"--arithmetics {kind}: is unknown; use some of {', '.join(ARITHMETICS)}"
+            )
+    target = out or _default_out(loaded.name)
+    with mistakes_name_file(loaded.name, path), run_progress(as_json) as bar:
         run = runner(target, "local", workers, bar)
-        document = run_tune(loaded, names, target, run, budget=budget, prefer=prefer)
-    if as_json:
-        print_json(document)
-    else:
-        print_tuned(OUT, document, target)
+        document = run_tune(
+            loaded, names, target, run, budget=budget, prefer=prefer, arithmetics=kinds
+        )
+    return loaded.name, document
+
+
+def _tuned_app(
+    folder: Path,
+    settings: dict[str, Any],
+    vary: list[str],
+    search: dict[str, Any],
+    out: Path,
+) -> dict[str, Any]:
+    """Tune an app's run config; return the document."""
+    from socflower.scenario.app_folder import AppRun
+    from socflower.scenario.app_tune import AppSearch, parse_axes, tune_app
+
+    run = AppRun(folder=folder, **settings)
+    with prints_to_stderr():
+        return tune_app(
+            run, AppSearch(axes=parse_axes(vary), **search), out, on_notice=print_notice
+        )
+
+
+def _target_of_app(accuracy: float | None, loss: float | None) -> "tuple[Quality, float]":
+    """Return what an app is to reach; `ConfigError` unless one of the two is given."""
+    from socflower.report.quality import ACCURACY, LOSS
+
+    if accuracy is not None and loss is None:
+        return ACCURACY, accuracy
+    if loss is not None and accuracy is None:
+        return LOSS, loss
+    raise ConfigError("tune: an app folder needs one of --target-accuracy and --target-loss")
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
 def print_tuned(console: Console, document: Mapping[str, Any], out: Path) -> None:
@@ -77,6 +201,8 @@ def print_tuned(console: Console, document: Mapping[str, Any], out: Path) -> Non
     console.print(table)
     for name, why in document["refused"].items():
         print_text(f"without {name}: {why}", console, "dim")
+    for line in document.get("notes", ()):
+        print_text(line, console, "dim")
     chosen = document["chosen"]
     print_text(
         f"{len(document['trainings'])} trainings of {document['num_candidates']} candidates; what none of the "
@@ -90,7 +216,7 @@ def print_tuned(console: Console, document: Mapping[str, Any], out: Path) -> Non
         console,
         "bold",
     )
-    print_text(f"scenario: {out / 'chosen.toml'}   report: {out / 'report.html'}", console)
+    print_text(f"settings: {out / 'chosen.toml'}   report: {out / 'report.html'}", console)
 
 
 _FIGURES = (
@@ -105,4 +231,8 @@ _FIGURES = (
 
 
 def _settings(row: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value:g}" for key, value in row.items() if key not in _FIGURES)
+    return ", ".join(
+        f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in row.items()
+        if key not in _FIGURES
+    )

@@ -84,7 +84,7 @@ def compare_apps(
         results: list[dict[str, Any]] = []
         for run in runs:
             try:
-                results.append(_result(run, out, on_notice, run_one, logging))
+                results.append(kept_or_run(run, out, on_notice, run_one, logging))
             except TrainingFailed as error:
                 raise failed_run(
                     run.title, error, out, [each["label"] for each in results]
@@ -92,13 +92,14 @@ def compare_apps(
         return _write(runs, results, out)
 
 
-def _result(
+def kept_or_run(
     run: AppRun,
     out: Path,
     on_notice: OnNotice,
-    run_one: Callable[..., dict[str, Any]],
-    logging: RoundLogging,
+    run_one: Callable[..., dict[str, Any]] = run_app_folder,
+    logging: RoundLogging = NO_LOGGING,
 ) -> dict[str, Any]:
+    """Return the result of an app in a folder of its own in `out`; it is run unless that has a result of the same."""
     folder = out / "".join(char if char.isalnum() or char in "._=-" else "-" for char in run.title)
     inputs = _inputs(run)
     try:

@@ -1,8 +1,8 @@
 """The settings that `socflower tune` chooses from, with what an epoch of each costs by prediction.
 
-A candidate is all settings with the same steps: how many SoCs share a batch, over which exchange and with which overlap
-changes time and energy, and not what a step computes, up to rounding and the statistics of BatchNorm. So one training
-tells how many epochs all settings of a candidate need, and the prediction what these cost.
+A candidate is all settings with the same steps: how many SoCs share a batch, over which exchange, with which overlap or
+in which stages changes time and energy, and not what a step computes, up to rounding and the statistics of BatchNorm.
+So one training tells how many epochs all settings of a candidate need, and the prediction what these cost.
 """
 
 import json
@@ -12,10 +12,12 @@ from itertools import product
 from typing import Any
 
 from socflower.errors import ConfigError, InfeasiblePlan
-from socflower.scenario.planning import planned_training
-from socflower.scenario.schema.config import Scenario
-from socflower.scenario.schema.file import scenario_cluster, to_document
-from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy, group_strategy
+from socflower.scenario.predicted_training import predicted_training
+from socflower.scenario.prepared_run import PreparedRun, prepare
+from socflower.scenario.schema.config import ARITHMETICS, Scenario
+from socflower.scenario.schema.file import num_participants, scenario_cluster, to_document
+from socflower.scenario.schema.pipeline import PipelineConfig
+from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy
 from socflower.scenario.search import searched_keys, start_of
 
 _FACTORS: Mapping[str, tuple[float, ...]] = {
@@ -23,12 +25,18 @@ _FACTORS: Mapping[str, tuple[float, ...]] = {
     "learning_rate": (0.5, 1.0, 2.0),
     "groups": (0.5, 1.0, 2.0),
     "sync_interval_epochs": (0.5, 1.0, 2.0),
+    "local_epochs": (1.0, 2.0),
 }
 _BUCKETS = (1, 8)
+_EXCHANGES = ("ring", "server")
+_MOST_STAGES = 8
+"""SoCs up to which pipelines are tried: planning one over more takes minutes, and their batches have few samples."""
 # Keys of [train] that candidates differ in, or share.
-_TRIED_OF_TRAIN = ("batch_size", "learning_rate", "epochs")
+_TRIED_OF_TRAIN = ("batch_size", "learning_rate", "epochs", "local_epochs")
 # Keys of [strategy] that change what a step costs, and not what it computes.
 _OF_COSTS = ("exchange", "overlap_buckets", "uplink_turns", "leaders", "fusion")
+_SYNCHRONOUS = "socflower.strategies.socflow:SoCFlow"
+"""What trains one group; pipelines compute the same steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,28 +81,58 @@ class Candidate:
     step: tuple[int, int, float]
     # What else determines the weights, but for the learning rate.
     arithmetic: str
+    # All that determines the weights, as a text; on other links or devices it is the same.
+    key: str
+
+    @property
+    def trained(self) -> Setting:
+        """The setting that is trained for all: the quickest one, but not a pipeline, whose stages train slower here."""
+        whole = (each for each in self.settings if not STRATEGIES[each.strategy].is_pipeline)
+        return next(whole, self.settings[0])
 
 
 def candidates_of(
-    scenario: Scenario, strategies: Sequence[str]
+    scenario: Scenario, strategies: Sequence[str], arithmetics: Sequence[str] = ARITHMETICS
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """Return the candidates of these strategies that no other one is bound to beat, and why strategies have none.
+    """Return all candidates of these strategies, and why strategies have none.
 
-    Tried are halves and doubles of the scenario's settings under each strategy, of SoCs down to one. A candidate is
-    left out if another one of the same arithmetic, with no more samples a step, no more groups and no longer intervals,
-    so that it needs no more epochs, takes less for an epoch. A strategy has none if all that it tries is refused.
+    Tried are halves and doubles of the scenario's settings under each strategy, in each arithmetic, of SoCs down to
+    one. A strategy has none in an arithmetic in which all that it tries is refused; a model that int8 cannot train has
+    none in int8.
     """
     by_key: dict[str, list[Setting]] = {}
     refused: dict[str, str] = {}
-    for name in strategies:
-        errors: list[str] = []
-        settings = list(_settings(scenario, name, errors))
-        for setting in settings:
-            by_key.setdefault(_key(setting.scenario), []).append(setting)
-        if not settings:
-            refused[name] = errors[0]
-    found = [_candidate(settings) for settings in by_key.values()]
-    return [each for each in found if not _is_beaten(each, found)], refused
+    for arithmetic in arithmetics:
+        try:
+            changed = scenario.in_arithmetic(arithmetic)
+            _require_operators(changed)
+        except ConfigError as error:
+            refused[arithmetic] = str(error)
+            continue
+        for name in strategies:
+            errors: list[str] = []
+            settings = list(_settings(changed, name, errors))
+            for setting in settings:
+                by_key.setdefault(weights_key(setting.scenario), []).append(setting)
+            if not settings:
+                refused[f"{name} in {arithmetic}"] = errors[0]
+    return [_candidate(key, settings) for key, settings in by_key.items()], refused
+
+
+def unbeaten(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates that no other one is bound to beat.
+
+    One is left out if another one of the same arithmetic, with no more samples a step, no more groups and no longer
+    intervals, so that it needs no more epochs, takes less for an epoch.
+    """
+    return [each for each in candidates if not _is_beaten(each, candidates)]
+
+
+def _require_operators(scenario: Scenario) -> None:
+    """Raise `ConfigError` for a model with operators that the scenario's arithmetic lacks."""
+    if scenario.precision.arithmetic != "fp32":
+        # One SoC alone needs the least: what it cannot train, no strategy can.
+        prepare(scenario.under("sgd", {}).replaced(events=()))
 
 
 def _settings(scenario: Scenario, name: str, errors: list[str]) -> Iterator[Setting]:
@@ -107,32 +145,53 @@ def _settings(scenario: Scenario, name: str, errors: list[str]) -> Iterator[Sett
     except ConfigError as error:
         errors.append(str(error))
         return
-    kind, start = group_strategy(name), start_of(under)
-    keys = [key for key in searched_keys(under) if key in _FACTORS]
-    values = [_around(start[key], _FACTORS[key]) for key in keys]
-    counts = list(_halves(start["socs"])) if "socs" in start else [None]
-    overlaps = _BUCKETS if kind.num_socs is None and kind.num_groups != 0 else (None,)
     # The learning rate costs nothing.
     costs: dict[str, Costs] = {}
-    for chosen in product(*values, counts, overlaps):
-        *moved, socs, buckets = chosen
-        choice: dict[str, Any] = dict(zip(keys, moved, strict=True))
-        choice |= {"socs": socs} if socs is not None else {}
-        choice |= {"overlap_buckets": buckets} if buckets is not None else {}
+    for choice in _choices(under):
         priced = json.dumps({**choice, "learning_rate": None})
         try:
             changed = scenario.under(name, {**own, **choice})
             if priced not in costs:
+                PreparedRun(changed).check("local", trains_here=False)
                 costs[priced] = _epoch_of(changed)
         except (ConfigError, InfeasiblePlan) as error:
             # Such as more groups than SoCs, or a share of a batch beyond a device's memory.
             errors.append(str(error))
             continue
-        yield Setting(scenario=changed, choice=choice, epoch=costs[priced])
+        said = {**choice, "arithmetic": scenario.precision.arithmetic}
+        yield Setting(scenario=changed, choice=said, epoch=costs[priced])
+
+
+def _choices(scenario: Scenario) -> Iterator[dict[str, Any]]:
+    """Yield the values of keys that are tried for the scenario's strategy; not all of them fit."""
+    kind, start = STRATEGIES[scenario.strategy.name], start_of(scenario)
+    keys = [key for key in searched_keys(scenario) if key in _FACTORS]
+    if not isinstance(kind, GroupStrategy) and not kind.is_grid:
+        keys = [key for key in keys if key not in ("groups", "sync_interval_epochs")]
+    if "local_epochs" not in kind.unread_keys:
+        keys.append("local_epochs")
+    if kind.is_pipeline:
+        # When it is evaluated, and how many groups are quickest, follow from the others.
+        keys = ["batch_size", "learning_rate"]
+    if scenario.precision.arithmetic == "int8" and scenario.precision.algorithm == "niti":
+        # Integer weights move by `gradient_bits`.
+        keys.remove("learning_rate")
+    axes = {key: _around(scenario.value_of(key), _FACTORS[key]) for key in keys}
+    if "socs" in start:
+        counts = list(_halves(start["socs"]))
+        few = [count for count in counts if count <= _MOST_STAGES]
+        axes["socs"] = few if kind.is_pipeline else counts
+    if isinstance(kind, GroupStrategy) and kind.num_socs is None and not kind.is_alone:
+        if scenario.precision.arithmetic != "int8":
+            axes["overlap_buckets"] = list(_BUCKETS)
+        if kind.exchange is None:
+            axes["exchange"] = list(_EXCHANGES)
+    for values in product(*axes.values()):
+        yield dict(zip(axes, values, strict=True))
 
 
 def _epoch_of(scenario: Scenario) -> Costs:
-    planned = planned_training(scenario, scenario_cluster(scenario))
+    planned = predicted_training(scenario, scenario_cluster(scenario))
     whole = Costs(time_s=planned.duration_s, energy_j=planned.energy_j)
     return whole.times(1 / scenario.train.epochs)
 
@@ -150,7 +209,7 @@ def _halves(number: int) -> Iterator[int]:
         number //= 2
 
 
-def _key(scenario: Scenario) -> str:
+def weights_key(scenario: Scenario) -> str:
     """Return what determines the weights after a number of epochs, as a text."""
     return json.dumps(
         [_arithmetic(scenario), _step(scenario), scenario.train.learning_rate], sort_keys=True
@@ -160,7 +219,7 @@ def _key(scenario: Scenario) -> str:
 def _arithmetic(scenario: Scenario) -> str:
     """Return what determines the weights besides step and learning rate."""
     document = to_document(scenario)
-    kind = STRATEGIES[scenario.strategy.name]
+    name, kind = scenario.strategy.name, STRATEGIES[scenario.strategy.name]
     strategy = {
         key: value
         for key, value in document["strategy"].items()
@@ -169,29 +228,41 @@ def _arithmetic(scenario: Scenario) -> str:
     # Which a strategy may decide.
     strategy["compression"] = scenario.gradient_exchange[1]
     # With one group all synchronous strategies compute the same steps; an arithmetic of its own has its own class.
-    own = getattr(kind, "target", scenario.strategy.name)
+    own = kind.target if isinstance(kind, GroupStrategy) else name
+    if kind.is_pipeline:
+        own = _arithmetic_of_pipeline(scenario.pipeline or PipelineConfig())
     train = {key: value for key, value in document["train"].items() if key not in _TRIED_OF_TRAIN}
     # A method may bring them.
     train |= {"optimizer": scenario.optimizer, "momentum": scenario.momentum}
     return json.dumps([strategy, own, train, document["precision"]], sort_keys=True)
 
 
+def _arithmetic_of_pipeline(table: PipelineConfig) -> str:
+    """Return what a pipeline computes: the steps of one group, unless activations are rounded or stages are in int8."""
+    inexact = (table.activation_bits, table.gradient_bits, table.int8_socs)
+    exact = (32, 32, ())
+    return _SYNCHRONOUS if inexact == exact else f"pipeline {inexact} {table.activation_feedback}"
+
+
 def _step(scenario: Scenario) -> tuple[int, int, float]:
-    kind, settings = STRATEGIES[scenario.strategy.name], scenario.strategy
-    assert isinstance(kind, GroupStrategy)
-    num_socs = settings.socs or scenario_cluster(scenario).num_socs
-    groups = kind.groups(settings.groups, num_socs)
+    kind, train = STRATEGIES[scenario.strategy.name], scenario.train
+    if kind.is_pipeline:
+        return train.batch_size, 1, 0.0
+    num_socs = num_participants(scenario, scenario_cluster(scenario))
+    if not isinstance(kind, GroupStrategy):
+        return num_socs * train.batch_size, num_socs, float(train.local_epochs)
+    groups = kind.groups(scenario.strategy.groups, num_socs)
     if not isinstance(groups, int):
         raise ConfigError(
             f"tune: groups = {groups!r} is tried while training; give a number of groups"
         )
-    interval = kind.sync_interval_epochs(settings.sync_interval_epochs)
+    interval = scenario.interval_epochs
     # One group has nothing to synchronise.
     epochs = 0.0 if groups == 1 or isinstance(interval, str) else float(interval)
-    return groups * scenario.train.batch_size, groups, epochs
+    return groups * train.batch_size, groups, epochs
 
 
-def _candidate(settings: Sequence[Setting]) -> Candidate:
+def _candidate(key: str, settings: Sequence[Setting]) -> Candidate:
     """Return settings with the same steps as a candidate, without those that others dominate."""
     kept = [
         each
@@ -201,7 +272,9 @@ def _candidate(settings: Sequence[Setting]) -> Candidate:
     ]
     kept.sort(key=lambda setting: setting.epoch.time_s)
     first = kept[0].scenario
-    return Candidate(settings=tuple(kept), step=_step(first), arithmetic=_arithmetic(first))
+    return Candidate(
+        settings=tuple(kept), step=_step(first), arithmetic=_arithmetic(first), key=key
+    )
 
 
 def _is_beaten(candidate: Candidate, others: Sequence[Candidate]) -> bool:

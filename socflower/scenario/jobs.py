@@ -108,8 +108,8 @@ def run_job_to_folder(
             result = _write_results(
                 job, out, replace(settings, on_round=follow), kept=kept, save_model=save_model
             )
-            # Only a finished run no longer needs what it kept.
-            if kept is not None:
+            # Only a finished run no longer needs what it kept; one that ended early may go farther.
+            if kept is not None and result.get("ended_after") is None:
                 kept.remove()
     return result
 

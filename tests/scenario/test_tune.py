@@ -14,7 +14,12 @@ from socflower.errors import TrainingFailed
 from socflower.scenario.candidates import Costs, by_fronts, candidates_of, front
 from socflower.scenario.planning import planned_training
 from socflower.scenario.runner import run_to_folder
-from socflower.scenario.schema.config import CompareConfig, PrecisionConfig, Scenario
+from socflower.scenario.schema.config import (
+    CompareConfig,
+    ModelConfig,
+    PrecisionConfig,
+    Scenario,
+)
 from socflower.scenario.schema.file import load_scenario, scenario_cluster
 from socflower.scenario.tune import runner, tune
 from tests.command_line import Socflower, is_mistake
@@ -24,6 +29,8 @@ from tests.scenario.small_runs import small
 pytestmark = pytest.mark.usefixtures("on_few_digits")
 
 METHODS = ("socflow", "ring", "sgd")
+FP32 = ("fp32",)
+ROOT = Path(__file__).parents[2]
 costs = st.lists(
     st.builds(
         lambda time_s, energy_j: Costs(time_s=float(time_s), energy_j=float(energy_j)),
@@ -65,7 +72,7 @@ def scenario() -> Scenario:
 def test_settings_of_a_candidate_have_equal_steps_and_their_predicted_costs(
     scenario: Scenario,
 ) -> None:
-    found, refused_strategies = candidates_of(scenario, METHODS)
+    found, refused_strategies = candidates_of(scenario, METHODS, FP32)
     assert refused_strategies == {}
     for candidate in found:
         assert len({setting.scenario.train.learning_rate for setting in candidate.settings}) == 1
@@ -83,7 +90,7 @@ def test_settings_of_a_candidate_have_equal_steps_and_their_predicted_costs(
 
 
 def test_methods_that_bring_another_optimiser_share_no_training(scenario: Scenario) -> None:
-    found, _ = candidates_of(scenario, ("diloco", "muloco"))
+    found, _ = candidates_of(scenario, ("diloco", "muloco"), FP32)
     for candidate in found:
         assert len({setting.strategy for setting in candidate.settings}) == 1
     assert {each.settings[0].strategy for each in found} == {"diloco", "muloco"}
@@ -92,7 +99,46 @@ def test_methods_that_bring_another_optimiser_share_no_training(scenario: Scenar
 def test_a_strategy_that_cannot_train_so_is_named_with_the_reason(scenario: Scenario) -> None:
     in_int8 = scenario.replaced(precision=PrecisionConfig(arithmetic="int8"))
     found, why = candidates_of(in_int8, ("sgd", "muloco"))
-    assert found and list(why) == ["muloco"] and "'muon'" in why["muloco"]
+    assert found and {"muloco in int8", "muloco in mixed"} == set(why)
+    assert "'muon'" in why["muloco in int8"]
+
+
+def test_each_arithmetic_that_fits_has_candidates_of_its_own(scenario: Scenario) -> None:
+    found, why = candidates_of(scenario, ("sgd",))
+    assert why == {}
+    kinds = [
+        {setting.choice["arithmetic"] for setting in candidate.settings} for candidate in found
+    ]
+    assert all(len(kind) == 1 for kind in kinds)
+    assert set.union(*kinds) == {"fp32", "int8", "mixed"}
+
+
+def test_a_model_that_int8_cannot_train_is_named_with_the_reason(scenario: Scenario) -> None:
+    recurrent = scenario.replaced(
+        model=ModelConfig(factory="models_for_tests:with_tanh"), folder=str(Path(__file__).parent)
+    )
+    found, why = candidates_of(recurrent, ("sgd",), ("fp32", "int8"))
+    assert {each.settings[0].choice["arithmetic"] for each in found} == {"fp32"}
+    assert list(why) == ["int8"]
+
+
+@pytest.mark.slow
+def test_pipelines_are_settings_of_the_candidate_whose_steps_they_compute(
+    scenario: Scenario,
+) -> None:
+    found, _ = candidates_of(scenario, ("sgd", "2d", "hybrid-pipeline"), FP32)
+    alone, _ = candidates_of(scenario, ("sgd",), FP32)
+    assert [each.key for each in found] == [each.key for each in alone]
+    names = {setting.strategy for each in found for setting in each.settings}
+    assert names & {"2d", "hybrid-pipeline"}
+    assert {each.trained.strategy for each in found} == {"sgd"}
+
+
+def test_clients_of_fedavg_change_what_is_learned(scenario: Scenario) -> None:
+    found, _ = candidates_of(scenario, ("fedavg",), FP32)
+    counts = {each.step[1] for each in found}
+    assert counts == {1, 2, 4}
+    assert all(len(each.settings) == 1 for each in found)
 
 
 def curves(scenario: Scenario, label: str, ending: Ending) -> Mapping[str, Any]:
@@ -124,9 +170,9 @@ def curves(scenario: Scenario, label: str, ending: Ending) -> Mapping[str, Any]:
 def test_the_chosen_setting_is_the_best_of_all_on_known_curves(
     scenario: Scenario, prefer: str, tmp_path: Path
 ) -> None:
-    document = tune(scenario, METHODS, tmp_path, curves, budget=40, prefer=prefer)
+    document = tune(scenario, METHODS, tmp_path, curves, budget=40, prefer=prefer, arithmetics=FP32)
     exhaustive = []
-    for candidate in candidates_of(scenario, METHODS)[0]:
+    for candidate in candidates_of(scenario, METHODS, FP32)[0]:
         for setting in candidate.settings:
             ending = Ending(quality="accuracy", target=0.5)
             whole = curves(setting.scenario, "", ending)
@@ -141,7 +187,11 @@ def test_the_chosen_setting_is_the_best_of_all_on_known_curves(
 
 def test_a_target_that_nobody_reaches_ends_in_a_line(scenario: Scenario, tmp_path: Path) -> None:
     hard = scenario.replaced(compare=CompareConfig(target_accuracy=0.999))
-    refused(lambda: tune(hard, METHODS, tmp_path, curves, budget=4), "99.9", error=TrainingFailed)
+    refused(
+        lambda: tune(hard, METHODS, tmp_path, curves, budget=4, arithmetics=FP32),
+        "99.9",
+        error=TrainingFailed,
+    )
     assert not (tmp_path / "chosen.toml").exists()
 
 
@@ -151,7 +201,7 @@ def test_the_chosen_scenario_is_a_file_that_costs_what_was_said(
     target = CompareConfig(target_accuracy=0.15)
     easy = scenario.replaced(compare=target, train=scenario.train.replaced(epochs=1))
     run = runner(tmp_path, "local", 0, lambda label: lambda entry: None)
-    document = tune(easy, ("socflow", "sgd"), tmp_path, run, budget=2)
+    document = tune(easy, ("socflow", "sgd"), tmp_path, run, budget=2, arithmetics=FP32)
     chosen = load_scenario(tmp_path / "chosen.toml")
     assert chosen.strategy.name == document["chosen"]["strategy"]
     ending = Ending(quality="accuracy", target=0.15)
@@ -159,11 +209,24 @@ def test_the_chosen_scenario_is_a_file_that_costs_what_was_said(
     assert again["virtual_s"] == document["chosen"]["time_s"]
     assert "chosen" in (tmp_path / "report.html").read_text().lower()
     # Nothing is trained twice.
-    assert tune(easy, ("socflow", "sgd"), tmp_path, run, budget=2) == document
+    again = tune(easy, ("socflow", "sgd"), tmp_path, run, budget=2, arithmetics=FP32)
+    assert again == document
 
 
 def test_what_cannot_be_tuned_is_refused(socflower: Socflower) -> None:
     is_mistake(socflower("tune auto_groups"), "target_accuracy")
     is_mistake(socflower("tune digits_demo --prefer both"), "--prefer both")
     is_mistake(socflower("tune digits_demo --budget 1"), "budget")
-    is_mistake(socflower("tune digits_demo --strategies fedavg"), "--strategies fedavg")
+    is_mistake(socflower("tune digits_demo --strategies split-replay"), "--strategies split-replay")
+    is_mistake(socflower("tune digits_demo --arithmetics int4"), "--arithmetics int4")
+    is_mistake(socflower("tune digits_demo --vary lr=1,2"), "--vary", "Flower app")
+    shelf = ROOT / "scenarios" / "clusters" / "shelf_of_eight.toml"
+    app = f"tune {ROOT / 'scenarios' / 'quickstart_app'} --cluster {shelf}"
+    is_mistake(socflower(f"{app} --target-accuracy 0.9"), "--vary")
+    is_mistake(socflower(f"{app} --vary batch-size=8,16"), "--target-accuracy")
+    accurate = f"{app} --target-accuracy 0.9"
+    is_mistake(socflower(f"{accurate} --vary batch-size=8,16"), "--rounds-key num-server-rounds")
+    own = f"{accurate} --rounds-key num-epochs"
+    is_mistake(socflower(f"{own} --vary num-epochs=1,2"), "--vary num-epochs")
+    is_mistake(socflower(f"{own} --vary nobody=1,2"), "'nobody'")
+    is_mistake(socflower(f"{own} --vary batch-size=8,16 --strategies sgd"), "--strategies")

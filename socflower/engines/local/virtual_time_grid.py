@@ -8,16 +8,14 @@ from flwr.serverapp import Grid
 
 from socflower.cluster import (
     FP32,
-    HUB,
-    Activity,
     Cluster,
-    GraphBuilder,
     ModelProfile,
     Pricing,
     TaskGraph,
     Usage,
     VirtualClock,
 )
+from socflower.cluster.hub_round import HubExchange, LocalTrainingCost, Payload, hub_round
 from socflower.engines.local.message_log import (
     fault_of_num_examples,
     is_priced,
@@ -112,23 +110,22 @@ class VirtualTimeGrid(ForwardingGrid):
                     f"SoC {soc_of_node[node]} (node {node}): {fault}; its training has no price "
                     "without one"
                 )
-        builder = GraphBuilder()
+        exchanges = []
         for message in sent:
             node = message.metadata.dst_node_id
             soc, reply = soc_of_node[node], answered.get(node)
-            num_bytes, num_messages = self._payload(message)
-            last = builder.transfer(f"to SoC {soc}", HUB, soc, num_bytes, num_messages=num_messages)
-            if reply is None:
-                continue
-            if self._has_training(message):
-                last = self._training(builder, soc, reply, last)
-            num_bytes, num_messages = self._payload(reply)
-            builder.transfer(
-                f"from SoC {soc}", soc, HUB, num_bytes, num_messages=num_messages, after=[last]
+            is_training = reply is not None and self._has_training(message)
+            exchanges.append(
+                HubExchange(
+                    soc=soc,
+                    down=self._payload(message),
+                    training=self._training(soc, reply) if reply and is_training else None,
+                    up=None if reply is None else self._payload(reply),
+                )
             )
-        return builder.build(list(soc_of_node.values()))
+        return hub_round(exchanges, list(soc_of_node.values()))
 
-    def _payload(self, message: Message) -> tuple[float, int]:
+    def _payload(self, message: Message) -> Payload:
         """Return the bytes of a message, and what it costs in messages; without arrays it counts as one tensor.
 
         Bytes in its configs count too: of secure aggregation these are the masked arrays.
@@ -143,9 +140,9 @@ class VirtualTimeGrid(ForwardingGrid):
             for each in (value if isinstance(value, list) else [value])
             if isinstance(each, bytes)
         ]
-        return (
-            float(sum(len(array.data) for array in arrays) + sum(map(len, others))),
-            1 if self._fused else max(1, len(arrays)),
+        return Payload(
+            num_bytes=float(sum(len(array.data) for array in arrays) + sum(map(len, others))),
+            num_messages=1 if self._fused else max(1, len(arrays)),
         )
 
     def _has_training(self, message: Message) -> bool:
@@ -153,33 +150,18 @@ class VirtualTimeGrid(ForwardingGrid):
             MessageType.TRAIN
         )
 
-    def _training(self, builder: GraphBuilder, soc: int, reply: Message, after: int) -> int:
+    def _training(self, soc: int, reply: Message) -> LocalTrainingCost | None:
         assert self._profile is not None
         num_examples = int(num_examples_of(reply) or 0)
         batch = min(self._batch_size, num_examples)
         if not batch:
-            return after
+            return None
         pricing, on_cpu = self._pricing, metric(reply, CPU_SHARE)
         if isinstance(pricing, MixedPricing) and on_cpu is not None:
             # The client's report, not the predicted alpha.
             pricing = replace(pricing, cpu_share=on_cpu)
-        cost = pricing.step_cost(self._profile, self._cluster.device_of(soc), batch)
-        num_batches = num_examples / batch
-        trained = [
-            builder.compute(
-                f"train {num_examples}",
-                soc,
-                work.compute_s * num_batches,
-                processor=work.processor,
-                after=[after],
-            )
-            for work in cost.processors
-        ]
-        return builder.compute(
-            "update",
-            soc,
-            (cost.merge_s + cost.update_s) * num_batches,
-            processor=cost.processor,
-            activity=Activity.UPDATE,
-            after=trained,
+        return LocalTrainingCost(
+            num_examples=num_examples,
+            num_batches=num_examples / batch,
+            step=pricing.step_cost(self._profile, self._cluster.device_of(soc), batch),
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from socflower.cluster import Activity, Usage
+from socflower.cluster import HUB, Activity, GraphBuilder, Usage
 from socflower.cluster.link_rate import RateSteps
 from socflower.errors import require_range
 from socflower.pipeline.plan import (
@@ -119,6 +119,20 @@ def simulate_schedule(
     clock = clock or EventClock(problem.cluster)
     socs = [device.soc for device in problem.devices]
     return run.result(clock.run_processes(run.start, socs=socs, label=label))
+
+
+def interval_usage(
+    problem: PipelineProblem, plan: Plan, clock: EventClock, num_steps: int
+) -> Usage:
+    """Advance the clock by an interval: `num_steps` updates, and then the stages' way to the hub; return its usage."""
+    usage = simulate_schedule(problem, plan, clock=clock, num_steps=num_steps).usage
+    builder = GraphBuilder()
+    for stage in plan.pipelines[0].stages:
+        num_bytes = problem.model.weight_bytes(stage.first_layer, stage.last_layer)
+        if num_bytes:
+            builder.transfer("stage to the hub", stage.devices[0], HUB, num_bytes, num_messages=1)
+    socs = [device.soc for device in problem.devices]
+    return usage + clock.run(builder.build(socs), label="model to the hub")
 
 
 class _Member:

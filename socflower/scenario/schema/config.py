@@ -305,6 +305,23 @@ class PrecisionConfig(Table):
         require_reader(self, "arithmetic", _READERS)
         require_reader(self, "algorithm", {"gradient_bits": ("niti",)})
 
+    def under(self, arithmetic: str) -> "PrecisionConfig":
+        """Return the table with another arithmetic, without the keys that only the present one reads."""
+        if arithmetic == self.arithmetic:
+            return self
+        kept = {
+            key: getattr(self, key)
+            for key in PrecisionConfig.model_fields
+            if key not in ("arithmetic", "held_out")
+            and is_set(self, key)
+            and arithmetic in _READERS.get(key, ARITHMETICS)
+        }
+        own_default = _HELD_OUT if self.arithmetic == "mixed" else 0
+        # Mixed training measures alpha on held-out samples, so it cannot have none.
+        if self.held_out not in (0, own_default):
+            kept["held_out"] = self.held_out
+        return PrecisionConfig(arithmetic=arithmetic, **kept)
+
 
 class StrategyConfig(Table):
     """`[strategy]`"""
@@ -1019,6 +1036,13 @@ class ScenarioFile(ClusterFile):
             pipeline=pipeline,
             train=self.train.replaced(**of_train),
         )
+
+    def in_arithmetic(self, arithmetic: str) -> Self:
+        """Return the scenario with another arithmetic; without its momentum where integer updates have none."""
+        precision = self.precision.under(arithmetic)
+        without = precision.arithmetic == "int8" and precision.algorithm == "niti"
+        momentum = None if without else self.train.momentum
+        return self.replaced(precision=precision, train=self.train.replaced(momentum=momentum))
 
     def value_of(self, key: str) -> Any:
         """Return the value of a key of `[train]` or `[strategy]`."""

@@ -8,7 +8,7 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
-from socflower.cluster import HUB, GraphBuilder, Usage, VirtualClock
+from socflower.cluster import Usage, VirtualClock
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.hierarchy import (
     CapacitiesInUse,
@@ -34,7 +34,7 @@ from socflower.pipeline.planner.selection import (
 )
 from socflower.pipeline.problem import LayerSeconds, PipelineDevice, PipelineProblem
 from socflower.pipeline.runtime.payloads import ActivationCoding
-from socflower.pipeline.schedule.run import simulate_schedule
+from socflower.pipeline.schedule.run import interval_usage
 from socflower.quantities import counted, human_bytes, human_seconds
 from socflower.sim import EventClock
 from socflower.strategies.methods.group_work import require_cluster_of
@@ -251,15 +251,7 @@ class PipelineWork:
         # At nominal speeds: the clock itself slows devices down.
         devices = tuple(device for device in self._problem.devices if device.soc in socs)
         nominal = replace(planned.problem, devices=devices)
-        usage = simulate_schedule(nominal, planned.plan, clock=clock, num_steps=num_steps).usage
-        builder = GraphBuilder()
-        for stage in planned.plan.pipelines[0].stages:
-            num_bytes = planned.problem.model.weight_bytes(stage.first_layer, stage.last_layer)
-            if num_bytes:
-                builder.transfer(
-                    "stage to the hub", stage.devices[0], HUB, num_bytes, num_messages=1
-                )
-        return usage + clock.run(builder.build(socs), label="model to the hub")
+        return interval_usage(nominal, planned.plan, clock, num_steps)
 
     def log_changes(self, before: Round | None, this: Round) -> None:
         """Log nothing: there is one group."""

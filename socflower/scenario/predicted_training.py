@@ -1,0 +1,106 @@
+"""What a whole training costs by prediction, under any strategy of a cluster: groups, pipelines and FedAvg."""
+
+from collections.abc import Sequence
+
+from socflower.cluster import Cluster, Usage
+from socflower.cluster.hub_round import HubExchange, LocalTrainingCost, Payload, hub_round
+from socflower.errors import ConfigError
+from socflower.hierarchy import group_steps_per_epoch, sync_shapes
+from socflower.hierarchy.exchange.collectives import BUCKETS
+from socflower.pipeline.planner.selection import Planned, plan_pipeline
+from socflower.pipeline.schedule.run import interval_usage
+from socflower.scenario.costs import model_profile, num_samples, num_training_samples, pricing
+from socflower.scenario.pipeline_planning import pipeline_problem, planner_settings
+from socflower.scenario.planning import PlannedTraining, planned_training
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import num_participants
+from socflower.sim import EventClock
+
+_SIMULATED_STEPS = 3
+"""Updates of a pipeline that are simulated: from the third on each takes as long as the one before."""
+
+
+def predicted_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
+    """Return the predicted cost of a training without heat, users and events.
+
+    Raises `ConfigError` for training with a cloud, `InfeasiblePlan` for devices with too little memory.
+    """
+    if scenario.has_groups:
+        return planned_training(scenario, cluster)
+    if scenario.is_split:
+        raise ConfigError(f"{scenario.strategy.name}: has a cloud; use `socflower plan`")
+    if scenario.is_pipeline:
+        return _pipeline_training(scenario, cluster)
+    return _local_training(scenario, cluster)
+
+
+def _local_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
+    """Return the prediction for FedAvg, whose rounds are all equal."""
+    train = scenario.train
+    sizes = _part_sizes(scenario, num_participants(scenario, cluster))
+    profile, cost = model_profile(scenario), pricing(scenario)
+    is_fused = scenario.strategy.fusion == BUCKETS
+    model = Payload(
+        num_bytes=profile.weight_bytes, num_messages=1 if is_fused else profile.num_tensors
+    )
+    exchanges = []
+    for soc, size in enumerate(sizes):
+        batch, num_examples = min(train.batch_size, size), size * train.local_epochs
+        step = cost.step_cost(profile, cluster.device_of(soc), batch)
+        training = LocalTrainingCost(
+            num_examples=num_examples, num_batches=num_examples / batch, step=step
+        )
+        exchanges.append(HubExchange(soc=soc, down=model, training=training, up=model))
+    socs = tuple(range(len(sizes)))
+    usage = EventClock(cluster).run(hub_round(exchanges, socs), label="train")
+    return _planned(usage * (train.epochs // train.local_epochs), socs)
+
+
+def _part_sizes(scenario: Scenario, num_parts: int) -> Sequence[int]:
+    """Return the samples of each SoC; those of an uneven partition are counted, for which the data are loaded."""
+    if scenario.data.partition == "iid":
+        whole = num_training_samples(scenario, num_samples(scenario))
+        if whole < num_parts:
+            raise ConfigError(
+                f"{scenario.name} [strategy] socs = {num_parts}: there are {whole} training samples; use fewer"
+            )
+        least, extra = divmod(whole, num_parts)
+        return [least + (part < extra) for part in range(num_parts)]
+    # Torch is imported only for labels.
+    from socflower.scenario.arithmetic import training_data
+    from socflower.scenario.workload import partitions
+
+    parts = partitions(scenario, training_data(scenario), num_parts)
+    # A SoC may have no sample, and then computes one batch less than is counted here.
+    return [max(1, len(part)) for part in parts]
+
+
+def _pipeline_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
+    """Return the prediction for a pipeline, whose rounds are intervals of at most an epoch."""
+    train, asked = scenario.train, scenario.strategy.sync_interval_epochs
+    problem, _ = pipeline_problem(scenario)
+    planned = plan_pipeline(problem, planner_settings(scenario))
+    whole = num_training_samples(scenario, num_samples(scenario))
+    steps_per_epoch = group_steps_per_epoch(whole, 1, train.batch_size)
+    interval = 1.0 if isinstance(asked, str) else min(1.0, asked)
+    total = Usage()
+    for shape, count in sync_shapes(train.epochs, steps_per_epoch, interval):
+        total += _interval(planned, cluster, shape.num_steps) * count
+    return _planned(total, planned.plan.socs)
+
+
+def _interval(planned: Planned, cluster: Cluster, num_steps: int) -> Usage:
+    """Return the usage of so many updates; of many only the first are simulated."""
+    few = min(num_steps, _SIMULATED_STEPS)
+    usage = interval_usage(planned.problem, planned.plan, EventClock(cluster), few)
+    if few < 2 or few == num_steps:
+        return usage
+    without_last = interval_usage(planned.problem, planned.plan, EventClock(cluster), few - 1)
+    last_step = usage + without_last * -1.0
+    return usage + last_step * (num_steps - few)
+
+
+def _planned(usage: Usage, socs: Sequence[int]) -> PlannedTraining:
+    return PlannedTraining(
+        duration_s=usage.duration_s, energy_j=usage.total_energy_j, socs=tuple(socs)
+    )
