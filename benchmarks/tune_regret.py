@@ -16,12 +16,12 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row, kept, less_is_better, main, note
+from benchmarks.harness import Row, from_json, kept, less_is_better, main, note
 from socflower.engines.any_engine import EngineSettings
 from socflower.engines.ending import Ending
 from socflower.scenario.candidates import Candidate, Costs, Setting, candidates_of, weights_key
@@ -148,7 +148,9 @@ def run(quick: bool = False, case: int = 0, seed: int = SEED) -> list[Row]:
     rows: list[Row] = []
     for number, each in enumerate((*TRAINED, *PREDICTED), 1):
         if case in (0, number) and not (quick and rows):
-            rows += list(_rows(each, seed))
+            found = kept(_OUT / f"case-{number}-seed-{seed}.json", partial(_found, each, seed))
+            rows += [from_json(Row, row) for row in found["rows"]]
+            _said.update(found["peers"])
     return rows
 
 
@@ -157,8 +159,8 @@ def peers() -> Mapping[str, object]:
     return _said
 
 
-def _rows(case: Case, seed: int) -> Iterator[Row]:
-    """Yield the rows of a case, and keep its grid for `peers`."""
+def _found(case: Case, seed: int) -> dict[str, Any]:
+    """Return the rows of a case, and what tune chose, what was best, and the exhaustive grid."""
     scenario = _scenario(case, seed)
     learned = grid(next(each for each in TRAINED if each.file == case.file), seed)
     candidates, refused = _candidates(case, seed)
@@ -176,20 +178,26 @@ def _rows(case: Case, seed: int) -> Iterator[Row]:
     regret = ours.of(case.prefer) / best.of(case.prefer) - 1.0
     unit = "s" if case.prefer == TIME else "J"
     title = f"{case.about}{'' if not case.changes else ', predicted'}"
-    _said[title] = {
+    part_of_cost = runs.epochs / all_epochs
+    note(f"{title}: regret {regret:.1%}, {part_of_cost:.1%} of the epochs")
+    where, ok = "exhaustive search", bool(chosen["reached"])
+    chosen_cost, best_cost = ours.of(case.prefer), best.of(case.prefer)
+    rows = [
+        less_is_better(title, chosen_cost, where, best_cost, unit, ok=ok),
+        less_is_better(title, runs.epochs, where, all_epochs, "epochs", ok=ok),
+    ]
+    said = {
         "regret": regret,
-        "part_of_cost": runs.epochs / all_epochs,
+        "part_of_cost": part_of_cost,
         "seed": seed,
+        "budget": BUDGET,
         "chosen": _described(ours),
         "best": _described(best),
         "confirmed": {key: chosen[key] for key in ("time_s", "energy_j", "reached")},
+        "wall_s_of_grid": sum(own["wall_s"] for own in learned.values()),
         "grid": [_described(cost) for cost in costs],
     }
-    note(f"{title}: regret {regret:.1%}, {runs.epochs / all_epochs:.1%} of the epochs")
-    where = "exhaustive search"
-    ok = bool(chosen["reached"])
-    yield less_is_better(title, ours.of(case.prefer), where, best.of(case.prefer), unit, ok=ok)
-    yield less_is_better(title, runs.epochs, where, all_epochs, "epochs", ok=ok)
+    return {"rows": [asdict(row) for row in rows], "peers": {title: said}}
 
 
 def _scenario(case: Case, seed: int) -> Scenario:
