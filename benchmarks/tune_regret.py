@@ -306,11 +306,16 @@ def _candidates(case: Case, seed: int) -> tuple[list[Candidate], dict[str, str]]
 
 
 # ------------------------------------------------------------------------------------------ real trainings
-@cache
 def grid(case: Case, seed: int) -> dict[str, dict[str, Any]]:
     """Return the training of each candidate of a trained case, by its key."""
-    scenario = _scenario(case, seed)
-    quality, target = target_of(scenario)
+    whole = _OUT / f"{case.file}-seed-{seed}.json"
+    found: dict[str, dict[str, Any]] = kept(whole, partial(_trained, case, seed))
+    return found
+
+
+def _trained(case: Case, seed: int) -> dict[str, dict[str, Any]]:
+    """Train each candidate of a case that has not been trained yet."""
+    quality, target = target_of(_scenario(case, seed))
     ending = Ending(quality=quality.name, target=target)
     candidates, _ = _candidates(case, seed)
     where = _OUT / f"{case.file}-seed-{seed}"
