@@ -282,6 +282,7 @@ def planned_intervals(scenario: Scenario, work: IntervalCosts) -> Sequence[SyncI
         work.steps_per_epoch,
         _interval_epochs(scenario),
         server_interval=_server_interval(scenario),
+        doubling_epochs=scenario.strategy.doubling_epochs,
     )
 
 
@@ -292,6 +293,7 @@ def _planned_shapes(scenario: Scenario, work: IntervalCosts) -> Sequence[tuple[S
         work.steps_per_epoch,
         _interval_epochs(scenario),
         server_interval=_server_interval(scenario),
+        doubling_epochs=scenario.strategy.doubling_epochs,
         changes=work.gradients.coding.changes,
     )
     if not scenario.synchronous_epochs:

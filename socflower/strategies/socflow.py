@@ -213,6 +213,7 @@ def intervals_of(schedule: TrainingSchedule, num_groups: int) -> tuple[int, Sequ
         steps_per_epoch,
         schedule.interval_epochs,
         server_interval=schedule.server_interval,
+        doubling_epochs=schedule.doubling_epochs,
     )
     return steps_per_epoch, intervals
 

@@ -193,6 +193,7 @@ def strategy_in_groups(
             batch_size=scenario.train.batch_size,
             num_epochs=scenario.train.epochs,
             interval_epochs=scenario.interval_epochs,
+            doubling_epochs=settings.doubling_epochs,
             server_interval=kind.server_interval(settings.server_interval),
             reshuffle=scenario.reshuffle,
             seed=scenario.seed,

@@ -9,7 +9,7 @@ from pydantic import Field
 from socflower.cluster.cluster_file import ClusterFile
 from socflower.errors import ConfigError, SocflowerError
 from socflower.field_rules import OneOf, unknown_key
-from socflower.hierarchy.delayed_sync import MOST_INTERVALS
+from socflower.hierarchy.delayed_sync import DECAY, DOUBLING_EPOCHS, MOST_INTERVALS
 from socflower.hierarchy.exchange.gradients import exchange_fault, gradient_coding
 from socflower.hierarchy.exchange.models import NONE, TREE, compression_fault
 from socflower.hierarchy.group_count import GROUP_RULES
@@ -140,6 +140,25 @@ class ModelConfig(Factory):
             "`digit-generator`. Default: `lenet5`, or the `factory`"
         ),
     )
+    pretrained: str = Field(
+        "",
+        description=(
+            "an `.npz` of weights to begin with, as `--save-model` writes it, beside this file; without it they are "
+            "random"
+        ),
+    )
+    new_head: bool = Field(
+        True,
+        description=(
+            "of `pretrained`: the last layer begins with random weights, as for other classes; false: with the file's"
+        ),
+    )
+
+    def check(self) -> None:
+        """Refuse the head of a file that is not given."""
+        super().check()
+        if is_set(self, "new_head") and not self.pretrained:
+            raise ConfigError(f"{shown(self, 'new_head')}: it is for pretrained; name a file there")
 
 
 class DataConfig(Factory):
@@ -151,9 +170,10 @@ class DataConfig(Factory):
     name: str = Field(
         default_factory=lambda table: table.get("factory") or "digits",
         description=(
-            "`digits` (4,000 training and 1,000 test images of MNIST, embedded); `mnist`, "
+            "`digits` (4,000 training and 1,000 test images of MNIST, embedded); `mnist`, `fashion-mnist`, "
             "`cifar10`: from the folder named "
-            "by `SOCFLOWER_DATA` (`mnist/train.parquet`, `mnist/test.parquet`, …), else from the Hugging Face hub with "
+            "by `SOCFLOWER_DATA` (`mnist/train.parquet`, `mnist/test.parquet`, …; or the published idx files), else "
+            "`fashion-mnist` from Debian's package `dataset-fashion-mnist`, else from the Hugging Face hub with "
             "`socflower[hub]`; with `click-model` `clicks`, 60,000 generated samples in the "
             "shape of MovieLens. Default: "
             "`digits`, or the `factory`"
@@ -335,9 +355,13 @@ class StrategyConfig(Table):
     sync_interval_epochs: IntervalEpochs = Field(
         "decay",
         description=(
-            'epochs between synchronisations; "decay" is 0.25, doubled every 10 epochs, up to 2; '
+            'epochs between synchronisations; "decay" is 0.25, doubled every `doubling_epochs`, up to 2; '
             "`ring`, `sgd` and `tree-fedavg` ignore it"
         ),
+    )
+    doubling_epochs: Epochs = Field(
+        DOUBLING_EPOCHS,
+        description='with "decay", after how many epochs the interval doubles; GN of SoCFlow+',
     )
     post_local_epochs: Epochs | None = Field(
         None,
@@ -465,6 +489,7 @@ class StrategyConfig(Table):
         if STRATEGIES[self.name].is_pipeline:
             # A pipeline reads none of this; `ScenarioFile` refuses it.
             return
+        require_reader(self, "sync_interval_epochs", {"doubling_epochs": (DECAY,)})
         ExchangeSettings(
             exchange=self.exchange,
             compression=self.compression,
@@ -530,6 +555,9 @@ class StrategyConfig(Table):
             keys = {*keys, *_OF_QUORUM}
         if name == self.name:
             keys = ()
+        interval = changes.get("sync_interval_epochs", self.sync_interval_epochs)
+        if interval != DECAY or "doubling_epochs" in STRATEGIES[name].unread_keys:
+            keys = {*keys, "doubling_epochs"}
         left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
         return self.replaced(**{"name": name, **left_out, **changes})
 
@@ -745,6 +773,11 @@ class ScenarioFile(ClusterFile):
             for key in _OF_LEADERS:
                 why = f"it is for leaders of several groups, and {name}; leave it out"
                 yield is_set(strategy, key), self._at("strategy", key), why
+        yield (
+            is_set(strategy, "doubling_epochs") and "doubling_epochs" in self._kind.unread_keys,
+            self._at("strategy", "doubling_epochs"),
+            f"{self._name} does not read it; leave it out",
+        )
         first = self._kind.is_synchronous_first
         yield (
             strategy.post_local_epochs is not None and not first,
@@ -916,6 +949,11 @@ class ScenarioFile(ClusterFile):
             table.sample and self.data != DataConfig(),
             "[data]",
             f"{sample} describes what there is instead; leave one of the two out",
+        )
+        yield (
+            table.sample and self.model.pretrained,
+            self._at("model", "pretrained"),
+            f"{sample} has nothing to train on; leave it out",
         )
         yield (
             table.sample and table.num_samples < batch_size,
