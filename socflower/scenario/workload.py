@@ -29,6 +29,7 @@ from socflower.workloads.map_dataset import as_data_source
 from socflower.workloads.models.classifiers import build_model
 from socflower.workloads.partition import partition
 from socflower.workloads.sources import data_shape, load_data
+from socflower.workloads.transfer import load_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,10 +56,10 @@ class ModelMetrics:
 
 
 def initial_model(scenario: Scenario, num_classes: int | None = None) -> nn.Module:
-    """Return the scenario's model with initial weights from its seed, for the data's classes or `num_classes`.
+    """Return the scenario's model for the data's classes or `num_classes`, with its initial weights.
 
-    The user's function draws from torch's, NumPy's and Python's global generators, all seeded with the scenario's seed;
-    their states are restored afterwards.
+    They are drawn from the seed; those of `[model] pretrained` replace them. The user's function draws from torch's,
+    NumPy's and Python's global generators, all seeded with the scenario's seed; their states are restored afterwards.
     """
     if scenario.model.factory:
         made = _made("model", scenario.model, scenario)
@@ -67,15 +68,27 @@ def initial_model(scenario: Scenario, num_classes: int | None = None) -> nn.Modu
                 f"{_factory_text('model', scenario)}: returned a {type(made).__name__}, not a "
                 "torch.nn.Module"
             )
+        load_pretrained(scenario, made)
         return made
     channels, size, known_classes = _image_shape(scenario)
-    return build_model(
+    model = build_model(
         scenario.model.name,
         in_channels=channels,
         image_size=size,
         num_classes=num_classes or known_classes,
         seed=scenario.seed,
     )
+    load_pretrained(scenario, model)
+    return model
+
+
+def load_pretrained(scenario: Scenario, model: nn.Module) -> None:
+    """Load the weights of `[model] pretrained`, if it names a file; `ConfigError` if they are not the model's."""
+    settings = scenario.model
+    if not settings.pretrained:
+        return
+    with _naming(f"{scenario.name} [model] pretrained"):
+        load_weights(model, Path(settings.pretrained), except_head=settings.new_head)
 
 
 def scenario_data(scenario: Scenario) -> TrainingData:

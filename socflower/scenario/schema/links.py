@@ -42,15 +42,11 @@ def inline_recorded_link(document: dict[str, Any], path: Path) -> None:
 
 
 def resolve_file_paths(document: dict[str, Any], folder: Path) -> None:
-    """Make the paths in `[edgecloud]` and `[pipeline]`, which are relative to `folder`, absolute."""
-    table = document.get("edgecloud")
-    if isinstance(table, Mapping):
-        named = {
-            key: str((folder / str(table[key])).resolve())
-            for key in ("costs", "pretrained")
-            if table.get(key)
-        }
-        document["edgecloud"] = {**table, **named}
+    """Make the paths in `[model]`, `[edgecloud]` and `[pipeline]`, which are relative to `folder`, absolute."""
+    for name, key in (("model", "pretrained"), ("edgecloud", "costs")):
+        table = document.get(name)
+        if isinstance(table, Mapping) and table.get(key):
+            document[name] = {**table, key: str((folder / str(table[key])).resolve())}
     table = document.get("pipeline")
     if isinstance(table, Mapping) and isinstance(table.get("profiles"), list):
         document["pipeline"] = {
