@@ -257,6 +257,7 @@ def _work_of(
             or group_strategy(settings.name).needs_each_model,
         ),
         steps_per_epoch=steps_per_epoch,
+        preemption=settings.preemption,
     )
 
 

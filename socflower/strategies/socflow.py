@@ -6,7 +6,7 @@ from typing import Any
 from flwr.serverapp.strategy import Strategy
 
 from socflower.cluster import Cluster, ModelProfile, Pricing, VirtualClock, sustained_rates
-from socflower.errors import ConfigError, require_type
+from socflower.errors import ConfigError, require_known, require_type
 from socflower.hierarchy import (
     Exchanges,
     GroupPlan,
@@ -18,6 +18,7 @@ from socflower.hierarchy import (
     plan_groups,
     sync_schedule,
 )
+from socflower.hierarchy.group_preemption import GROUPS, PREEMPTIONS, SOCS
 from socflower.hierarchy.quorum import late_together
 from socflower.peers.ring.settings import RingSettings
 from socflower.plain_numbers import plain_numbers
@@ -89,6 +90,9 @@ class SoCFlow(GroupRoundStrategy):
     quorum : Quorum
         Whether a synchronisation ends without groups that are late: by default it waits for all. The leaders then have
         the star.
+    preemption : "socs" or "groups"
+        What ends if a user takes a SoC: its own work, or that of its whole group, until none of its SoCs is taken. One
+        group always stays.
     tolerate_client_errors : bool
         Drop and report a client that raises instead of ending the run. A client that dies or returns NaN is always
         dropped and reported.
@@ -114,9 +118,11 @@ class SoCFlow(GroupRoundStrategy):
         outer: Strategy | None = None,
         average: Averaging | None = None,
         quorum: Quorum = Quorum(),
+        preemption: str = SOCS,
         tolerate_client_errors: bool = False,
     ) -> None:
         name = type(self).__name__
+        require_known(f"{name}: preemption", preemption, PREEMPTIONS)
         _require_types(
             name,
             cluster=cluster,
@@ -139,6 +145,8 @@ class SoCFlow(GroupRoundStrategy):
             _refuse_beside_outer(name, outer, average, schedule)
         if quorum.fraction < 1:
             _refuse_beside_quorum(name, quorum, groups, schedule, costs)
+        if preemption == GROUPS:
+            _refuse_beside_groups(name, quorum, rebalancing)
         self._work = DataParallelWork(
             cluster=cluster,
             schedule=schedule,
@@ -149,11 +157,12 @@ class SoCFlow(GroupRoundStrategy):
             intervals=intervals,
             steps_per_epoch=steps_per_epoch,
             hub_decides=outer is not None,
+            preemption=preemption,
         )
         method = self._method(
             cluster=cluster,
             schedule=schedule,
-            planner=RoundPlanner(cluster, groups, rates, rebalancing),
+            planner=RoundPlanner(cluster, groups, rates, rebalancing, preemption),
             intervals=intervals,
             steps_per_epoch=steps_per_epoch,
             work=self._work,
@@ -259,6 +268,18 @@ def _refuse_beside_quorum(
         if broken:
             raise ConfigError(
                 f"{name}: quorum = {quorum.fraction} does not go with {why}; leave one of the two out"
+            )
+
+
+def _refuse_beside_groups(name: str, quorum: Quorum, rebalancing: Rebalancing | None) -> None:
+    """Raise `ConfigError` for settings under which groups do not keep their members, or their rounds."""
+    for broken, why in (
+        (quorum.fraction < 1, f"quorum = {quorum.fraction}, whose late groups keep their work"),
+        (rebalancing and rebalancing.across_groups, "rebalancing across groups, which moves SoCs"),
+    ):
+        if broken:
+            raise ConfigError(
+                f"{name}: preemption = {GROUPS!r} does not go with {why}; leave one of the two out"
             )
 
 

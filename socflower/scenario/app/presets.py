@@ -212,6 +212,7 @@ def strategy_in_groups(
         rebalancing=rebalancing(scenario),
         outer=None if settings.outer_step is None else _outer(settings.outer_step),
         quorum=scenario.quorum,
+        preemption=settings.preemption,
         tolerate_client_errors=settings.tolerate_client_errors,
     )
 

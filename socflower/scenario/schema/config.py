@@ -13,6 +13,7 @@ from socflower.hierarchy.delayed_sync import DECAY, DOUBLING_EPOCHS, MOST_INTERV
 from socflower.hierarchy.exchange.gradients import exchange_fault, gradient_coding
 from socflower.hierarchy.exchange.models import NONE, TREE, compression_fault
 from socflower.hierarchy.group_count import GROUP_RULES
+from socflower.hierarchy.group_preemption import GROUPS, PREEMPTIONS, SOCS
 from socflower.hierarchy.quorum import (
     LATE_ROUNDS,
     GraceSeconds,
@@ -449,6 +450,14 @@ class StrategyConfig(Table):
     late_rounds: LateRounds = Field(
         LATE_ROUNDS, description="a group that misses more synchronisations loses its work"
     )
+    preemption: Annotated[str, OneOf(PREEMPTIONS)] = Field(
+        SOCS,
+        description=(
+            "what ends if a user takes a SoC: its own work (`socs`), so that its group continues without it; or that "
+            "of its group (`groups`), whose interval is lost and whose SoCs rest until none of them is taken, as in "
+            "SoCFlow+. One group always stays. In rings of real machines the group ends at the next synchronisation"
+        ),
+    )
     tolerate_client_errors: bool = Field(
         False,
         description=(
@@ -556,8 +565,11 @@ class StrategyConfig(Table):
         if name == self.name:
             keys = ()
         interval = changes.get("sync_interval_epochs", self.sync_interval_epochs)
-        if interval != DECAY or "doubling_epochs" in STRATEGIES[name].unread_keys:
+        unread = STRATEGIES[name].unread_keys
+        if interval != DECAY or "doubling_epochs" in unread:
             keys = {*keys, "doubling_epochs"}
+        if "preemption" in unread:
+            keys = {*keys, "preemption"}
         left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
         return self.replaced(**{"name": name, **left_out, **changes})
 
@@ -773,11 +785,11 @@ class ScenarioFile(ClusterFile):
             for key in _OF_LEADERS:
                 why = f"it is for leaders of several groups, and {name}; leave it out"
                 yield is_set(strategy, key), self._at("strategy", key), why
-        yield (
-            is_set(strategy, "doubling_epochs") and "doubling_epochs" in self._kind.unread_keys,
-            self._at("strategy", "doubling_epochs"),
-            f"{self._name} does not read it; leave it out",
-        )
+        for key in ("doubling_epochs", "preemption"):
+            is_unread = is_set(strategy, key) and key in self._kind.unread_keys
+            why = f"{self._name} does not read it; leave it out"
+            yield is_unread, self._at("strategy", key), why
+        yield from self._rules_of_preemption()
         first = self._kind.is_synchronous_first
         yield (
             strategy.post_local_epochs is not None and not first,
@@ -863,6 +875,19 @@ class ScenarioFile(ClusterFile):
             self._at("strategy", "leader_compression"),
             f"{needs_models} needs each group's model, and not their mean; leave it out",
         )
+
+    def _rules_of_preemption(self) -> Iterator[Rule]:
+        """Yield what does not let whole groups end."""
+        strategy, preemption = self.strategy, self._at("strategy", "preemption")
+        if strategy.preemption != GROUPS:
+            return
+        rebalance, quorum = self._at("strategy", "rebalance"), self._at("strategy", "quorum")
+        for broken, why in (
+            (strategy.groups == 1, "groups = 1, and one group always stays"),
+            (strategy.rebalance in ("groups", "both"), f"{rebalance} moves SoCs between groups"),
+            (strategy.quorum < 1, f"{quorum} keeps the work of groups that are late"),
+        ):
+            yield broken, preemption, f"{why}; leave one of the two out"
 
     def _rules_of_streaming(self) -> Iterator[Rule]:
         """Yield what fragments of a model do not allow."""

@@ -1,6 +1,7 @@
 """Training in groups: synchronous inside them, with delayed synchronisation between them (SoCFlow+ section 3.1)."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from logging import WARNING
 from typing import Any
 
@@ -20,6 +21,7 @@ from socflower.hierarchy import (
     run_to_quorum,
 )
 from socflower.hierarchy.exchange.models import AUTO, KINDS, NONE, STAR
+from socflower.hierarchy.group_preemption import GROUPS, terminated_groups
 from socflower.peers.ring.settings import RingSettings
 from socflower.quantities import counted
 from socflower.strategies.group_models import GroupMean
@@ -37,7 +39,7 @@ from socflower.strategies.mixed_replies import client_events, group_id_of, mean_
 from socflower.strategies.outer_step import refuse_integers_clipped
 from socflower.strategies.records import aggregate_records, array_views, to_array_record
 from socflower.strategies.replies import heat_events, outcome_of, with_model
-from socflower.strategies.reply_events import LATE, LATE_DROPPED, ReplyEvent
+from socflower.strategies.reply_events import LATE, LATE_DROPPED, TERMINATED, ReplyEvent
 from socflower.strategies.round import (
     IN_PROCESS,
     GroupFeedback,
@@ -113,6 +115,7 @@ class GroupsMethod(Method[Round, SettledRound]):
         quorum: Quorum = Quorum(),
     ) -> None:
         self._local_epochs = local_epochs
+        self._preemption = planner.preemption
         self.schedule, self.intervals, self.steps_per_epoch = schedule, intervals, steps_per_epoch
         self.seed = schedule.seed
         self.planner, self.work = planner, work
@@ -407,6 +410,9 @@ class GroupsMethod(Method[Round, SettledRound]):
         self.planner.poll_absent()
         self.planner.registry.mark_away(settled.away)
         self._read_outcomes(this, replies)
+        # Rings of real machines go on without a member until the synchronisation; then its group is left out.
+        if self._preemption == GROUPS and not this.in_rings:
+            settled = self._without_terminated(this, settled, replies)
         self._feedback = feedback_after_round(this, settled.means, settled.usable)
         lost_groups = {event.group_id for event in settled.lost}
         kept = {ident for ident in self._without_state if ident in this.late}
@@ -426,6 +432,34 @@ class GroupsMethod(Method[Round, SettledRound]):
         if self.late is None:
             return settled
         return self._without_late(this, settled, self.late, arrived)
+
+    def _without_terminated(
+        self, this: Round, settled: SettledRound, replies: Sequence[Message]
+    ) -> SettledRound:
+        """Run the clock, and return the round without the groups that users ended in it, whose work is lost."""
+        usage, ended = self.work.price(this, settled.usable, self.planner.balancer.in_use)
+        answered = {group_id_of(reply) for reply in settled.usable}
+        groups = [group for group in this.addressed if group.group_id in answered - ended]
+        reported = {soc for reply in settled.usable for soc in _preempted_of(reply)}
+        others = terminated_groups(groups, reported, one_stays=True)
+        ended |= {group.group_id for group in others}
+        if ended:
+            kept = [
+                reply
+                for reply in replies
+                if reply.metadata.src_node_id not in this.group_of_node
+                or this.group_of_node[reply.metadata.src_node_id].group_id not in ended
+            ]
+            lost = [
+                ReplyEvent(
+                    kind=TERMINATED,
+                    group_id=ident,
+                    text=f"group {ident}: terminated, as a user took one of its SoCs; its interval is lost",
+                )
+                for ident in sorted(ended)
+            ]
+            settled = settle(this, kept, tolerate_errors=self._tolerates, lost=lost)
+        return replace(settled, usage=usage)
 
     def _without_late(
         self,
@@ -514,7 +548,8 @@ class GroupsMethod(Method[Round, SettledRound]):
         idle = self.planner.drain_idle()
         if settled.usage is not None:
             return idle + settled.usage
-        return idle + self.work.price(this, settled.usable, self.planner.balancer.in_use)
+        usage, _ = self.work.price(this, settled.usable, self.planner.balancer.in_use)
+        return idle + usage
 
     def report(
         self, this: Round, settled: SettledRound, usage: Usage, events: tuple[ReplyEvent, ...]
@@ -603,6 +638,12 @@ class GroupsMethod(Method[Round, SettledRound]):
                 group.group_id: (group.leader, group.group_id not in without_state)
                 for group in self.plan.groups
             }
+
+
+def _preempted_of(reply: Message) -> Collection[int]:
+    """Return the SoCs that left a group within its interval, as its client reports it."""
+    outcome = outcome_of(reply)
+    return () if outcome is None else outcome.preempted
 
 
 def _models_of(servers: Mapping[str, NDArray[Any]]) -> dict[int, ArrayRecord]:
