@@ -99,6 +99,8 @@ class IntervalCosts:
     fragment: Fragment | None = None
     # What a user who takes a SoC ends within an interval.
     preemption: str = SOCS
+    # Whether the hub sends groups their samples from the first epoch on, and not only when they get other ones.
+    dispatches: bool = False
 
     @cached_property
     def _rates(self) -> tuple[float, ...]:
@@ -228,8 +230,13 @@ class IntervalCosts:
         return 0.0 if graph is None else clock.predicted_s(graph)
 
     def begins_with_deal(self, interval: SyncInterval) -> bool:
-        """Return whether groups get other data at this interval's start; the first distribution is part of setup."""
+        """Return whether groups get data at this interval's start.
+
+        The first distribution is part of setup, and a single group keeps its data, unless the hub `dispatches` them.
+        """
         is_new_epoch = interval.first_step == interval.deal_epoch * self.steps_per_epoch
+        if self.dispatches:
+            return is_new_epoch
         is_dealt = is_new_epoch and interval.index > 0
         return self.reshuffle and is_dealt and len(self.plan.groups) > 1
 

@@ -258,6 +258,7 @@ def _work_of(
         ),
         steps_per_epoch=steps_per_epoch,
         preemption=settings.preemption,
+        dispatches=settings.dispatch,
     )
 
 

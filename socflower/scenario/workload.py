@@ -24,6 +24,7 @@ from socflower.training.trainer import require_trained_parameters
 from socflower.user_code import call, import_attribute, raised
 from socflower.workloads.data_source import DataSource
 from socflower.workloads.dataset import LabelledData
+from socflower.workloads.dispatched import require_dispatchable
 from socflower.workloads.evaluation import evaluate
 from socflower.workloads.map_dataset import as_data_source
 from socflower.workloads.models.classifiers import build_model
@@ -156,6 +157,9 @@ def check_workload(scenario: Scenario) -> None:
     data, model = scenario_data(scenario), initial_model(scenario)
     # Label skew needs classes, which some data do not have.
     _labels(scenario, data.train)
+    if scenario.strategy.dispatch:
+        with _naming(f"{scenario.name} [strategy]"):
+            require_dispatchable(data.train, len(data.train))
     if scenario.model.factory:
         with _naming(_factory_text("model", scenario)):
             require_trained_parameters(model)

@@ -38,6 +38,8 @@ from socflower.strategies.settings import (
     Grouping,
     TrainingSchedule,
 )
+from socflower.workloads.dataset import LabelledData
+from socflower.workloads.dispatched import require_dispatchable
 
 
 class GroupRoundStrategy(RoundStrategy[Round, SettledRound]):
@@ -93,6 +95,9 @@ class SoCFlow(GroupRoundStrategy):
     preemption : "socs" or "groups"
         What ends if a user takes a SoC: its own work, or that of its whole group, until none of its SoCs is taken. One
         group always stays.
+    dispatch : LabelledData, optional
+        All training data: the hub sends each group the samples of its interval, and nodes need no data of their own.
+        By default every node holds all data.
     tolerate_client_errors : bool
         Drop and report a client that raises instead of ending the run. A client that dies or returns NaN is always
         dropped and reported.
@@ -119,10 +124,13 @@ class SoCFlow(GroupRoundStrategy):
         average: Averaging | None = None,
         quorum: Quorum = Quorum(),
         preemption: str = SOCS,
+        dispatch: LabelledData | None = None,
         tolerate_client_errors: bool = False,
     ) -> None:
         name = type(self).__name__
         require_known(f"{name}: preemption", preemption, PREEMPTIONS)
+        if dispatch is not None:
+            _require_dispatch(name, dispatch, schedule, costs)
         _require_types(
             name,
             cluster=cluster,
@@ -158,6 +166,7 @@ class SoCFlow(GroupRoundStrategy):
             steps_per_epoch=steps_per_epoch,
             hub_decides=outer is not None,
             preemption=preemption,
+            dispatches=dispatch is not None,
         )
         method = self._method(
             cluster=cluster,
@@ -173,6 +182,7 @@ class SoCFlow(GroupRoundStrategy):
             proximal_mu=proximal_mu_of(outer),
             tolerate_client_errors=tolerate_client_errors,
             quorum=quorum,
+            dispatch=dispatch,
         )
         super().__init__(method, outer, len(groups.groups))
 
@@ -269,6 +279,22 @@ def _refuse_beside_quorum(
             raise ConfigError(
                 f"{name}: quorum = {quorum.fraction} does not go with {why}; leave one of the two out"
             )
+
+
+def _require_dispatch(
+    name: str, data: LabelledData, schedule: TrainingSchedule, costs: Costs
+) -> None:
+    """Raise `ConfigError` for data that cannot be sent, and settings under which nodes need data of their own."""
+    for broken, why in (
+        (not schedule.reshuffle, "reshuffle = False, which leaves data where they are"),
+        (
+            isinstance(costs.pricing, MixedPricing),
+            "mixed precision, whose nodes hold samples to measure alpha on",
+        ),
+    ):
+        if broken:
+            raise ConfigError(f"{name}: dispatch does not go with {why}; leave one of the two out")
+    require_dispatchable(data, schedule.num_samples)
 
 
 def _refuse_beside_groups(name: str, quorum: Quorum, rebalancing: Rebalancing | None) -> None:

@@ -384,6 +384,13 @@ class StrategyConfig(Table):
             "SoC trains on its own, in an order of its own"
         ),
     )
+    dispatch: bool = Field(
+        False,
+        description=(
+            "the hub sends each group the samples of its interval, and nodes load no data; false: every node holds all "
+            "data. In rings of real machines each member is sent those of its group"
+        ),
+    )
     uplink_turns: UplinkTurns = Field(
         "auto",
         description=(
@@ -568,8 +575,7 @@ class StrategyConfig(Table):
         unread = STRATEGIES[name].unread_keys
         if interval != DECAY or "doubling_epochs" in unread:
             keys = {*keys, "doubling_epochs"}
-        if "preemption" in unread:
-            keys = {*keys, "preemption"}
+        keys = {*keys, *unread.intersection(("preemption", "dispatch"))}
         left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
         return self.replaced(**{"name": name, **left_out, **changes})
 
@@ -785,11 +791,20 @@ class ScenarioFile(ClusterFile):
             for key in _OF_LEADERS:
                 why = f"it is for leaders of several groups, and {name}; leave it out"
                 yield is_set(strategy, key), self._at("strategy", key), why
-        for key in ("doubling_epochs", "preemption"):
+        for key in ("doubling_epochs", "preemption", "dispatch"):
             is_unread = is_set(strategy, key) and key in self._kind.unread_keys
             why = f"{self._name} does not read it; leave it out"
             yield is_unread, self._at("strategy", key), why
         yield from self._rules_of_preemption()
+        for broken, why in (
+            (not strategy.reshuffle, "reshuffle = False leaves data where they are"),
+            (
+                self.precision.arithmetic == "mixed",
+                f"{self._at('precision', 'arithmetic')} measures alpha on samples that nodes hold",
+            ),
+        ):
+            why = f"{why}; leave one of the two out"
+            yield strategy.dispatch and broken, self._at("strategy", "dispatch"), why
         first = self._kind.is_synchronous_first
         yield (
             strategy.post_local_epochs is not None and not first,

@@ -34,7 +34,13 @@ class Strategy:
         """The keys by which strategies differ, and that this one does not read."""
         own_epochs = {"local_epochs"} if self.uses_cloud or self.is_pipeline else set()
         return frozenset(
-            {*own_epochs, "doubling_epochs", "preemption", *(() if self.is_grid else ("groups",))}
+            {
+                *own_epochs,
+                "doubling_epochs",
+                "preemption",
+                "dispatch",
+                *(() if self.is_grid else ("groups",)),
+            }
         )
 
 
@@ -67,6 +73,7 @@ class GroupStrategy(Strategy):
             "sync_interval_epochs": self.has_local_epochs,
             # With one SoC in each group, both ways are the same.
             "preemption": self.num_groups is not None or self.is_alone,
+            "dispatch": self.has_local_epochs,
             "doubling_epochs": self.has_local_epochs
             or self.is_streaming
             or self.interval_epochs is not None,

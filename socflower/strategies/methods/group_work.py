@@ -106,6 +106,7 @@ class DataParallelWork:
         steps_per_epoch: int,
         hub_decides: bool,
         preemption: str = SOCS,
+        dispatches: bool = False,
     ) -> None:
         # If above 0, each group is a SoC that passes so often over its own data.
         self.local_epochs = 0
@@ -131,7 +132,7 @@ class DataParallelWork:
         self.pricing = costs.pricing
         self._cluster, self._schedule, self._exchange = cluster, schedule, exchange
         self._rebalancing, self._hub_decides = rebalancing, hub_decides
-        self._preemption = preemption
+        self._preemption, self._dispatches = preemption, dispatches
         self._intervals, self._steps_per_epoch = intervals, steps_per_epoch
         self._model_name = costs.model_profile.name if costs.model_profile else ""
         self._costs = (
@@ -210,6 +211,7 @@ class DataParallelWork:
                 coding=gradient_coding(exchange.leader_compression), hub_decides=self._hub_decides
             ),
             preemption=self._preemption,
+            dispatches=self._dispatches,
         )
         costs.require_memory()
         return costs

@@ -49,6 +49,7 @@ from socflower.strategies.round import (
 )
 from socflower.strategies.round_planner import RoundPlanner
 from socflower.strategies.settings import ExchangeSettings, TrainingSchedule
+from socflower.training.batches import interval_rows
 from socflower.wire.message_keys import (
     ALPHA,
     ARRAYS,
@@ -58,10 +59,13 @@ from socflower.wire.message_keys import (
     PRICED,
     RESUMED,
     RING,
+    SAMPLES,
     SERVER_ROUND,
     GroupTask,
     encode,
 )
+from socflower.workloads.dataset import LabelledData
+from socflower.workloads.dispatched import sent_samples
 
 _CLIPPING_NORM = "clipping_norm"
 """The config key in which Flower's client-side clipping strategies send the norm."""
@@ -94,6 +98,8 @@ class GroupsMethod(Method[Round, SettledRound]):
         If above 0, each group is a SoC that passes so often over its own data in a round, with a new optimiser.
     quorum : Quorum
         When a synchronisation ends without groups that are late.
+    dispatch : LabelledData, optional
+        All training data, of which each group is sent the samples of its interval.
     """
 
     def __init__(
@@ -113,8 +119,9 @@ class GroupsMethod(Method[Round, SettledRound]):
         tolerate_client_errors: bool = False,
         local_epochs: int = 0,
         quorum: Quorum = Quorum(),
+        dispatch: LabelledData | None = None,
     ) -> None:
-        self._local_epochs = local_epochs
+        self._local_epochs, self._dispatch = local_epochs, dispatch
         self._preemption = planner.preemption
         self.schedule, self.intervals, self.steps_per_epoch = schedule, intervals, steps_per_epoch
         self.seed = schedule.seed
@@ -336,9 +343,12 @@ class GroupsMethod(Method[Round, SettledRound]):
             )
         messages = []
         for group in this.addressed:
-            task = ConfigRecord(self.task(group, this.interval).encode())
+            told = self.task(group, this.interval)
+            task, samples = ConfigRecord(told.encode()), self._samples_of(told)
             for soc in group.members if this.in_rings else (group.leader,):
-                content = RecordDict({CONFIG: configs[group.group_id], GROUP: task, **records})
+                content = RecordDict(
+                    {CONFIG: configs[group.group_id], GROUP: task, **samples, **records}
+                )
                 if soc == group.leader:
                     content[ARRAYS] = self._server_models.get(group.server, this.sent)
                 if this.in_rings:
@@ -346,6 +356,16 @@ class GroupsMethod(Method[Round, SettledRound]):
                 node, number = this.node_of[soc], str(this.server_round)
                 messages.append(Message(content, node, MessageType.TRAIN, group_id=number))
         return messages
+
+    def _samples_of(self, task: GroupTask) -> dict[str, ConfigRecord]:
+        """Return the record of a group's samples, if the hub sends them: in rings to each of its members.
+
+        A member may take over any sample of its group, when another leaves or shares change within the interval.
+        """
+        if self._dispatch is None:
+            return {}
+        sent = sent_samples(self._dispatch, interval_rows(task))
+        return {SAMPLES: ConfigRecord(encode(sent))}
 
     def _configs(self, this: Round, config: ConfigRecord) -> dict[int, ConfigRecord]:
         """Return each group's config; in the first round after a resume, with whether a saved state is required."""
