@@ -29,7 +29,12 @@ from socflower.hierarchy.exchange.models import RING, STAR_EXCHANGE, ModelExchan
 from socflower.hierarchy.group_preemption import GROUPS, SOCS, terminated_groups
 from socflower.hierarchy.plan import Group, GroupPlan
 from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, without_members
-from socflower.hierarchy.task_graphs import deal_graph, step_graph, synchronisation_graph
+from socflower.hierarchy.task_graphs import (
+    deal_graph,
+    dispatch_graph,
+    step_graph,
+    synchronisation_graph,
+)
 
 _SAME_TIME, _ROUNDING = 1e-9, 2.0**-44
 """Differences of times that are due to rounding, relative to a stretch of time and to the clock's time."""
@@ -379,7 +384,11 @@ class IntervalCosts:
     def _deal(self, clock: VirtualClock) -> Usage:
         """Distribute the training data among the SoCs again."""
         bytes_per_soc = self.num_samples / len(self.plan.participants) * self.profile.input_bytes
-        return clock.run(deal_graph(self.plan, bytes_per_soc), label="deal data")
+        return clock.run(self.distribution(self.plan, bytes_per_soc), label="deal data")
+
+    def distribution(self, plan: GroupPlan, bytes_per_soc: float) -> TaskGraph:
+        """Return how the SoCs of a plan get `bytes_per_soc` of training data: from the hub, or from each other."""
+        return (dispatch_graph if self.dispatches else deal_graph)(plan, bytes_per_soc)
 
     def _delays_s(
         self,
