@@ -192,6 +192,28 @@ def test_a_search_needs_a_target_and_virtual_time(socflower: Socflower) -> None:
     is_mistake(socflower("compare digits_demo --search 5 --tune epochs=1,2"), "give one of them")
 
 
+def test_runs_until_the_target_end_there_and_cost_what_whole_ones_cost_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "write_report", lambda path, *_, **__: path.write_text("page"))
+    scenario = small().replaced(
+        train=small().train.replaced(epochs=3), compare=CompareConfig(target_accuracy=0.2)
+    )
+    whole = compare(scenario, ["socflow"], tmp_path / "whole", num_workers=0)
+    until = compare(scenario, ["socflow"], tmp_path / "until", num_workers=0, until_target=True)
+    for key in ("time_to_accuracy_s", "energy_to_accuracy_j"):
+        assert until["rows"][0][key] == whole["rows"][0][key] is not None
+    assert until["rows"][0]["virtual_s"] == until["rows"][0]["time_to_accuracy_s"]
+    assert whole["rows"][0]["virtual_s"] > until["rows"][0]["virtual_s"]
+
+
+def test_runs_that_end_at_a_target_need_one_and_virtual_time(socflower: Socflower) -> None:
+    is_mistake(socflower("compare auto_groups --until-target"), "target_accuracy")
+    is_mistake(
+        socflower("compare digits_demo --until-target --engine deployment"), "trains to the end"
+    )
+
+
 def test_a_training_that_ended_early_is_reused_only_as_far_as_it_went(tmp_path: Path) -> None:
     scenario, path = small(), tmp_path / "result.json"
     ending = Ending(quality="accuracy", target=2.0, most_virtual_s=1e-9)
