@@ -39,8 +39,8 @@ OTHERS = (
 # Of CIFAR-10 the methods that are quickest on the other workloads, at least one of each kind.
 BEST = ("ring", "powersgd", "local-sgd", "diloco")
 CASES = {
-    "vgg_digits": ("a small VGG on digits", 16, OTHERS),
-    "lenet_mnist": ("LeNet-5 on MNIST", 10, OTHERS),
+    "vgg_digits": ("a small VGG on digits", 6, OTHERS),
+    "lenet_mnist": ("LeNet-5 on MNIST", 6, OTHERS),
     "lenet_cifar10": ("LeNet-5 on CIFAR-10", 6, BEST),
 }
 """By file: what it trains, how many trainings each search has, and SoCFlow's rivals."""

@@ -162,6 +162,21 @@ def test_a_run_ends_at_its_target_or_its_time_with_the_rounds_of_the_whole_run(
     assert ended["virtual_s"] == whole["rounds"][first]["virtual_s"]
 
 
+def test_a_move_that_is_made_again_leaves_alone_what_did_not_move() -> None:
+    """0.1 * 0.1 / 0.1 is not 0.1: the same training was counted twice."""
+    tried: list[dict[str, float]] = []
+
+    def cost_of(choice: Choice, best: Cost) -> Cost:
+        tried.append(dict(choice))
+        return 1.0 / choice["a"], 0.0
+
+    def doubled(choice: Choice) -> Iterator[Choice]:
+        yield {**choice, "a": choice["a"] * 2}
+
+    pattern_search({"a": 1.0, "b": 0.1}, doubled, cost_of, 6)
+    assert tried == [{"a": 2.0**power, "b": 0.1} for power in range(6)]
+
+
 @pytest.mark.slow
 def test_a_search_finds_settings_for_each_and_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
