@@ -119,9 +119,7 @@ def part_left(seed: int) -> float:
     away = outages(num_socs, seed)
     loads = USERS.tide.loads(num_socs, DAY_S, USERS.start_hour, seed)
     moments = np.arange(0.0, DAY_S, 10.0)
-    left = [
-        1.0 - loads[soc].at(moment).share for moment in moments for soc in away.present(moment)
-    ]
+    left = [1.0 - loads[soc].at(moment).share for moment in moments for soc in away.present(moment)]
     return sum(left) / (len(moments) * num_socs)
 
 
