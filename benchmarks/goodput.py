@@ -5,9 +5,9 @@ SoCFlow+'s users and take half of a SoC; SoCs fail on average every two days and
 meet the same trace, with the settings at which an undisturbed epoch of theirs is shortest at equal samples a step, and
 may re-balance shares. Real strategies plan, address and price every round by the clock; nodes answer without training.
 
-Goodput is the samples that a method trained, as a part of those that it trains in an undisturbed day. Users and failures
-leave a part of the processors' time (`limit`): who trains on all SoCs and is bound by processors cannot do better, one
-that is bound by its links can. The samples of the day stand beside it.
+Goodput is the samples that a method trained, as a part of those that it trains in an undisturbed day. Users and
+failures leave a part of the processors' time (`limit`): who trains on all SoCs and is bound by processors cannot do
+better, one that is bound by its links can. The samples of the day stand beside it.
 """
 
 import logging
