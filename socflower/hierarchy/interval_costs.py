@@ -39,6 +39,9 @@ from socflower.hierarchy.task_graphs import (
 _SAME_TIME, _ROUNDING = 1e-9, 2.0**-44
 """Differences of times that are due to rounding, relative to a stretch of time and to the clock's time."""
 
+_SYNCHRONISATION = "synchronisation"
+"""How results and traces name it."""
+
 Phase: TypeAlias = tuple[int, Mapping[int, Pricing]]
 """Steps of an interval, and the pricings of groups (by id) that differ during them."""
 
@@ -277,7 +280,7 @@ class IntervalCosts:
             usage = self.run_streamed(interval, clock, self.fragment, None, capacities)
             return usage, frozenset()
         usage = self._deal(clock) if self.begins_with_deal(interval) else Usage()
-        labels = (f"to epoch {interval.epoch_end:g}", "synchronisation")
+        labels = (f"to epoch {interval.epoch_end:g}", _SYNCHRONISATION)
         terminated: set[int] = set()
         steps_of = (
             partial(
@@ -309,17 +312,27 @@ class IntervalCosts:
         # Otherwise the steps run first, and early leaders get a head start.
         begin_s = clock.now_s
         usage += steps.run(num_steps, labels[0])
-        left = self._without(terminated)
+        left, across = self._without(terminated), interval.across_servers
+        usage += left._synchronise(clock, across, steps.ended_s(), begin_s)
+        return usage, frozenset(terminated)
+
+    def _synchronise(
+        self,
+        clock: VirtualClock,
+        across_servers: bool,
+        ended_s: Mapping[int, float],
+        begin_s: float,
+    ) -> Usage:
+        """Run a synchronisation after steps that began at `begin_s`; leaders whose groups ended early began earlier."""
         head_start_s, delays_s = 0.0, dict[int, float]()
         if self.models.kind != RING:
-            delays_s, head_start_s = left._delays_s(steps.ended_s(), begin_s, clock.now_s)
-        if head_start_s or terminated:
-            synchronisation = left.synchronisation(
-                across_servers=interval.across_servers, delays_s=delays_s or None
-            )
-        if synchronisation is not None:
-            usage += clock.run(synchronisation, label=labels[1], head_start_s=head_start_s)
-        return usage, frozenset(terminated)
+            delays_s, head_start_s = self._delays_s(ended_s, begin_s, clock.now_s)
+        synchronisation = self.synchronisation(
+            across_servers=across_servers, delays_s=delays_s or None
+        )
+        if synchronisation is None:
+            return Usage()
+        return clock.run(synchronisation, label=_SYNCHRONISATION, head_start_s=head_start_s)
 
     def _without(self, terminated: Collection[int]) -> "IntervalCosts":
         """Return the work of the groups that are not terminated."""
@@ -360,7 +373,7 @@ class IntervalCosts:
             if graph is None:
                 return Usage()
             head_start_s = min(head_start_s, clock.predicted_s(graph))
-            return clock.run(graph, label="synchronisation", head_start_s=head_start_s)
+            return clock.run(graph, label=_SYNCHRONISATION, head_start_s=head_start_s)
 
         if before is not None:
             beside = min(num_left, before.delay_steps)

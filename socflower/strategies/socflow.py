@@ -128,9 +128,6 @@ class SoCFlow(GroupRoundStrategy):
         tolerate_client_errors: bool = False,
     ) -> None:
         name = type(self).__name__
-        require_known(f"{name}: preemption", preemption, PREEMPTIONS)
-        if dispatch is not None:
-            _require_dispatch(name, dispatch, schedule, costs)
         _require_types(
             name,
             cluster=cluster,
@@ -153,8 +150,9 @@ class SoCFlow(GroupRoundStrategy):
             _refuse_beside_outer(name, outer, average, schedule)
         if quorum.fraction < 1:
             _refuse_beside_quorum(name, quorum, groups, schedule, costs)
-        if preemption == GROUPS:
-            _refuse_beside_groups(name, quorum, rebalancing)
+        _check_preemption(name, preemption, quorum, rebalancing)
+        if dispatch is not None:
+            _require_dispatch(name, dispatch, schedule, costs)
         self._work = DataParallelWork(
             cluster=cluster,
             schedule=schedule,
@@ -297,8 +295,13 @@ def _require_dispatch(
     require_dispatchable(data, schedule.num_samples)
 
 
-def _refuse_beside_groups(name: str, quorum: Quorum, rebalancing: Rebalancing | None) -> None:
+def _check_preemption(
+    name: str, preemption: str, quorum: Quorum, rebalancing: Rebalancing | None
+) -> None:
     """Raise `ConfigError` for settings under which groups do not keep their members, or their rounds."""
+    require_known(f"{name}: preemption", preemption, PREEMPTIONS)
+    if preemption != GROUPS:
+        return
     for broken, why in (
         (quorum.fraction < 1, f"quorum = {quorum.fraction}, whose late groups keep their work"),
         (rebalancing and rebalancing.across_groups, "rebalancing across groups, which moves SoCs"),

@@ -791,20 +791,8 @@ class ScenarioFile(ClusterFile):
             for key in _OF_LEADERS:
                 why = f"it is for leaders of several groups, and {name}; leave it out"
                 yield is_set(strategy, key), self._at("strategy", key), why
-        for key in ("doubling_epochs", "preemption", "dispatch"):
-            is_unread = is_set(strategy, key) and key in self._kind.unread_keys
-            why = f"{self._name} does not read it; leave it out"
-            yield is_unread, self._at("strategy", key), why
         yield from self._rules_of_preemption()
-        for broken, why in (
-            (not strategy.reshuffle, "reshuffle = False leaves data where they are"),
-            (
-                self.precision.arithmetic == "mixed",
-                f"{self._at('precision', 'arithmetic')} measures alpha on samples that nodes hold",
-            ),
-        ):
-            why = f"{why}; leave one of the two out"
-            yield strategy.dispatch and broken, self._at("strategy", "dispatch"), why
+        yield from self._rules_of_dispatch()
         first = self._kind.is_synchronous_first
         yield (
             strategy.post_local_epochs is not None and not first,
@@ -891,9 +879,24 @@ class ScenarioFile(ClusterFile):
             f"{needs_models} needs each group's model, and not their mean; leave it out",
         )
 
+    def _rules_of_dispatch(self) -> Iterator[Rule]:
+        """Yield what needs data at the nodes."""
+        arithmetic = self._at("precision", "arithmetic")
+        measures = f"{arithmetic} measures alpha on samples that nodes hold"
+        for broken, why in (
+            (not self.strategy.reshuffle, "reshuffle = False leaves data where they are"),
+            (self.precision.arithmetic == "mixed", measures),
+        ):
+            is_broken = self.strategy.dispatch and broken
+            yield is_broken, self._at("strategy", "dispatch"), f"{why}; leave one of the two out"
+
     def _rules_of_preemption(self) -> Iterator[Rule]:
-        """Yield what does not let whole groups end."""
+        """Yield methods that do not read keys of some groups only, and what does not let whole groups end."""
         strategy, preemption = self.strategy, self._at("strategy", "preemption")
+        for key in ("doubling_epochs", "preemption", "dispatch"):
+            is_unread = is_set(strategy, key) and key in self._kind.unread_keys
+            why = f"{self._name} does not read it; leave it out"
+            yield is_unread, self._at("strategy", key), why
         if strategy.preemption != GROUPS:
             return
         rebalance, quorum = self._at("strategy", "rebalance"), self._at("strategy", "quorum")
