@@ -105,6 +105,9 @@ OF_PRINCIPLE = {
     "sync_interval_epochs": "a round is local epochs",
     "exchange": "with whom gradients meet is the method",
     "compression": "what gradients are sent as is the method",
+    "doubling_epochs": "the interval does not decay, or one group only evaluates after it",
+    "preemption": "there are no several groups of several SoCs",
+    "dispatch": "nodes pass over data of their own, or hold a stage",
 }
 
 

@@ -418,7 +418,7 @@ def test_pretrained_weights_of_other_classes_are_taken_but_for_the_head(tmp_path
         ({"links": ["wifi", "5g"], "link": "wifi", **NOT_CONSTANT}, "2 for 1 edges"),
         ({"link": "wfi", **NOT_CONSTANT}, "did you mean 'wifi'"),
         ({"model": "click-model"}, "'clicks'"),
-        ({"model": "click-model", "images": "clicks", "frozen": "1"}, "classes, frozen"),
+        ({"model": "click-model", "images": "clicks", "frozen": "1"}, "classes and frozen"),
         ({"model": "click-model", "images": "clicks"}, "1 SoCs"),
         (
             {"model": "click-model", "images": "clicks", "edges": 2, "name": "edge-only"},
