@@ -24,6 +24,7 @@ from socflower.cli.options import (
 )
 from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import (
+    ERR,
     OUT,
     exit_on_failed_claims,
     print_claims,
@@ -32,6 +33,7 @@ from socflower.cli.terminal import (
     print_question,
     print_text,
     run_progress,
+    step_progress,
 )
 from socflower.engines.names import MAX_WORKERS, require_count, require_engine
 from socflower.errors import ConfigError
@@ -41,6 +43,7 @@ from socflower.report.quality import QUALITIES, Quality
 # Importing pydantic and the planners takes long, so only the command that needs them does.
 if TYPE_CHECKING:
     from socflower.engines.run_log import RoundLogging
+    from socflower.scenario.predicted_methods import PredictedMethods
     from socflower.scenario.schema.config import Scenario
 
 
@@ -95,6 +98,14 @@ def compare(
         bool,
         typer.Option("--until-target", help="End each run at the target of [compare]."),
     ] = False,
+    front: Annotated[
+        bool,
+        typer.Option(
+            "--front",
+            help="Print every strategy's prediction, then train only the first one, one SoC (sgd), and those on the "
+            "front of time against energy to the target, predicted by [compare.epochs_to_target].",
+        ),
+    ] = False,
     cluster: Annotated[Path | None, typer.Option(help="As of run.")] = None,
     vary: Annotated[
         str, typer.Option(help="For app folders: KEY=VALUE,VALUE,... of their run config.")
@@ -141,6 +152,7 @@ def compare(
             tune=tune,
             search=search,
             until_target=until_target,
+            front=front,
             logging=round_logging(log),
             **shared,
         )
@@ -169,6 +181,7 @@ def _compare_strategies(
     seeds: str | None,
     tune: list[str] | None,
     search: int | None,
+    front: bool,
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """Compare strategies, print the comparison and return the claims."""
@@ -179,11 +192,20 @@ def _compare_strategies(
 
     if tune and search is not None:
         raise ConfigError("--tune and --search both choose settings; give one of them")
+    if front and (tune or search is not None):
+        raise ConfigError(
+            "--front predicts with the scenario's settings; leave out --tune and --search"
+        )
     found_by = None if search is None else Search(budget=search)
     names = list(scenario.compare.strategies)
     if strategies:
         names = [name.strip() for name in strategies.split(",")]
     target = out or Path("out") / f"{scenario.name}-compare"
+    methods: PredictedMethods | None = None
+    if front:
+        with mistakes_name_file(scenario.name, path):
+            methods = _predicted(scenario, names, as_json)
+        names = list(methods.trained)
     with mistakes_name_file(scenario.name, path), run_progress(as_json) as bar:
         document = run_comparison(
             scenario,
@@ -192,9 +214,32 @@ def _compare_strategies(
             on_start=bar,
             seeds=parse_seeds(seeds) if seeds else (),
             tuning=parse_tuning(tune) if tune else found_by,
+            methods=methods,
             **settings,
         )
     return _printed(scenario, document, target, as_json)
+
+
+def _predicted(scenario: "Scenario", names: list[str], as_json: bool) -> "PredictedMethods":
+    """Return what is predicted of all strategies, and print it before anything trains."""
+    from socflower.scenario.comparison import require_comparable
+    from socflower.scenario.predicted_methods import predicted_methods, require_front
+    from socflower.scenario.schema.strategies import family_of
+
+    require_comparable(scenario, names)
+    require_front(scenario)
+    total = len(family_of(scenario.strategy.name))
+    with prints_to_stderr(), step_progress(ERR, disable=as_json) as bar:
+        task = bar.add_task("predicting")
+
+        def on_method(name: str) -> None:
+            bar.update(task, description=f"predicting {name}", total=total, advance=1)
+
+        methods = predicted_methods(scenario, names, on_method=on_method)
+    if not as_json:
+        goal, target = scenario.compare.target_of([])
+        print_methods(OUT, methods.to_document(), goal.goal(target))
+    return methods
 
 
 def _compare_app_folders(
@@ -245,6 +290,8 @@ def print_comparison(
         print_text(f"mean ± sample standard deviation over seeds {seeds}", console, "dim")
     if document["headline"]:
         print_text(document["headline"], console, "bold")
+    if methods := document.get("methods"):
+        _print_front(console, methods["front"])
     for caveat in document.get("caveats", ()):
         print_text(f"but {caveat}", console)
     if tuning := document.get("tuning"):
@@ -351,6 +398,55 @@ def _print_predictions(console: Console, predictions: Sequence[Mapping[str, Any]
             console,
             "dim",
         )
+
+
+def print_methods(console: Console, methods: Mapping[str, Any], goal: str) -> None:
+    """Print what is predicted of every strategy, and which of them train."""
+    heads = ("an epoch at\nequal steps", "the same\nat its best", "with", f"to\n{goal}")
+    table = Table("predicted", *heads, "settings", **_NARROW)
+    for row in methods["rows"]:
+        verdict = "not searched"
+        if row["time_s"] is not None:
+            verdict = "on the front" if row["on_front"] else "dominated"
+        # One bucket is no overlap.
+        best = [f"{each} {_OF_BEST[key]}" for key, each in row["best"].items() if each != 1]
+        table.add_row(
+            row["strategy"],
+            _below(row["equal_epoch_s"], row["equal_epoch_energy_j"]),
+            _below(row["best_epoch_s"], row["best_epoch_energy_j"]),
+            "\n".join(best),
+            _below(row["time_s"], row["energy_j"]),
+            verdict,
+        )
+    console.print(table)
+    for name, why in methods["refused"].items():
+        print_text(f"without {name}: {why}", console, "dim")
+    print_text(
+        f"from the cost model, without heat, at {methods['step_samples']} samples a step. An epoch does not teach "
+        f"every method the same: epochs to {goal} are known from earlier trainings, with settings that were searched",
+        console,
+        "dim",
+    )
+    left_out = f"; dominated: {', '.join(methods['left_out'])}" if methods["left_out"] else ""
+    print_text(f"training {', '.join(methods['trained'])}{left_out}", console, "bold")
+
+
+_OF_BEST = {"socs": "SoCs", "overlap_buckets": "buckets"}
+
+
+def _below(seconds: float | None, joules: float | None) -> str:
+    return "-" if seconds is None else f"{human_seconds(seconds)}\n{_joules(joules)}"
+
+
+def _print_front(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print which of the trained strategies no other one dominates."""
+    best = [
+        f"{row['strategy']} {human_seconds(row['time_s'])}, {_joules(row['energy_j'])}"
+        for row in sorted(rows, key=lambda row: float(row["time_s"]))
+        if row["on_front"]
+    ]
+    if best:
+        print_text(f"on the front as trained: {'; '.join(best)}", console)
 
 
 def _joules(value: float | None) -> str:

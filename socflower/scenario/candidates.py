@@ -229,6 +229,12 @@ def front(costs: Sequence[Costs]) -> list[int]:
     return sorted(kept, key=lambda index: costs[index].time_s)
 
 
+def with_front(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows with `time_s` and `energy_j`, and whether each is `on_front`."""
+    best = front([Costs(time_s=row["time_s"], energy_j=row["energy_j"]) for row in rows])
+    return [{**row, "on_front": index in best} for index, row in enumerate(rows)]
+
+
 def by_fronts(costs: Sequence[Costs]) -> list[int]:
     """Return all indices: first those of the front, then of the front of the others, and so on."""
     left, order = list(range(len(costs))), []

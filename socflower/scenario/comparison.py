@@ -14,8 +14,9 @@ from socflower.report.quality import FIGURES, TARGETS, Quality, costs_to_target
 from socflower.report.spread import means_of
 from socflower.report.summary import headline_of
 from socflower.scenario.caveats import caveats_of
-from socflower.scenario.expectations import check_expectations
+from socflower.scenario.expectations import check_expectations, claims_without
 from socflower.scenario.predicted_epochs import epochs_by_fusion, predicted_epochs
+from socflower.scenario.predicted_methods import PredictedMethods, front_of
 from socflower.scenario.prepared_run import PreparedRun, prepare
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document
@@ -74,6 +75,7 @@ def compare(
     seeds: Sequence[int] = (),
     tuning: Tuning | Search | None = None,
     until_target: bool = False,
+    methods: PredictedMethods | None = None,
     logging: RoundLogging = NO_LOGGING,
 ) -> dict[str, Any]:
     """Run the scenario under each strategy, and each of `seeds`, and return the comparison document.
@@ -84,18 +86,11 @@ def compare(
     `predictions` are of workloads that were not trained; `caveats` names settings that would have helped the others.
     With `tuning` each strategy first trains with each of its values, or with those that a search of so many trainings
     tries, in `out/tune/`, and then with the best one. `until_target` ends each run at the target of `[compare]`, after
-    which only its cost would grow.
+    which only its cost would grow. With `methods`, of which `strategies` are those to train, the document has them,
+    and the front as trained; claims against those that they leave out are not checked.
     `logging` writes the rounds of each run into its folder.
     """
-    own = scenario.strategy.name
-    for name in strategies:
-        for fits, why in (
-            (name in STRATEGIES, f"unknown; use some of {', '.join(STRATEGIES)}"),
-            (name in family_of(own), f"cannot run the workload of {own!r}"),
-            (strategies.count(name) == 1, "is named twice; name each once"),
-        ):
-            if not fits:
-                raise ConfigError(f"--strategies {name}: {why}")
+    require_comparable(scenario, strategies)
     comparison = _Comparison(
         scenario,
         tuple(strategies),
@@ -106,6 +101,7 @@ def compare(
         tuple(seeds),
         tuning,
         until_target,
+        methods,
         logging,
     )
     comparison.check()
@@ -113,6 +109,19 @@ def compare(
         # A killed comparison may have left half-written files.
         remove_partial(out)
         return comparison.run()
+
+
+def require_comparable(scenario: Scenario, strategies: Sequence[str]) -> None:
+    """Raise `ConfigError` for a strategy that is unknown, named twice, or cannot run the scenario's workload."""
+    own = scenario.strategy.name
+    for name in strategies:
+        for fits, why in (
+            (name in STRATEGIES, f"unknown; use some of {', '.join(STRATEGIES)}"),
+            (name in family_of(own), f"cannot run the workload of {own!r}"),
+            (strategies.count(name) == 1, "is named twice; name each once"),
+        ):
+            if not fits:
+                raise ConfigError(f"--strategies {name}: {why}")
 
 
 class _Comparison:
@@ -129,11 +138,12 @@ class _Comparison:
         seeds: tuple[int, ...],
         tuning: Tuning | Search | None,
         until_target: bool,
+        methods: PredictedMethods | None,
         logging: RoundLogging,
     ) -> None:
         self._scenario = scenario
         self._strategies, self._seeds, self._tuning = strategies, seeds, tuning
-        self._until_target = until_target
+        self._until_target, self._methods = until_target, methods
         self._out, self._engine = out, engine
         self._num_workers, self._on_start = num_workers, on_start
         self._logging = logging
@@ -189,8 +199,11 @@ class _Comparison:
         for result in results:
             result |= costs_to_target(result, quality, target)
             result["expectations"] = []
+        expect = self._scenario.expect
+        if self._methods is not None:
+            expect = claims_without(expect, self._methods.left_out)
         for subject, *others in by_seed:
-            claims = check_expectations(self._scenario.expect, subject, others)
+            claims = check_expectations(expect, subject, others)
             subject["expectations"] = [
                 {**claim, **({"seed": subject["seed"]} if self._seeds else {})} for claim in claims
             ]
@@ -204,6 +217,9 @@ class _Comparison:
         tuning: dict[str, Any] | None = None
         if self._tuning is not None:
             tuning = {"key": self._tuning.key, "seed": self._search_seed, "strategies": found}
+        methods: dict[str, Any] | None = None
+        if self._methods is not None:
+            methods = {**self._methods.to_document(), "front": front_of(results, quality)}
         document = {
             "schema": 1,
             "scenario": to_document(self._scenario),
@@ -217,6 +233,7 @@ class _Comparison:
             "tuning": tuning,
             "expectations": [claim for result in results for claim in result["expectations"]],
             "predictions": predictions,
+            "methods": methods,
             "fusions": epochs_by_fusion(self._scenario, self._strategies),
         }
         write_atomically(self._out / "comparison.json", json.dumps(document, indent=1))
@@ -228,6 +245,7 @@ class _Comparison:
             title=self._scenario.name,
             question=self._scenario.question,
             predictions=predictions,
+            methods=methods,
             means=means,
             tuning=tuning,
             caveats=caveats,

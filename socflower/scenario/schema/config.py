@@ -8,7 +8,7 @@ from pydantic import Field
 
 from socflower.cluster.cluster_file import ClusterFile
 from socflower.errors import ConfigError, SocflowerError
-from socflower.field_rules import OneOf, unknown_key
+from socflower.field_rules import OneOf, Positive, unknown_key
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
 from socflower.hierarchy.exchange.gradients import exchange_fault, gradient_coding
 from socflower.hierarchy.exchange.models import NONE, TREE, compression_fault
@@ -621,6 +621,13 @@ class CompareConfig(Table):
             "tables `[compare.train.NAME]`, a strategy's own values for keys of [train] and [strategy], such as `socs`"
         ),
     )
+    epochs_to_target: dict[str, Positive] = Field(
+        {},
+        description=(
+            "`NAME = EPOCHS`: what strategies with these settings needed to the target in earlier trainings, by which "
+            "`--front` predicts their time and energy to it"
+        ),
+    )
     predict: tuple[PredictedEpoch, ...] = Field(())
 
     def target_of(self, results: Sequence[Mapping[str, Any]]) -> tuple[Quality, float | None]:
@@ -633,11 +640,14 @@ class CompareConfig(Table):
         """Refuse settings of an unknown strategy, and two targets."""
         if self.target_accuracy is not None and self.target_loss is not None:
             raise ConfigError("target_accuracy and target_loss are both given; keep one")
-        for name in self.train:
-            if name not in STRATEGIES:
-                raise ConfigError(
-                    f"train.{name}: there is no such strategy; use one of {', '.join(STRATEGIES)}"
-                )
+        for key in ("train", "epochs_to_target"):
+            for name in getattr(self, key):
+                if name not in STRATEGIES:
+                    raise ConfigError(
+                        f"{key}.{name}: there is no such strategy; use one of {', '.join(STRATEGIES)}"
+                    )
+        if self.epochs_to_target and self.target_accuracy is self.target_loss is None:
+            raise ConfigError("epochs_to_target: to which? give target_accuracy or target_loss")
 
 
 class EventConfig(Table):
@@ -985,6 +995,9 @@ class ScenarioFile(ClusterFile):
                 f"strategies = {list(compared)} does not run {name!r}; add it, or remove the table"
             )
             yield name not in compared, f"[compare.train.{name}]", why
+        for name in self.compare.epochs_to_target:
+            why = f"strategies = {list(compared)} does not run {name!r}; add it, or remove the key"
+            yield name not in compared, f"[compare.epochs_to_target] {name}", why
 
     def _at(self, table: str, key: str) -> str:
         """Return a key with its place and value: "[train] epochs = 3"."""
