@@ -1,12 +1,15 @@
 """Local SGD and DiLoCo: the outer step against torch's SGD with Nesterov momentum, how models meet, what is refused."""
 
 import copy
+import os
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from importlib import metadata
 from importlib.util import module_from_spec, spec_from_file_location
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Barrier
 from types import ModuleType, SimpleNamespace
@@ -17,12 +20,21 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flwr.serverapp.strategy import FedAdam
+from torch import distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from socflower.clients.app import make_client_app
 from socflower.clients.node_training import SourceFn
 from socflower.cluster import parse_cluster
 from socflower.engines.local.grid import LocalGrid
+from socflower.engines.local.workers import _end_with_parent as end_with_parent
+from socflower.engines.local.workers import _start_method as start_method
 from socflower.errors import ConfigError
 from socflower.hierarchy import Quorum
 from socflower.hierarchy.exchange.models import TREE
@@ -55,6 +67,7 @@ from socflower.training.fp32 import (
 from socflower.workloads.dataset import LabelledData
 from tests.few_digits import few_digits
 from tests.one_line import refused
+from tests.peers.peers import START_S
 from tests.process_grid import ProcessGrid
 from tests.scenario.small_runs import BOARDS, small, small_result
 from tests.strategies import ring_app
@@ -317,6 +330,52 @@ def test_post_local_sgd_is_torchs_hook_and_its_periodic_averager() -> None:
         12, 14, 17, 19,
     ]  # fmt: skip
     assert_weights(run_in_process(strategy), workers.models[0])
+
+
+def by_torchs_hook(pipe: Connection, rank: int, file: str) -> None:
+    """Be one of four processes of `DistributedDataParallel` with the hook; send the weights after 20 steps."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=4)
+    # A group of one: after the switch no gradient leaves its process.
+    alone = [dist.new_group([each]) for each in range(4)][rank]
+    workers = Workers(scheduler=cosine_annealing)
+    workers.models[rank] = cast(Any, DistributedDataParallel(workers.models[rank]))
+    state = PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=10)
+    workers.models[rank].register_comm_hook(state, post_localSGD_hook)
+    averager = PeriodicModelAverager(period=5, warmup_steps=14)
+    for number in range(20):
+        workers.backward(number, only=rank)
+        workers.steps[rank].step()
+        workers.rates[rank].step()
+        averager.average_parameters(workers.models[rank].parameters())
+    weights = workers.models[rank].module.state_dict()
+    pipe.send({name: tensor.tolist() for name, tensor in weights.items()})
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_post_local_sgd_has_the_weights_of_torchs_own_processes(tmp_path: Path) -> None:
+    context = start_method()
+    pipes = [context.Pipe() for _ in range(4)]
+    processes = [
+        context.Process(target=by_torchs_hook, args=(there, rank, str(tmp_path / "meet")))
+        for rank, (_, there) in enumerate(pipes)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        assert all(here.poll(START_S) for here, _ in pipes), "a process does not end"
+        found = [here.recv() for here, _ in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    ours = run_in_process(made(PostLocalSGD, synchronous_epochs=2, interval_epochs=1.0))
+    for weights in found:
+        for name, expected in weights.items():
+            np.testing.assert_allclose(ours[name].numpy(), np.array(expected), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("done", [3, 4, 5])
