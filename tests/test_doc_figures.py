@@ -278,7 +278,7 @@ QUICK = [
     *(
         Said(
             "docs/results.md",
-            f"| {label} | " + " | ".join(["{} s, {} J"] * 3) + " |",
+            f"|{label}|" + "|".join(["{} s, {} J"] * 3) + "|",
             partial(demonstrated, name),
         )
         for label, name in {
