@@ -1,6 +1,7 @@
 """`socflower compare`: the same work under several strategies."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,7 +44,7 @@ from socflower.report.quality import QUALITIES, Quality
 # Importing pydantic and the planners takes long, so only the command that needs them does.
 if TYPE_CHECKING:
     from socflower.engines.run_log import RoundLogging
-    from socflower.scenario.predicted_methods import PredictedMethods
+    from socflower.scenario.predicted_methods import Front
     from socflower.scenario.schema.config import Scenario
 
 
@@ -192,21 +193,17 @@ def _compare_strategies(
 
     if tune and search is not None:
         raise ConfigError("--tune and --search both choose settings; give one of them")
-    if front and (tune or search is not None):
-        raise ConfigError(
-            "--front predicts with the scenario's settings; leave out --tune and --search"
-        )
     found_by = None if search is None else Search(budget=search)
     names = list(scenario.compare.strategies)
     if strategies:
         names = [name.strip() for name in strategies.split(",")]
     target = out or Path("out") / f"{scenario.name}-compare"
-    methods: PredictedMethods | None = None
-    if front:
-        with mistakes_name_file(scenario.name, path):
-            methods = _predicted(scenario, names, as_json)
-        names = list(methods.trained)
-    with mistakes_name_file(scenario.name, path), run_progress(as_json) as bar:
+    with (
+        mistakes_name_file(scenario.name, path),
+        prints_to_stderr() as stdout,
+        run_progress(as_json) as bar,
+        _shown_front(scenario, None if as_json else Console(file=stdout)) as shown,
+    ):
         document = run_comparison(
             scenario,
             names,
@@ -214,32 +211,35 @@ def _compare_strategies(
             on_start=bar,
             seeds=parse_seeds(seeds) if seeds else (),
             tuning=parse_tuning(tune) if tune else found_by,
-            methods=methods,
+            front=shown if front else None,
             **settings,
         )
     return _printed(scenario, document, target, as_json)
 
 
-def _predicted(scenario: "Scenario", names: list[str], as_json: bool) -> "PredictedMethods":
-    """Return what is predicted of all strategies, and print it before anything trains."""
-    from socflower.scenario.comparison import require_comparable
-    from socflower.scenario.predicted_methods import predicted_methods, require_front
+@contextmanager
+def _shown_front(scenario: "Scenario", console: Console | None) -> "Iterator[Front]":
+    """Yield what prints the predictions of all methods to a console before anything trains; nothing without one."""
+    from socflower.scenario.predicted_methods import Front, PredictedMethods
     from socflower.scenario.schema.strategies import family_of
 
-    require_comparable(scenario, names)
-    require_front(scenario)
-    total = len(family_of(scenario.strategy.name))
-    with prints_to_stderr(), step_progress(ERR, disable=as_json) as bar:
-        task = bar.add_task("predicting")
+    bar = step_progress(ERR, disable=console is None)
+    task = bar.add_task("", total=len(family_of(scenario.strategy.name)))
 
-        def on_method(name: str) -> None:
-            bar.update(task, description=f"predicting {name}", total=total, advance=1)
+    def on_method(name: str) -> None:
+        bar.start()
+        bar.update(task, description=f"predicting {name}", advance=1)
 
-        methods = predicted_methods(scenario, names, on_method=on_method)
-    if not as_json:
-        goal, target = scenario.compare.target_of([])
-        print_methods(OUT, methods.to_document(), goal.goal(target))
-    return methods
+    def on_predicted(methods: PredictedMethods) -> None:
+        bar.stop()
+        quality, target = scenario.compare.target_of([])
+        if console is not None:
+            print_methods(console, methods.to_document(), quality.goal(target))
+
+    try:
+        yield Front(on_method=on_method, on_predicted=on_predicted)
+    finally:
+        bar.stop()
 
 
 def _compare_app_folders(

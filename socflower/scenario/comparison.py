@@ -16,7 +16,13 @@ from socflower.report.summary import headline_of
 from socflower.scenario.caveats import caveats_of
 from socflower.scenario.expectations import check_expectations, claims_without
 from socflower.scenario.predicted_epochs import epochs_by_fusion, predicted_epochs
-from socflower.scenario.predicted_methods import PredictedMethods, front_of
+from socflower.scenario.predicted_methods import (
+    Front,
+    PredictedMethods,
+    front_of,
+    predicted_methods,
+    require_front,
+)
 from socflower.scenario.prepared_run import PreparedRun, prepare
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document
@@ -75,7 +81,7 @@ def compare(
     seeds: Sequence[int] = (),
     tuning: Tuning | Search | None = None,
     until_target: bool = False,
-    methods: PredictedMethods | None = None,
+    front: Front | None = None,
     logging: RoundLogging = NO_LOGGING,
 ) -> dict[str, Any]:
     """Run the scenario under each strategy, and each of `seeds`, and return the comparison document.
@@ -86,11 +92,19 @@ def compare(
     `predictions` are of workloads that were not trained; `caveats` names settings that would have helped the others.
     With `tuning` each strategy first trains with each of its values, or with those that a search of so many trainings
     tries, in `out/tune/`, and then with the best one. `until_target` ends each run at the target of `[compare]`, after
-    which only its cost would grow. With `methods`, of which `strategies` are those to train, the document has them,
-    and the front as trained; claims against those that they leave out are not checked.
+    which only its cost would grow. With `front` all methods are predicted, and of `strategies` those on the front
+    of time against energy to the target train, the first one, and one SoC; claims against the others are not checked.
     `logging` writes the rounds of each run into its folder.
     """
-    require_comparable(scenario, strategies)
+    own = scenario.strategy.name
+    for name in strategies:
+        for fits, why in (
+            (name in STRATEGIES, f"unknown; use some of {', '.join(STRATEGIES)}"),
+            (name in family_of(own), f"cannot run the workload of {own!r}"),
+            (strategies.count(name) == 1, "is named twice; name each once"),
+        ):
+            if not fits:
+                raise ConfigError(f"--strategies {name}: {why}")
     comparison = _Comparison(
         scenario,
         tuple(strategies),
@@ -101,7 +115,7 @@ def compare(
         tuple(seeds),
         tuning,
         until_target,
-        methods,
+        front,
         logging,
     )
     comparison.check()
@@ -109,19 +123,6 @@ def compare(
         # A killed comparison may have left half-written files.
         remove_partial(out)
         return comparison.run()
-
-
-def require_comparable(scenario: Scenario, strategies: Sequence[str]) -> None:
-    """Raise `ConfigError` for a strategy that is unknown, named twice, or cannot run the scenario's workload."""
-    own = scenario.strategy.name
-    for name in strategies:
-        for fits, why in (
-            (name in STRATEGIES, f"unknown; use some of {', '.join(STRATEGIES)}"),
-            (name in family_of(own), f"cannot run the workload of {own!r}"),
-            (strategies.count(name) == 1, "is named twice; name each once"),
-        ):
-            if not fits:
-                raise ConfigError(f"--strategies {name}: {why}")
 
 
 class _Comparison:
@@ -138,12 +139,12 @@ class _Comparison:
         seeds: tuple[int, ...],
         tuning: Tuning | Search | None,
         until_target: bool,
-        methods: PredictedMethods | None,
+        front: Front | None,
         logging: RoundLogging,
     ) -> None:
         self._scenario = scenario
         self._strategies, self._seeds, self._tuning = strategies, seeds, tuning
-        self._until_target, self._methods = until_target, methods
+        self._until_target, self._front = until_target, front
         self._out, self._engine = out, engine
         self._num_workers, self._on_start = num_workers, on_start
         self._logging = logging
@@ -151,9 +152,16 @@ class _Comparison:
         self._search_seed = search_seed(scenario, seeds or (scenario.seed,))
         self._prepared: dict[str, PreparedRun] = {}
         self._predictions: list[dict[str, Any]] = []
+        self._methods: PredictedMethods | None = None
 
     def check(self) -> None:
-        """Prepare all runs, so that an error appears before any training."""
+        """Prepare all runs, so that an error appears before any training; then choose those on the front."""
+        if self._front is not None:
+            require_front(self._scenario)
+            if self._tuning is not None:
+                raise ConfigError(
+                    "--front predicts with the scenario's settings; leave out --tune and --search"
+                )
         if isinstance(self._tuning, Search):
             self._tuning.require_target(self._scenario, self._engine)
         if self._until_target:
@@ -169,7 +177,14 @@ class _Comparison:
             # With seeds every run has a scenario of its own, so that no prepared one can be reused.
             if not self._seeds:
                 self._prepared[name] = prepare(under, self._engine)
+        if self._front is not None:
+            self._methods = predicted_methods(
+                self._scenario, self._strategies, on_method=self._front.on_method
+            )
+            self._strategies = self._methods.trained
         self._predictions = predicted_epochs(self._scenario, self._strategies)
+        if self._front is not None and self._methods is not None:
+            self._front.on_predicted(self._methods)
 
     def _require_target(self) -> None:
         """Raise `ConfigError` if no run could end at a target, or if claims are about a run's end."""

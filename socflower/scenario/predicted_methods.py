@@ -49,6 +49,14 @@ class PredictedMethods:
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Front:
+    """That a comparison trains the front alone, and whom it tells: of each method before its prediction, and of all."""
+
+    on_method: Callable[[str], None] = lambda name: None
+    on_predicted: Callable[[PredictedMethods], None] = lambda methods: None
+
+
 def require_front(scenario: Scenario) -> None:
     """Raise `ConfigError` for a scenario of which no front can be predicted."""
     if scenario.is_split:

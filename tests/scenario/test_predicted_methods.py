@@ -195,6 +195,7 @@ def test_a_front_that_cannot_be_predicted_is_refused(socflower: Socflower) -> No
     is_mistake(socflower("compare digits_demo --front --search 4"), "--search")
     is_mistake(socflower("compare digits_demo --front --tune learning_rate=1,2"), "--tune")
     is_mistake(socflower("compare digits_demo --front --strategies socflow,none"), "none")
+    is_mistake(socflower("compare digits_demo --front --seeds x"), "--seeds x")
     app = ROOT / "scenarios" / "quickstart_app"
     is_mistake(socflower(f"compare {app} --cluster none.toml --front"), "--front")
 
