@@ -291,7 +291,7 @@ def print_comparison(
     if document["headline"]:
         print_text(document["headline"], console, "bold")
     if methods := document.get("methods"):
-        _print_front(console, methods["front"])
+        _print_front(console, methods["front"], document["rows"])
     for caveat in document.get("caveats", ()):
         print_text(f"but {caveat}", console)
     if tuning := document.get("tuning"):
@@ -438,15 +438,18 @@ def _below(seconds: float | None, joules: float | None) -> str:
     return "-" if seconds is None else f"{human_seconds(seconds)}\n{_joules(joules)}"
 
 
-def _print_front(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print which of the trained strategies no other one dominates."""
+def _print_front(
+    console: Console, front: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Print which of the trained strategies no other one dominates: by the one seed, or by the means over seeds."""
     best = [
         f"{row['strategy']} {human_seconds(row['time_s'])}, {_joules(row['energy_j'])}"
-        for row in sorted(rows, key=lambda row: float(row["time_s"]))
+        for row in sorted(front, key=lambda row: float(row["time_s"]))
         if row["on_front"]
     ]
+    seeds = ", ".join(dict.fromkeys(str(row["seed"]) for row in rows))
     if best:
-        print_text(f"on the front as trained: {'; '.join(best)}", console)
+        print_text(f"on the front as trained with seed {seeds}: {'; '.join(best)}", console)
 
 
 def _joules(value: float | None) -> str:

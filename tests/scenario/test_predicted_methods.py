@@ -244,5 +244,3 @@ min_energy_gain_over_fedavg = 99.0
     page = (out / "report.html").read_text("utf-8")
     assert "Every method, predicted before training" in page and "not searched" in page
     assert fmean(row["time_s"] for row in methods["front"]) > 0.0
-    again = socflower(f"compare front.toml --front --until-target --workers 0 --json --out {out}")
-    assert json.loads(again.out)["methods"] == methods
