@@ -131,14 +131,13 @@ def _tried(
     settings = scenario.strategy
     kind = group_strategy(settings.name)
     counts = [kind.num_socs or settings.socs or cluster.num_socs]
-    # A strategy with as many groups as SoCs may have one.
-    least = 1 if kind.num_groups == 0 else _num_groups(scenario)
+    is_alone, least = kind.never_exchanges_gradients(settings.groups), _num_groups(scenario)
     while kind.num_socs is None and counts[-1] > least:
         counts.append(max(least, counts[-1] // 2))
     for socs in counts:
         changes: dict[str, Any] = {} if kind.num_socs is not None else {"socs": socs}
         # Int8 exchanges its gradients after the backward pass.
-        overlaps = scenario.precision.arithmetic != "int8" and kind.num_groups != 0 and socs > least
+        overlaps = scenario.precision.arithmetic != "int8" and not is_alone and socs > least
         for more in [{"overlap_buckets": buckets} for buckets in _BUCKETS] if overlaps else [{}]:
             found = _at(scenario, cluster, step_samples, **changes, **more)
             if found is not None:
