@@ -111,7 +111,8 @@ def _settings(scenario: Scenario, name: str, errors: list[str]) -> Iterator[Sett
     keys = [key for key in searched_keys(under) if key in _FACTORS]
     values = [_around(start[key], _FACTORS[key]) for key in keys]
     counts = list(_halves(start["socs"])) if "socs" in start else [None]
-    overlaps = _BUCKETS if kind.num_socs is None and kind.num_groups != 0 else (None,)
+    exchanges = kind.num_socs is None and not kind.never_exchanges_gradients(under.strategy.groups)
+    overlaps = _BUCKETS if exchanges else (None,)
     # The learning rate costs nothing.
     costs: dict[str, Costs] = {}
     for chosen in product(*values, counts, overlaps):

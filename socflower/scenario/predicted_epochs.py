@@ -146,7 +146,9 @@ def _tried(
     They leave the result of a step as it is: the number of groups would change it.
     """
     settings, kind = scenario.strategy, STRATEGIES[scenario.strategy.name]
-    own_socs = kind.num_socs if isinstance(kind, GroupStrategy) else None
+    in_groups = isinstance(kind, GroupStrategy)
+    own_socs = kind.num_socs if in_groups else None
+    is_alone = not in_groups or kind.never_exchanges_gradients(settings.groups)
     counts = [own_socs or settings.socs or cluster.num_socs]
     # SoCs that train alone are as many groups.
     least = _num_batches(scenario)
@@ -155,7 +157,7 @@ def _tried(
     for socs in counts:
         changes: dict[str, Any] = {} if own_socs is not None else {"socs": socs}
         # Int8 exchanges its gradients after the backward pass.
-        overlaps = scenario.precision.arithmetic != "int8" and socs > least
+        overlaps = scenario.precision.arithmetic != "int8" and not is_alone and socs > least
         for more in [{"overlap_buckets": buckets} for buckets in _BUCKETS] if overlaps else [{}]:
             found = _at(scenario, cluster, step_samples, **changes, **more)
             if found is not None:

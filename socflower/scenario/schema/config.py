@@ -91,6 +91,10 @@ _COUNTED = "it needs a number of groups, and groups is 'auto'; give it"
 _OF_LEADERS = ("leaders", "leader_compression")
 """Keys of `[strategy]` that only several groups read."""
 
+_INSIDE_GROUPS = ("exchange", "compression")
+INSIDE_GROUPS_OR_FIRST = ("overlap_buckets", "uplink_turns")
+"""Keys that only groups of several SoCs read, and the first epochs of post-local SGD, which are of one."""
+
 _OF_QUORUM = ("quorum", "grace_s", "late_rounds")
 """Keys that they read even if the strategy has their number."""
 
@@ -519,7 +523,9 @@ class StrategyConfig(Table):
                 keys = {*keys, key}
         if STRATEGIES[name].is_alone:
             # They have as many groups, and an outer step of their own.
-            keys = {*keys, "groups", "outer", "group_rule", "exchange", "compression"}
+            keys = {*keys, "groups", "outer", "group_rule", *_INSIDE_GROUPS}
+            if not STRATEGIES[name].is_synchronous_first:
+                keys = {*keys, *INSIDE_GROUPS_OR_FIRST}
         for key, is_read in (
             ("post_local_epochs", STRATEGIES[name].is_synchronous_first),
             ("streaming", STRATEGIES[name].is_streaming),
@@ -835,11 +841,6 @@ class ScenarioFile(ClusterFile):
         )
         fault = compression_fault(self.leaders, strategy.leader_compression)
         yield fault, compressed, f"{fault}; leave one out"
-        yield (
-            needs_models and strategy.leader_compression != NONE,
-            self._at("strategy", "leader_compression"),
-            f"{needs_models} needs each group's model, and not their mean; leave it out",
-        )
 
     def _rules_of_streaming(self) -> Iterator[Rule]:
         """Yield what fragments of a model do not allow."""
@@ -854,7 +855,6 @@ class ScenarioFile(ClusterFile):
             (isinstance(interval, str), "sync_interval_epochs", "give a number of epochs"),
             (strategy.groups != "auto", "groups", "each SoC is one; leave it out"),
             (strategy.server_interval > 1, "server_interval", "leave it out"),
-            (strategy.leader_compression != NONE, "leader_compression", "leave it out"),
         ):
             yield broken, self._at("strategy", key), f"{said}; {why}"
         yield (
