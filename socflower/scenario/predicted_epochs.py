@@ -146,9 +146,9 @@ def _tried(
     They leave the result of a step as it is: the number of groups would change it.
     """
     settings, kind = scenario.strategy, STRATEGIES[scenario.strategy.name]
-    in_groups = isinstance(kind, GroupStrategy)
-    own_socs = kind.num_socs if in_groups else None
-    is_alone = not in_groups or kind.never_exchanges_gradients(settings.groups)
+    own_socs, is_alone = None, True
+    if isinstance(kind, GroupStrategy):
+        own_socs, is_alone = kind.num_socs, kind.never_exchanges_gradients(settings.groups)
     counts = [own_socs or settings.socs or cluster.num_socs]
     # SoCs that train alone are as many groups.
     least = _num_batches(scenario)
