@@ -2,6 +2,7 @@
 
 import math
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from socflower.cluster import Cluster
@@ -26,6 +27,7 @@ from socflower.scenario.schema.key_rules import is_set
 from socflower.scenario.schema.strategies import STRATEGIES
 from socflower.scenario.split_setting import SplitSetting
 from socflower.workloads.sources import data_names, load_data
+from socflower.workloads.weights_file import read_weights
 
 # Checks that need no torch come first: importing it takes longer than all of them.
 if TYPE_CHECKING:
@@ -66,6 +68,8 @@ class PreparedRun:
         if scenario.pipeline is not None and scenario.pipeline.sample:
             why = "there are no data to train on; give [data] instead, or use `socflower plan`"
             raise scenario.mistake("pipeline", "sample", why)
+        if scenario.model.pretrained:
+            _check_pretrained(scenario, trains_here)
         num_socs = num_participants(scenario, self.cluster)
         check_boards(scenario, self.cluster)
         if scenario.is_split:
@@ -101,6 +105,11 @@ class PreparedRun:
             self._check_memory(num_socs)
             # A model of the user's may have layers that cannot be profiled.
             model_profile(scenario)
+        if scenario.model.pretrained and self._model is None:
+            from socflower.scenario.workload import initial_model
+
+            # This refuses weights of another model.
+            self._model = initial_model(scenario)
         if scenario.precision.arithmetic != "fp32":
             self._check_int8()
 
@@ -157,7 +166,8 @@ class PreparedRun:
         """Raise if int8 cannot train the scenario's model, or this machine lacks the kernel path."""
         from socflower.scenario.workload import initial_model
 
-        self._model = initial_model(self.scenario)
+        if self._model is None:
+            self._model = initial_model(self.scenario)
         self._read_in_int8(self._model, "or arithmetic = 'fp32'")
 
     def _read_in_int8(self, model: "nn.Module", instead: str, *, head: bool = True) -> None:
@@ -204,6 +214,17 @@ def prepare(scenario: Scenario, engine: str = "local", *, trains_here: bool = Tr
     run = PreparedRun(scenario)
     run.check(engine, trains_here=trains_here)
     return run
+
+
+def _check_pretrained(scenario: Scenario, trains_here: bool) -> None:
+    """Raise for weights that cannot be read, or that other machines do not have."""
+    if not trains_here:
+        why = "the file is on this machine, and the machines of a SuperLink train; leave it out"
+        raise scenario.mistake("model", "pretrained", why)
+    try:
+        read_weights(Path(scenario.model.pretrained))
+    except ConfigError as error:
+        raise ConfigError(f"{scenario.name} [model] pretrained: {error}") from None
 
 
 def _check_int8_exchange(scenario: Scenario) -> None:
