@@ -111,7 +111,8 @@ def _settings(scenario: Scenario, name: str, errors: list[str]) -> Iterator[Sett
     keys = [key for key in searched_keys(under) if key in _FACTORS]
     values = [_around(start[key], _FACTORS[key]) for key in keys]
     counts = list(_halves(start["socs"])) if "socs" in start else [None]
-    overlaps = _BUCKETS if kind.num_socs is None and kind.num_groups != 0 else (None,)
+    exchanges = kind.num_socs is None and not kind.never_exchanges_gradients(under.strategy.groups)
+    overlaps = _BUCKETS if exchanges else (None,)
     # The learning rate costs nothing.
     costs: dict[str, Costs] = {}
     for chosen in product(*values, counts, overlaps):
@@ -227,6 +228,12 @@ def front(costs: Sequence[Costs]) -> list[int]:
         if not own.is_dominated(costs) and own not in costs[:index]
     ]
     return sorted(kept, key=lambda index: costs[index].time_s)
+
+
+def with_front(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows with `time_s` and `energy_j`, and whether each is `on_front`."""
+    best = front([Costs(time_s=row["time_s"], energy_j=row["energy_j"]) for row in rows])
+    return [{**row, "on_front": index in best} for index, row in enumerate(rows)]
 
 
 def by_fronts(costs: Sequence[Costs]) -> list[int]:

@@ -21,7 +21,7 @@ from socflower.scenario.costs import (
 )
 from socflower.scenario.heat import check_boards
 from socflower.scenario.planning import group_work
-from socflower.scenario.schema.config import Scenario, several_groups
+from socflower.scenario.schema.config import INSIDE_GROUPS_OR_FIRST, Scenario, several_groups
 from socflower.scenario.schema.file import num_participants, scenario_cluster
 from socflower.scenario.schema.key_rules import is_set
 from socflower.scenario.schema.strategies import STRATEGIES
@@ -77,6 +77,7 @@ class PreparedRun:
             if trains_here:
                 self._check_split()
         else:
+            _check_streaming(scenario, engine)
             self._check_groups(num_socs)
             check_names(scenario)
             if trains_here and not scenario.factories:
@@ -130,8 +131,10 @@ class PreparedRun:
                 "fewer"
             )
         is_alone = groups == num_socs and several_groups(scenario.strategy.name)
-        is_alone |= groups == "auto" and STRATEGIES[scenario.strategy.name].is_alone
-        for key in ("exchange", "compression"):
+        kind = STRATEGIES[scenario.strategy.name]
+        is_alone |= groups == "auto" and kind.is_alone
+        unread = () if kind.is_synchronous_first else INSIDE_GROUPS_OR_FIRST
+        for key in ("exchange", "compression", *unread):
             if is_alone and is_set(scenario.strategy, key):
                 why = "each group has one SoC, which exchanges no gradients; leave it out"
                 raise scenario.mistake("strategy", key, why)
@@ -234,6 +237,17 @@ def _check_int8_exchange(scenario: Scenario) -> None:
         # Members agree on the scale of each tensor only once its whole gradient is there.
         why = "gradients in int8 are exchanged after the backward pass; leave it out"
         raise scenario.mistake("strategy", "overlap_buckets", why)
+
+
+def _check_streaming(scenario: Scenario, engine: str) -> None:
+    """Raise for what fragments of real machines, which meet at the hub, would not do."""
+    strategy = scenario.strategy
+    if engine != "deployment" or not scenario.is_streaming:
+        return
+    for key, plain in (("leaders", ("auto", "star")), ("leader_compression", (NONE,))):
+        if getattr(strategy, key) not in plain:
+            why = "in a deployment fragments meet at the hub as they are; leave it out"
+            raise scenario.mistake("strategy", key, why)
 
 
 def _check_shared(scenario: Scenario, engine: str) -> None:

@@ -9,7 +9,6 @@ from flwr.serverapp import Grid
 from socflower.cluster import (
     FP32,
     HUB,
-    Activity,
     Cluster,
     GraphBuilder,
     ModelProfile,
@@ -18,6 +17,7 @@ from socflower.cluster import (
     Usage,
     VirtualClock,
 )
+from socflower.cluster.hub_round import add_training
 from socflower.engines.local.message_log import (
     fault_of_num_examples,
     is_priced,
@@ -164,22 +164,6 @@ class VirtualTimeGrid(ForwardingGrid):
             # The client's report, not the predicted alpha.
             pricing = replace(pricing, cpu_share=on_cpu)
         cost = pricing.step_cost(self._profile, self._cluster.device_of(soc), batch)
-        num_batches = num_examples / batch
-        trained = [
-            builder.compute(
-                f"train {num_examples}",
-                soc,
-                work.compute_s * num_batches,
-                processor=work.processor,
-                after=[after],
-            )
-            for work in cost.processors
-        ]
-        return builder.compute(
-            "update",
-            soc,
-            (cost.merge_s + cost.update_s) * num_batches,
-            processor=cost.processor,
-            activity=Activity.UPDATE,
-            after=trained,
+        return add_training(
+            builder, soc, cost, num_examples / batch, name=f"train {num_examples}", after=after
         )

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from socflower.cluster.cluster_file import ClusterFile
 from socflower.errors import ConfigError, SocflowerError
-from socflower.field_rules import OneOf, unknown_key
+from socflower.field_rules import OneOf, Positive, unknown_key
 from socflower.hierarchy.delayed_sync import DECAY, DOUBLING_EPOCHS, MOST_INTERVALS
 from socflower.hierarchy.exchange.gradients import exchange_fault, gradient_coding
 from socflower.hierarchy.exchange.models import NONE, TREE, compression_fault
@@ -91,6 +91,10 @@ _COUNTED = "it needs a number of groups, and groups is 'auto'; give it"
 
 _OF_LEADERS = ("leaders", "leader_compression")
 """Keys of `[strategy]` that only several groups read."""
+
+_INSIDE_GROUPS = ("exchange", "compression")
+INSIDE_GROUPS_OR_FIRST = ("overlap_buckets", "uplink_turns")
+"""Keys that only groups of several SoCs read, and the first epochs of post-local SGD, which are of one."""
 
 _OF_QUORUM = ("quorum", "grace_s", "late_rounds")
 """Keys that they read even if the strategy has their number."""
@@ -560,7 +564,9 @@ class StrategyConfig(Table):
                 keys = {*keys, key}
         if STRATEGIES[name].is_alone:
             # They have as many groups, and an outer step of their own.
-            keys = {*keys, "groups", "outer", "group_rule", "exchange", "compression"}
+            keys = {*keys, "groups", "outer", "group_rule", *_INSIDE_GROUPS}
+            if not STRATEGIES[name].is_synchronous_first:
+                keys = {*keys, *INSIDE_GROUPS_OR_FIRST}
         for key, is_read in (
             ("post_local_epochs", STRATEGIES[name].is_synchronous_first),
             ("streaming", STRATEGIES[name].is_streaming),
@@ -667,6 +673,13 @@ class CompareConfig(Table):
             "tables `[compare.train.NAME]`, a strategy's own values for keys of [train] and [strategy], such as `socs`"
         ),
     )
+    epochs_to_target: dict[str, Positive] = Field(
+        {},
+        description=(
+            "`NAME = EPOCHS`: what strategies with these settings needed to the target in earlier trainings, by which "
+            "`--front` predicts their time and energy to it"
+        ),
+    )
     predict: tuple[PredictedEpoch, ...] = Field(())
 
     def target_of(self, results: Sequence[Mapping[str, Any]]) -> tuple[Quality, float | None]:
@@ -679,11 +692,14 @@ class CompareConfig(Table):
         """Refuse settings of an unknown strategy, and two targets."""
         if self.target_accuracy is not None and self.target_loss is not None:
             raise ConfigError("target_accuracy and target_loss are both given; keep one")
-        for name in self.train:
-            if name not in STRATEGIES:
-                raise ConfigError(
-                    f"train.{name}: there is no such strategy; use one of {', '.join(STRATEGIES)}"
-                )
+        for key in ("train", "epochs_to_target"):
+            for name in getattr(self, key):
+                if name not in STRATEGIES:
+                    raise ConfigError(
+                        f"{key}.{name}: there is no such strategy; use one of {', '.join(STRATEGIES)}"
+                    )
+        if self.epochs_to_target and self.target_accuracy is self.target_loss is None:
+            raise ConfigError("epochs_to_target: to which? give target_accuracy or target_loss")
 
 
 class EventConfig(Table):
@@ -873,11 +889,6 @@ class ScenarioFile(ClusterFile):
         )
         fault = compression_fault(self.leaders, strategy.leader_compression)
         yield fault, compressed, f"{fault}; leave one out"
-        yield (
-            needs_models and strategy.leader_compression != NONE,
-            self._at("strategy", "leader_compression"),
-            f"{needs_models} needs each group's model, and not their mean; leave it out",
-        )
 
     def _rules_of_dispatch(self) -> Iterator[Rule]:
         """Yield what needs data at the nodes."""
@@ -920,7 +931,6 @@ class ScenarioFile(ClusterFile):
             (isinstance(interval, str), "sync_interval_epochs", "give a number of epochs"),
             (strategy.groups != "auto", "groups", "each SoC is one; leave it out"),
             (strategy.server_interval > 1, "server_interval", "leave it out"),
-            (strategy.leader_compression != NONE, "leader_compression", "leave it out"),
         ):
             yield broken, self._at("strategy", key), f"{said}; {why}"
         yield (
@@ -1066,6 +1076,9 @@ class ScenarioFile(ClusterFile):
                 f"strategies = {list(compared)} does not run {name!r}; add it, or remove the table"
             )
             yield name not in compared, f"[compare.train.{name}]", why
+        for name in self.compare.epochs_to_target:
+            why = f"strategies = {list(compared)} does not run {name!r}; add it, or remove the key"
+            yield name not in compared, f"[compare.epochs_to_target] {name}", why
 
     def _at(self, table: str, key: str) -> str:
         """Return a key with its place and value: "[train] epochs = 3"."""

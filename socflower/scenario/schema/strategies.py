@@ -86,6 +86,10 @@ class GroupStrategy(Strategy):
             return num_socs if self.is_alone and asked == "auto" else asked
         return self.num_groups
 
+    def never_exchanges_gradients(self, asked: int | str) -> bool:
+        """Whether all groups have one SoC, from the first epoch on; `asked` as in `groups`."""
+        return self.is_alone and asked == "auto" and not self.is_synchronous_first
+
     def exchange_of(self, asked: str, compression: str) -> tuple[str, str]:
         """Return with whom members exchange gradients, and in which coding."""
         own = self.compression
