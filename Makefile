@@ -41,11 +41,11 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) $(shell find native -type f) | $(BIN)/py
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[dev]'
 	@touch $@
 
-demo: setup ## four strategies on the embedded digits: a table, plots and a report in out/demo
+demo: setup ## predict every method, train the front on the embedded digits: tables and a report in out/demo
 	$(BIN)/socflower demo
 
-picture: demo ## draw the README's picture, light and dark, from the results of the demonstration
-	$(BIN)/python docs/draw_picture.py out/demo
+picture: setup ## draw the README's picture, light and dark, from docs/results/digits_seeds.json
+	$(BIN)/python docs/draw_picture.py
 
 test: setup lint ## lint, then the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

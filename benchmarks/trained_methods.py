@@ -36,12 +36,13 @@ OTHERS = (
     "streaming-diloco",
     "muloco",
 )
-# Of CIFAR-10 the methods that are quickest on the other workloads, at least one of each kind.
-BEST = ("ring", "powersgd", "local-sgd", "diloco")
+# Where a training takes minutes: one method of each kind.
+ONE_OF_EACH = ("sgd", "ring", "powersgd", "local-sgd", "fedavg", "diloco")
 CASES = {
-    "vgg_digits": ("a small VGG on digits", 16, OTHERS),
-    "lenet_mnist": ("LeNet-5 on MNIST", 10, OTHERS),
-    "lenet_cifar10": ("LeNet-5 on CIFAR-10", 6, BEST),
+    "lenet_digits": ("LeNet-5 on digits", 12, OTHERS),
+    "lenet_mnist": ("LeNet-5 on MNIST", 5, ONE_OF_EACH),
+    "lenet_cifar10": ("LeNet-5 on CIFAR-10", 5, ONE_OF_EACH),
+    "vgg_digits": ("a small VGG on digits", 5, ONE_OF_EACH),
 }
 """By file: what it trains, how many trainings each search has, and SoCFlow's rivals."""
 PARTITIONS = {

@@ -294,8 +294,8 @@ def page() -> str:
         [
             "# What goes together",
             "",
-            "Made by `make api` from the checks that precede a run; `make test-matrix` runs every cell, `make test-slow` some. ✓ works, ● has a "
-            "shipped scenario, – is",
+            "Made by `make api` from the checks before a run; `make test-matrix` runs every cell, `make test-slow`",
+            "some. ✓ works, ● has a shipped scenario, – is",
             "one or the other, a number is refused, with the line below.",
             "",
             *(line for family in FAMILIES for line in _section(family, shipped)),

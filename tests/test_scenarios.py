@@ -118,10 +118,18 @@ def test_the_claim_of_each_full_scenario_holds_on_both_engines(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_demo_compares_all_strategies_and_its_claims_hold(tmp_path: Path) -> None:
+def test_the_scenario_of_the_demo_compares_all_strategies_and_its_claims_hold(
+    tmp_path: Path,
+) -> None:
     command = f"compare digits_demo --out {tmp_path} --json"
     document = document_of(in_a_process(*command.split(), timeout_s=800.0))
-    assert [row["strategy"] for row in document["rows"]] == ["socflow", "sgd", "ring", "fedavg"]
+    assert [row["strategy"] for row in document["rows"]] == [
+        "socflow",
+        "sgd",
+        "ring",
+        "local-sgd",
+        "fedavg",
+    ]
     assert document["headline"].startswith("socflow reaches 95.0%")
     assert {(row["model"], row["arithmetic"]) for row in document["predictions"]} == {
         (model, arithmetic) for model in ("vgg11", "resnet18") for arithmetic in ("fp32", "mixed")

@@ -1,6 +1,7 @@
 """`socflower compare`: the same work under several strategies."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,7 @@ from socflower.cli.options import (
 )
 from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import (
+    ERR,
     OUT,
     exit_on_failed_claims,
     print_claims,
@@ -32,6 +34,7 @@ from socflower.cli.terminal import (
     print_question,
     print_text,
     run_progress,
+    step_progress,
 )
 from socflower.engines.names import MAX_WORKERS, require_count, require_engine
 from socflower.errors import ConfigError
@@ -41,6 +44,7 @@ from socflower.report.quality import QUALITIES, Quality
 # Importing pydantic and the planners takes long, so only the command that needs them does.
 if TYPE_CHECKING:
     from socflower.engines.run_log import RoundLogging
+    from socflower.scenario.predicted_methods import Front
     from socflower.scenario.schema.config import Scenario
 
 
@@ -95,6 +99,14 @@ def compare(
         bool,
         typer.Option("--until-target", help="End each run at the target of [compare]."),
     ] = False,
+    front: Annotated[
+        bool,
+        typer.Option(
+            "--front",
+            help="Print every strategy's prediction, then train only the first one, one SoC (sgd), and those on the "
+            "front of time against energy to the target, predicted by [compare.epochs_to_target].",
+        ),
+    ] = False,
     cluster: Annotated[Path | None, typer.Option(help="As of run.")] = None,
     vary: Annotated[
         str, typer.Option(help="For app folders: KEY=VALUE,VALUE,... of their run config.")
@@ -141,6 +153,7 @@ def compare(
             tune=tune,
             search=search,
             until_target=until_target,
+            front=front,
             logging=round_logging(log),
             **shared,
         )
@@ -169,6 +182,7 @@ def _compare_strategies(
     seeds: str | None,
     tune: list[str] | None,
     search: int | None,
+    front: bool,
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """Compare strategies, print the comparison and return the claims."""
@@ -184,7 +198,12 @@ def _compare_strategies(
     if strategies:
         names = [name.strip() for name in strategies.split(",")]
     target = out or Path("out") / f"{scenario.name}-compare"
-    with mistakes_name_file(scenario.name, path), run_progress(as_json) as bar:
+    with (
+        mistakes_name_file(scenario.name, path),
+        prints_to_stderr() as stdout,
+        run_progress(as_json) as bar,
+        _shown_front(scenario, None if as_json else Console(file=stdout)) as shown,
+    ):
         document = run_comparison(
             scenario,
             names,
@@ -192,9 +211,35 @@ def _compare_strategies(
             on_start=bar,
             seeds=parse_seeds(seeds) if seeds else (),
             tuning=parse_tuning(tune) if tune else found_by,
+            front=shown if front else None,
             **settings,
         )
     return _printed(scenario, document, target, as_json)
+
+
+@contextmanager
+def _shown_front(scenario: "Scenario", console: Console | None) -> "Iterator[Front]":
+    """Yield what prints the predictions of all methods to a console before anything trains; nothing without one."""
+    from socflower.scenario.predicted_methods import Front, PredictedMethods
+    from socflower.scenario.schema.strategies import family_of
+
+    bar = step_progress(ERR, disable=console is None)
+    task = bar.add_task("", total=len(family_of(scenario.strategy.name)))
+
+    def on_method(name: str) -> None:
+        bar.start()
+        bar.update(task, description=f"predicting {name}", advance=1)
+
+    def on_predicted(methods: PredictedMethods) -> None:
+        bar.stop()
+        quality, target = scenario.compare.target_of([])
+        if console is not None:
+            print_methods(console, methods.to_document(), quality.goal(target))
+
+    try:
+        yield Front(on_method=on_method, on_predicted=on_predicted)
+    finally:
+        bar.stop()
 
 
 def _compare_app_folders(
@@ -245,6 +290,8 @@ def print_comparison(
         print_text(f"mean ± sample standard deviation over seeds {seeds}", console, "dim")
     if document["headline"]:
         print_text(document["headline"], console, "bold")
+    if methods := document.get("methods"):
+        _print_front(console, methods["front"], document["rows"])
     for caveat in document.get("caveats", ()):
         print_text(f"but {caveat}", console)
     if tuning := document.get("tuning"):
@@ -351,6 +398,58 @@ def _print_predictions(console: Console, predictions: Sequence[Mapping[str, Any]
             console,
             "dim",
         )
+
+
+def print_methods(console: Console, methods: Mapping[str, Any], goal: str) -> None:
+    """Print what is predicted of every strategy, and which of them train."""
+    heads = ("an epoch at\nequal steps", "the same\nat its best", "with", f"to\n{goal}")
+    table = Table("predicted", *heads, "settings", **_NARROW)
+    for row in methods["rows"]:
+        verdict = "not searched"
+        if row["time_s"] is not None:
+            verdict = "on the front" if row["on_front"] else "dominated"
+        # One bucket is no overlap.
+        best = [f"{each} {_OF_BEST[key]}" for key, each in row["best"].items() if each != 1]
+        table.add_row(
+            row["strategy"],
+            _below(row["equal_epoch_s"], row["equal_epoch_energy_j"]),
+            _below(row["best_epoch_s"], row["best_epoch_energy_j"]),
+            "\n".join(best),
+            _below(row["time_s"], row["energy_j"]),
+            verdict,
+        )
+    console.print(table)
+    for name, why in methods["refused"].items():
+        print_text(f"without {name}: {why}", console, "dim")
+    print_text(
+        f"from the cost model, without heat, at {methods['step_samples']} samples a step. An epoch does not teach "
+        f"every method the same: epochs to {goal} are known from earlier trainings, with settings that were searched",
+        console,
+        "dim",
+    )
+    left_out = f"; dominated: {', '.join(methods['left_out'])}" if methods["left_out"] else ""
+    print_text(f"training {', '.join(methods['trained'])}{left_out}", console, "bold")
+
+
+_OF_BEST = {"socs": "SoCs", "overlap_buckets": "buckets"}
+
+
+def _below(seconds: float | None, joules: float | None) -> str:
+    return "-" if seconds is None else f"{human_seconds(seconds)}\n{_joules(joules)}"
+
+
+def _print_front(
+    console: Console, front: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Print which of the trained strategies no other one dominates: by the one seed, or by the means over seeds."""
+    best = [
+        f"{row['strategy']} {human_seconds(row['time_s'])}, {_joules(row['energy_j'])}"
+        for row in sorted(front, key=lambda row: float(row["time_s"]))
+        if row["on_front"]
+    ]
+    seeds = ", ".join(dict.fromkeys(str(row["seed"]) for row in rows))
+    if best:
+        print_text(f"on the front as trained with seed {seeds}: {'; '.join(best)}", console)
 
 
 def _joules(value: float | None) -> str:

@@ -22,7 +22,7 @@ from socflower.engines.names import num_cores
 from socflower.hierarchy import weighted_average
 from socflower.quantities import counted
 from socflower.thermal.sensors.linux import LinuxSensors
-from socflower.workloads.sources import load_data
+from socflower.workloads.sources import data_names, load_data
 
 
 def diagnose() -> list[dict[str, Any]]:
@@ -35,7 +35,7 @@ def diagnose() -> list[dict[str, Any]]:
         *_rings(),
         _ray(),
         _sensors(),
-        *(_data(name) for name in ("digits", "mnist", "cifar10")),
+        *(_data(name) for name in data_names()),
     ]
 
 
@@ -180,10 +180,6 @@ def _sensors() -> dict[str, Any]:
 
 def _data(name: str) -> dict[str, Any]:
     title = f"data {name}"
-    if name != "digits" and "SOCFLOWER_DATA" not in os.environ and find_spec("datasets") is None:
-        detail = "SOCFLOWER_DATA is not set and the hub reader is not installed"
-        remedy = "set SOCFLOWER_DATA to a folder of Parquet files, or pip install 'socflower[hub]'"
-        return _finding(title, "missing", detail, remedy)
     try:
         return _finding(title, "ok", load_data(name).source)
     except Exception as error:

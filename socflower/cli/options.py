@@ -184,7 +184,7 @@ def unread_by_compare(engine: str, *, of_app_folders: bool) -> dict[str, str]:
     )
     if of_app_folders:
         return unread | dict.fromkeys(
-            ("strategies", "seeds", "tune", "search", "until_target", "fusion"),
+            ("strategies", "seeds", "tune", "search", "until_target", "front", "fusion"),
             "is for scenarios, and these are "
             "folders of Flower apps; --vary compares values of their run config",
         )

@@ -44,7 +44,18 @@ def demo(
     workers: Workers = None,
     as_json: Json = False,
 ) -> None:
-    """Compare the strategies of digits_demo, as `make demo` does."""
+    """Predict every method on the cluster of digits_demo and train the front, as `make demo` does.
+
+    As `socflower compare digits_demo --front --until-target`.
+    """
     from socflower.scenario.shipped import scenario_files
 
-    compare(context, [scenario_files()[DEMO]], out=out, workers=workers, as_json=as_json)
+    compare(
+        context,
+        [scenario_files()[DEMO]],
+        out=out,
+        front=True,
+        until_target=True,
+        workers=workers,
+        as_json=as_json,
+    )

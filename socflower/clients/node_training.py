@@ -36,13 +36,17 @@ from socflower.wire.message_keys import (
     METRICS,
     NUM_PARTITIONS,
     PARTITION_ID,
+    SAMPLES,
     TRAINED_ON,
     UNTRAINED,
     DeviceReport,
     GroupTask,
+    SentSamples,
+    decode,
     encode,
 )
 from socflower.workloads.data_source import DataSource
+from socflower.workloads.dispatched import received_samples
 
 SourceFn: TypeAlias = Callable[[Context, int, int], DataSource]
 StateFolderFn: TypeAlias = Callable[[Context], Path | None]
@@ -97,7 +101,13 @@ class NodeTraining:
         return state_files(self.message, self.state_folder(self.context))
 
     def group_data(self, task: GroupTask, partition: int) -> DataSource:
-        """Return the data of a member of a group: its own part, or all data if they are redistributed."""
+        """Return the data of a member of a group: its own part, or all data if they are redistributed.
+
+        If the hub has sent the samples of the interval, these are all data that the node needs.
+        """
+        if SAMPLES in self.records:
+            sent = decode(SentSamples, self.records[SAMPLES], "samples")
+            return received_samples(sent, task.num_samples)
         if not task.reshuffle:
             return self.data_fn(self.context, partition, task.num_partitions)
         data = self.data_fn(self.context, 0, 1)

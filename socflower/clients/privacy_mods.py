@@ -11,10 +11,10 @@ from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_m
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from socflower.errors import ConfigError
-from socflower.wire.message_keys import DEPARTURES, GROUP, RING
+from socflower.wire.message_keys import DEPARTURES, GROUP, RING, SAMPLES
 from socflower.wire.split_message_keys import SPLIT
 
-_HIDDEN = (GROUP, SPLIT, DEPARTURES)
+_HIDDEN = (GROUP, SPLIT, DEPARTURES, SAMPLES)
 """Records of a message besides its model and the user's config."""
 
 

@@ -31,6 +31,7 @@ from socflower.wire.message_keys import (
     PRICED,
     RESUMED,
     RING,
+    SAMPLES,
     SERVER_ROUND,
     STREAM,
     TRAINING,
@@ -165,7 +166,7 @@ class ReadSettings:
             allowed, keys = (*allowed, SPLIT), ()
             known = "a split training's settings are arguments of SplitReplay and of its program"
         elif GROUP in records:
-            allowed = (*allowed, GROUP, RING, PIPELINE, DEPARTURES, HANDED, STREAM)
+            allowed = (*allowed, GROUP, RING, PIPELINE, DEPARTURES, HANDED, STREAM, SAMPLES)
             known = "a group's batch size, epochs and seed are arguments of its strategy"
         else:
             keys = (*STANDALONE_KEYS, *read)

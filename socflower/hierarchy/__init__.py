@@ -29,6 +29,7 @@ from socflower.hierarchy.quorum import Quorum, run_to_quorum
 from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, reordered
 from socflower.hierarchy.task_graphs import (
     deal_graph,
+    dispatch_graph,
     exchange_graph,
     step_graph,
     synchronisation_graph,
@@ -60,6 +61,7 @@ __all__ = [
     "conflicts",
     "deal_graph",
     "default_candidates",
+    "dispatch_graph",
     "exchange_graph",
     "first_non_finite",
     "gradient_coding",

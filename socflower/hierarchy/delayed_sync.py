@@ -3,6 +3,8 @@
 Intervals are given in epochs, not as the paper's frequency. Their positions are rounded, not their lengths: 0.25
 epochs of 97 steps give intervals of 24, 25, 24 and 24 steps, so that four of them make an epoch.
 
+With "decay" the interval that starts at epoch e has min(1/4 · 2^⌊e / GN⌋, 2) epochs, where GN is `doubling_epochs`.
+
 Groups of a server exchange models at every synchronisation; the servers of a site exchange them at every
 `server_interval`-th synchronisation and at the last.
 """
@@ -23,7 +25,7 @@ SHORTEST, LONGEST = Fraction(1, 4), Fraction(2)
 """Epochs of the first and of the longest intervals of the paper's schedule."""
 
 DOUBLING_EPOCHS = 10
-"""Epochs after which the paper's intervals are doubled (GN)."""
+"""Epochs after which the paper's intervals are doubled (GN), unless a schedule has another number."""
 
 MOST_INTERVALS = 1_000_000
 """Limit of a schedule's length, above that of any real training; such a schedule takes a gigabyte of memory."""
@@ -61,20 +63,27 @@ def sync_schedule(
     interval_epochs: float | str,
     *,
     server_interval: int = 1,
+    doubling_epochs: int = DOUBLING_EPOCHS,
 ) -> tuple[SyncInterval, ...]:
     """Return the intervals of a training of `num_epochs`, in order, without gap or overlap (F3).
 
-    `interval_epochs` is a number of epochs, or "decay": a quarter of an epoch at first, doubled every ten epochs, at
-    most two epochs; the start of an interval determines its length. Each interval has at least one step, and the last
-    one ends with the training. Raises `ConfigError` for invalid values, and for more than `MOST_INTERVALS`.
+    `interval_epochs` is a number of epochs, or "decay": a quarter of an epoch at first, doubled every `doubling_epochs`
+    (GN), at most two epochs; the start of an interval determines its length. Each interval has at least one step, and
+    the last one ends with the training. Raises `ConfigError` for invalid values, and for more than `MOST_INTERVALS`.
     """
-    cursor = _IntervalCursor(num_epochs, steps_per_epoch, interval_epochs, server_interval)
+    cursor = _IntervalCursor(
+        num_epochs, steps_per_epoch, interval_epochs, server_interval, doubling_epochs
+    )
     # No interval has more steps than the longest one, rounded up.
     num_intervals = cursor.total_steps / (cursor.longest * steps_per_epoch + 1)
     # Only then is it worth counting them exactly: the count walks along the intervals.
     if num_intervals <= MOST_INTERVALS:
         shapes = sync_shapes(
-            num_epochs, steps_per_epoch, interval_epochs, server_interval=server_interval
+            num_epochs,
+            steps_per_epoch,
+            interval_epochs,
+            server_interval=server_interval,
+            doubling_epochs=doubling_epochs,
         )
         num_intervals = Fraction(sum(count for _, count in shapes))
     cursor.require_few(num_intervals)
@@ -88,6 +97,7 @@ def sync_shapes(
     interval_epochs: float | str,
     *,
     server_interval: int = 1,
+    doubling_epochs: int = DOUBLING_EPOCHS,
     changes: Sequence[int] = (),
 ) -> tuple[tuple[SyncInterval, int], ...]:
     """Return the distinct kinds of intervals of `sync_schedule`: the first of each kind, and how many there are.
@@ -97,7 +107,9 @@ def sync_shapes(
     before the last of `changes`, the steps at which the cost of a step changes. Once intervals have stopped growing,
     their lengths are periodic, so the work does not depend on `num_epochs`.
     """
-    cursor = _IntervalCursor(num_epochs, steps_per_epoch, interval_epochs, server_interval)
+    cursor = _IntervalCursor(
+        num_epochs, steps_per_epoch, interval_epochs, server_interval, doubling_epochs
+    )
     firsts: dict[_Shape, SyncInterval] = {}
     counts: dict[_Shape, int] = {}
     walked: list[_Shape] = []
@@ -144,6 +156,7 @@ class _IntervalCursor:
         steps_per_epoch: int,
         interval_epochs: float | str,
         server_interval: int,
+        doubling_epochs: int,
     ) -> None:
         require_range(
             "schedule",
@@ -151,6 +164,7 @@ class _IntervalCursor:
             epochs=num_epochs,
             steps_per_epoch=steps_per_epoch,
             server_interval=server_interval,
+            doubling_epochs=doubling_epochs,
         )
         self._asked = f"epochs = {num_epochs} with sync_interval_epochs = {interval_epochs!r}"
         self._shortest, self.longest = _lengths(interval_epochs)
@@ -159,6 +173,7 @@ class _IntervalCursor:
             self._shortest = self.longest = Fraction(1, steps_per_epoch)
         self.total_steps, self.first = num_epochs * steps_per_epoch, 0
         self._steps_per_epoch, self._server_interval = steps_per_epoch, server_interval
+        self._doubling_epochs = doubling_epochs
         # In epochs, as `first` is in steps.
         self._position = Fraction(0)
         self._index = self._deal_epoch = 0
@@ -177,7 +192,7 @@ class _IntervalCursor:
     def interval(self) -> Fraction:
         """Epochs of the interval that begins here."""
         # The exponent is limited, since the power's digits would otherwise grow with the length of training.
-        doublings = min(int(self._position) // DOUBLING_EPOCHS, 64)
+        doublings = min(int(self._position) // self._doubling_epochs, 64)
         return min(self._shortest * (1 << doublings), self.longest)
 
     @property

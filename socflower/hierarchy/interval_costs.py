@@ -1,7 +1,7 @@
 """Costs of training under a plan: intervals as task graphs on the clock, for strategies and for predictions."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf
@@ -26,12 +26,21 @@ from socflower.hierarchy.delayed_sync import SyncInterval
 from socflower.hierarchy.exchange.collectives import BUCKETS, PER_TENSOR, Exchange
 from socflower.hierarchy.exchange.gradients import EXACT_RING, GradientExchange
 from socflower.hierarchy.exchange.models import RING, STAR_EXCHANGE, ModelExchange
+from socflower.hierarchy.group_preemption import GROUPS, SOCS, terminated_groups
 from socflower.hierarchy.plan import Group, GroupPlan
 from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, without_members
-from socflower.hierarchy.task_graphs import deal_graph, step_graph, synchronisation_graph
+from socflower.hierarchy.task_graphs import (
+    deal_graph,
+    dispatch_graph,
+    step_graph,
+    synchronisation_graph,
+)
 
 _SAME_TIME, _ROUNDING = 1e-9, 2.0**-44
 """Differences of times that are due to rounding, relative to a stretch of time and to the clock's time."""
+
+_SYNCHRONISATION = "synchronisation"
+"""How results and traces name it."""
 
 Phase: TypeAlias = tuple[int, Mapping[int, Pricing]]
 """Steps of an interval, and the pricings of groups (by id) that differ during them."""
@@ -96,6 +105,10 @@ class IntervalCosts:
     fusion: str = PER_TENSOR
     # What every synchronisation exchanges, if that is not the whole model.
     fragment: Fragment | None = None
+    # What a user who takes a SoC ends within an interval.
+    preemption: str = SOCS
+    # Whether the hub sends groups their samples from the first epoch on, and not only when they get other ones.
+    dispatches: bool = False
 
     @cached_property
     def _rates(self) -> tuple[float, ...]:
@@ -225,8 +238,13 @@ class IntervalCosts:
         return 0.0 if graph is None else clock.predicted_s(graph)
 
     def begins_with_deal(self, interval: SyncInterval) -> bool:
-        """Return whether groups get other data at this interval's start; the first distribution is part of setup."""
+        """Return whether groups get data at this interval's start.
+
+        The first distribution is part of setup, and a single group keeps its data, unless the hub `dispatches` them.
+        """
         is_new_epoch = interval.first_step == interval.deal_epoch * self.steps_per_epoch
+        if self.dispatches:
+            return is_new_epoch
         is_dealt = is_new_epoch and interval.index > 0
         return self.reshuffle and is_dealt and len(self.plan.groups) > 1
 
@@ -237,7 +255,19 @@ class IntervalCosts:
         phases: Sequence[Phase] = (),
         capacities: CapacitiesInUse | None = None,
     ) -> Usage:
-        """Run an interval and the synchronisation at its end on the clock.
+        """Run an interval and the synchronisation at its end on the clock; see `run_interrupted`."""
+        return self.run_interrupted(interval, clock, phases, capacities)[0]
+
+    def run_interrupted(
+        self,
+        interval: SyncInterval,
+        clock: VirtualClock,
+        phases: Sequence[Phase] = (),
+        capacities: CapacitiesInUse | None = None,
+    ) -> tuple[Usage, frozenset[int]]:
+        """Run an interval and the synchronisation at its end on the clock; return also which groups were terminated.
+
+        Those are ids of groups that users ended with `preemption = "groups"`; they do not synchronise.
 
         In a star or tree each leader sends its model as soon as its group has done its steps; in a ring all leaders
         wait for the slowest group. If speeds or users change in the interval, or a group has a ring of more than 20
@@ -247,11 +277,19 @@ class IntervalCosts:
         clock with changing speeds, `capacities` are those in use at the start; they are updated to those at the end.
         """
         if self.fragment is not None:
-            return self.run_streamed(interval, clock, self.fragment, None, capacities)
+            usage = self.run_streamed(interval, clock, self.fragment, None, capacities)
+            return usage, frozenset()
         usage = self._deal(clock) if self.begins_with_deal(interval) else Usage()
-        labels = (f"to epoch {interval.epoch_end:g}", "synchronisation")
+        labels = (f"to epoch {interval.epoch_end:g}", _SYNCHRONISATION)
+        terminated: set[int] = set()
         steps_of = (
-            partial(ChangingSteps, self, clock, capacities or CapacitiesInUse(1.0))
+            partial(
+                ChangingSteps,
+                self,
+                clock,
+                capacities or CapacitiesInUse(1.0),
+                terminated=terminated,
+            )
             if clock.changes
             else partial(_SteadySteps, self, clock)
         )
@@ -261,7 +299,7 @@ class IntervalCosts:
         steps = steps_of(pricings, first_step)
         synchronisation = self.synchronisation(across_servers=interval.across_servers)
         if synchronisation is None:
-            return usage + steps.run(num_steps, labels[0])
+            return usage + steps.run(num_steps, labels[0]), frozenset(terminated)
         graph = steps.steady_graph() if self.models.kind != RING else None
         # Simulated as a whole, so that models share links with the exchanges of slower groups.
         if graph is not None:
@@ -270,19 +308,38 @@ class IntervalCosts:
                 graph, synchronisation, waits, repeat=num_steps, labels=labels
             )
             if whole is not None:
-                return usage + whole
+                return usage + whole, frozenset()
         # Otherwise the steps run first, and early leaders get a head start.
         begin_s = clock.now_s
         usage += steps.run(num_steps, labels[0])
-        head_start_s = 0.0
+        left, across = self._without(terminated), interval.across_servers
+        usage += left._synchronise(clock, across, steps.ended_s(), begin_s)
+        return usage, frozenset(terminated)
+
+    def _synchronise(
+        self,
+        clock: VirtualClock,
+        across_servers: bool,
+        ended_s: Mapping[int, float],
+        begin_s: float,
+    ) -> Usage:
+        """Run a synchronisation after steps that began at `begin_s`; leaders whose groups ended early began earlier."""
+        head_start_s, delays_s = 0.0, dict[int, float]()
         if self.models.kind != RING:
-            delays_s, head_start_s = self._delays_s(steps.ended_s(), begin_s, clock.now_s)
-        if head_start_s:
-            synchronisation = self.synchronisation(
-                across_servers=interval.across_servers, delays_s=delays_s
-            )
-            assert synchronisation is not None
-        return usage + clock.run(synchronisation, label=labels[1], head_start_s=head_start_s)
+            delays_s, head_start_s = self._delays_s(ended_s, begin_s, clock.now_s)
+        synchronisation = self.synchronisation(
+            across_servers=across_servers, delays_s=delays_s or None
+        )
+        if synchronisation is None:
+            return Usage()
+        return clock.run(synchronisation, label=_SYNCHRONISATION, head_start_s=head_start_s)
+
+    def _without(self, terminated: Collection[int]) -> "IntervalCosts":
+        """Return the work of the groups that are not terminated."""
+        if not terminated:
+            return self
+        kept = [group for group in self.plan.groups if group.group_id not in terminated]
+        return replace(self, plan=with_groups(self.plan, kept))
 
     def run_streamed(
         self,
@@ -316,7 +373,7 @@ class IntervalCosts:
             if graph is None:
                 return Usage()
             head_start_s = min(head_start_s, clock.predicted_s(graph))
-            return clock.run(graph, label="synchronisation", head_start_s=head_start_s)
+            return clock.run(graph, label=_SYNCHRONISATION, head_start_s=head_start_s)
 
         if before is not None:
             beside = min(num_left, before.delay_steps)
@@ -340,14 +397,18 @@ class IntervalCosts:
     def _deal(self, clock: VirtualClock) -> Usage:
         """Distribute the training data among the SoCs again."""
         bytes_per_soc = self.num_samples / len(self.plan.participants) * self.profile.input_bytes
-        return clock.run(deal_graph(self.plan, bytes_per_soc), label="deal data")
+        return clock.run(self.distribution(self.plan, bytes_per_soc), label="deal data")
+
+    def distribution(self, plan: GroupPlan, bytes_per_soc: float) -> TaskGraph:
+        """Return how the SoCs of a plan get `bytes_per_soc` of training data: from the hub, or from each other."""
+        return (dispatch_graph if self.dispatches else deal_graph)(plan, bytes_per_soc)
 
     def _delays_s(
         self,
         ended_s: Mapping[int, float],
         begin_s: float,
         now_s: float,
-    ) -> tuple[Mapping[int, float], float]:
+    ) -> tuple[dict[int, float], float]:
         """Return by leader how long after the first group each group ended its steps, and how long ago the first ended.
 
         Differences by rounding count as 0.
@@ -394,8 +455,9 @@ class ChangingSteps:
     """Steps of an interval with changing speeds and preempted SoCs.
 
     When a member is preempted, its group divides the batch among the remaining members; a group without members waits
-    until one returns. With re-balancing inside groups, shares are adapted to a new speed after as many steps as there
-    are between two checks in a real ring.
+    until one returns. With `preemption = "groups"` the group is terminated instead, and its id added to `terminated`,
+    which the stages of an interval share; its SoCs cost nothing more, as those that users have. With re-balancing
+    inside groups, shares are adapted to a new speed after as many steps as there are between two checks in a real ring.
     """
 
     def __init__(
@@ -405,8 +467,10 @@ class ChangingSteps:
         capacities: CapacitiesInUse,
         pricings: Mapping[int, Pricing],
         first_step: int,
+        terminated: set[int] | None = None,
     ) -> None:
         self._work, self._clock, self._pricings = work, clock, pricings
+        self._terminated = set[int]() if terminated is None else terminated
         self._first_step = first_step
         self._capacities = capacities
         # If data are not redistributed, shares are fixed by each member's data.
@@ -420,7 +484,8 @@ class ChangingSteps:
         """Return the graph of all steps if nothing changes; None if a SoC is preempted or shares are to change."""
         plan = self._work.plan
         measured, is_off = self._measured(plan)
-        if is_off or not measured.keys().isdisjoint(self._clock.taken_socs()):
+        is_taken = not measured.keys().isdisjoint(self._clock.taken_socs())
+        if is_off or is_taken or self._terminated:
             return None
         return self._graph(plan, plan.participants)
 
@@ -432,7 +497,8 @@ class ChangingSteps:
 
     def run(self, num_steps: int, label: str) -> Usage:
         """Run the steps."""
-        pace = Pace({soc: num_steps for soc in self._work.plan.participants})
+        plan = self._work._without(self._terminated).plan
+        pace = Pace(dict.fromkeys(plan.participants, num_steps))
         usage = self.advance(pace, label)
         self._ended_s = pace.ended_s
         return usage
@@ -451,7 +517,10 @@ class ChangingSteps:
         # Steps since the measured speeds deviated from those in use.
         num_behind = 0
         while not pace.done:
-            present = without_members(work.plan, clock.taken_socs())
+            taken = clock.taken_socs()
+            if work.preemption == GROUPS and self._terminate(pace, taken):
+                continue
+            present = without_members(work._without(self._terminated).plan, taken)
             plan = _unfinished(present, pace)
             if not plan.groups:
                 if end_s is not None and end_s({}) < inf:
@@ -485,6 +554,21 @@ class ChangingSteps:
     def ended_s(self) -> Mapping[int, float]:
         """Return the clock time at which each SoC ended its last step."""
         return self._ended_s
+
+    def _terminate(self, pace: Pace, taken: Collection[int]) -> bool:
+        """Terminate groups whose SoCs are taken before they have done their steps; return whether there were any.
+
+        One group always stays.
+        """
+        groups = self._work._without(self._terminated).plan.groups
+        at_work = [group for group in groups if _is_unfinished(group, pace)]
+        # A group that is done has its model.
+        one_stays = len(at_work) == len(groups)
+        ended = terminated_groups(at_work, taken, one_stays=one_stays)
+        self._terminated.update(group.group_id for group in ended)
+        for soc in (soc for group in ended for soc in group.members):
+            pace.remaining[soc], pace.ahead_s[soc] = 0, 0.0
+        return bool(ended)
 
     def _align_members(self, pace: Pace, worked: GroupPlan) -> None:
         """Set the progress of preempted members to that of their groups."""
@@ -520,12 +604,11 @@ class ChangingSteps:
 
 def _unfinished(plan: GroupPlan, pace: Pace) -> GroupPlan:
     """Return the plan of the groups whose members have steps left or in progress."""
-    groups = [
-        group
-        for group in plan.groups
-        if any(pace.remaining[soc] or pace.ahead_s.get(soc, 0.0) > 0.0 for soc in group.members)
-    ]
-    return with_groups(plan, groups)
+    return with_groups(plan, [group for group in plan.groups if _is_unfinished(group, pace)])
+
+
+def _is_unfinished(group: Group, pace: Pace) -> bool:
+    return any(pace.remaining[soc] or pace.ahead_s.get(soc, 0.0) > 0.0 for soc in group.members)
 
 
 def with_groups(plan: GroupPlan, groups: Sequence[Group]) -> GroupPlan:

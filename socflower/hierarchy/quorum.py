@@ -27,7 +27,7 @@ from socflower.hierarchy.interval_costs import (
 )
 from socflower.hierarchy.plan import Group, GroupPlan
 from socflower.hierarchy.rebalancing import CapacitiesInUse
-from socflower.hierarchy.task_graphs import deal_graph, synchronisation_graph
+from socflower.hierarchy.task_graphs import synchronisation_graph
 from socflower.quantities import counted
 
 LATE_ROUNDS = 10
@@ -130,7 +130,7 @@ def run_to_quorum(
         pace.ended_s.pop(soc, None)
     if work.begins_with_deal(interval):
         num_bytes = work.num_samples / len(plan.participants) * work.profile.input_bytes
-        deal = replace(deal_graph(fresh, num_bytes), participants=plan.participants)
+        deal = replace(work.distribution(fresh, num_bytes), participants=plan.participants)
         usage += _run_beside(steps, clock, pace, deal, clock.now_s, "deal data")
     pace.remaining |= dict.fromkeys(fresh.participants, interval.num_steps)
     begin_s = clock.now_s

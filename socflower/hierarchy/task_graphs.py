@@ -247,6 +247,17 @@ def deal_graph(plan: GroupPlan, bytes_per_soc: float) -> TaskGraph:
     return builder.build(socs)
 
 
+def dispatch_graph(plan: GroupPlan, bytes_per_soc: float) -> TaskGraph:
+    """Return a distribution of the training data by the hub: it sends every SoC a share of `bytes_per_soc`.
+
+    "The scheduler dispatches the training data to each SoC, which loads only a partial data set" (SoCFlow+ section 3).
+    """
+    builder = GraphBuilder()
+    for soc in plan.participants:
+        builder.transfer("dispatch data", HUB, soc, bytes_per_soc)
+    return builder.build(plan.participants)
+
+
 def exchange_graph(
     socs: Sequence[int],
     bucket: Exchange,

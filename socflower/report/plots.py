@@ -371,7 +371,7 @@ def _scale_log(axes: Axes, quantity: str, max_ticks: int) -> None:
     axes.xaxis.set_major_locator(locator)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(readable(value))))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(readable(value))))
 
 
 class _UnitLocator(MaxNLocator):
@@ -402,7 +402,7 @@ def _unit(largest: float, quantity: str) -> tuple[float, str]:
     return next((divisor, unit) for divisor, unit, limit in steps if not largest >= limit)
 
 
-def _tick(label: str) -> str:
+def tick(label: str) -> str:
     """Return a tick without watt-hours and zero decimals, which only tables need."""
     label = label.split(" (", maxsplit=1)[0]
     return re.sub(r" 00 (min|s|h)$", "", re.sub(r"(\d)\.0+ ", r"\1 ", label))

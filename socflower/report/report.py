@@ -25,6 +25,7 @@ from socflower.quantities import (
     plain_number,
 )
 from socflower.report.board_picture import board_picture, communication_letters, letter
+from socflower.report.front import front_plot
 from socflower.report.heat_section import heat_plots
 from socflower.report.plots import PARTS, Curve, Plot, breakdown_plot, needs_log, quality_plot
 from socflower.report.quality import Quality
@@ -56,6 +57,7 @@ def write_report(
     title: str,
     question: str = "",
     predictions: Sequence[Mapping[str, Any]] = (),
+    methods: Mapping[str, Any] | None = None,
     means: Sequence[Mapping[str, Any]] = (),
     tuning: Mapping[str, Any] | None = None,
     caveats: Sequence[str] = (),
@@ -63,14 +65,15 @@ def write_report(
     """Write the report of one or several result documents atomically.
 
     The first result is compared with each of the others; if there are `means` over several seeds, the means are
-    compared. `predictions` are predicted epochs; `tuning` and `caveats` are those of a comparison document. Equal
-    arguments give equal bytes. Raises `ConfigError` if there are no results.
+    compared. `predictions` are predicted epochs; `methods`, `tuning` and `caveats` are those of a comparison document.
+    Equal arguments give equal bytes. Raises `ConfigError` if there are no results.
     """
     content = render_report(
         results,
         title=title,
         question=question,
         predictions=predictions,
+        methods=methods,
         means=means,
         tuning=tuning,
         caveats=caveats,
@@ -85,6 +88,7 @@ def render_report(
     title: str,
     question: str = "",
     predictions: Sequence[Mapping[str, Any]] = (),
+    methods: Mapping[str, Any] | None = None,
     means: Sequence[Mapping[str, Any]] = (),
     tuning: Mapping[str, Any] | None = None,
     caveats: Sequence[str] = (),
@@ -111,6 +115,8 @@ def render_report(
         claims=claims,
         verdict=verdict_on(claims),
         predictions=prediction_table(predictions),
+        methods=methods,
+        front=front_plot(methods["front"]) if methods and methods["front"] else None,
         over_time=_over_time(runs, quality),
         over_energy=_over_energy(runs, quality),
         without_energy=_without_energy(runs, quality),

@@ -105,6 +105,7 @@ def plan_app_folder(
             strategy.method.steps_per_epoch,
             schedule.interval_epochs,
             server_interval=interval,
+            doubling_epochs=schedule.doubling_epochs,
         )
         late = strategy.method.late
         predicted = predicted_costs(

@@ -181,13 +181,22 @@ def _choices(scenario: Scenario) -> Iterator[dict[str, Any]]:
         counts = list(_halves(start["socs"]))
         few = [count for count in counts if count <= _MOST_STAGES]
         axes["socs"] = few if kind.is_pipeline else counts
-    if isinstance(kind, GroupStrategy) and kind.num_socs is None and not kind.is_alone:
-        if scenario.precision.arithmetic != "int8":
-            axes["overlap_buckets"] = list(_BUCKETS)
-        if kind.exchange is None:
-            axes["exchange"] = list(_EXCHANGES)
+    if isinstance(kind, GroupStrategy) and kind.num_socs is None:
+        axes |= _axes_of_exchange(scenario, kind)
     for values in product(*axes.values()):
         yield dict(zip(axes, values, strict=True))
+
+
+def _axes_of_exchange(scenario: Scenario, kind: GroupStrategy) -> dict[str, list[Any]]:
+    """Return what is tried of the exchange of gradients; nothing where there is none."""
+    if kind.never_exchanges_gradients(scenario.strategy.groups):
+        return {}
+    axes: dict[str, list[Any]] = {}
+    if scenario.precision.arithmetic != "int8":
+        axes["overlap_buckets"] = list(_BUCKETS)
+    if "exchange" not in kind.unread_keys:
+        axes["exchange"] = list(_EXCHANGES)
+    return axes
 
 
 def _epoch_of(scenario: Scenario) -> Costs:
@@ -300,6 +309,12 @@ def front(costs: Sequence[Costs]) -> list[int]:
         if not own.is_dominated(costs) and own not in costs[:index]
     ]
     return sorted(kept, key=lambda index: costs[index].time_s)
+
+
+def with_front(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows with `time_s` and `energy_j`, and whether each is `on_front`."""
+    best = front([Costs(time_s=row["time_s"], energy_j=row["energy_j"]) for row in rows])
+    return [{**row, "on_front": index in best} for index, row in enumerate(rows)]
 
 
 def by_fronts(costs: Sequence[Costs]) -> list[int]:

@@ -14,8 +14,15 @@ from socflower.report.quality import FIGURES, TARGETS, Quality, costs_to_target
 from socflower.report.spread import means_of
 from socflower.report.summary import headline_of
 from socflower.scenario.caveats import caveats_of
-from socflower.scenario.expectations import check_expectations
+from socflower.scenario.expectations import check_expectations, claims_without
 from socflower.scenario.predicted_epochs import epochs_by_fusion, predicted_epochs
+from socflower.scenario.predicted_methods import (
+    Front,
+    PredictedMethods,
+    front_of,
+    predicted_methods,
+    require_front,
+)
 from socflower.scenario.prepared_run import PreparedRun, prepare
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document
@@ -74,6 +81,7 @@ def compare(
     seeds: Sequence[int] = (),
     tuning: Tuning | Search | None = None,
     until_target: bool = False,
+    front: Front | None = None,
     logging: RoundLogging = NO_LOGGING,
 ) -> dict[str, Any]:
     """Run the scenario under each strategy, and each of `seeds`, and return the comparison document.
@@ -84,7 +92,8 @@ def compare(
     `predictions` are of workloads that were not trained; `caveats` names settings that would have helped the others.
     With `tuning` each strategy first trains with each of its values, or with those that a search of so many trainings
     tries, in `out/tune/`, and then with the best one. `until_target` ends each run at the target of `[compare]`, after
-    which only its cost would grow.
+    which only its cost would grow. With `front` all methods are predicted, and of `strategies` those on the front
+    of time against energy to the target train, the first one, and one SoC; claims against the others are not checked.
     `logging` writes the rounds of each run into its folder.
     """
     own = scenario.strategy.name
@@ -106,6 +115,7 @@ def compare(
         tuple(seeds),
         tuning,
         until_target,
+        front,
         logging,
     )
     comparison.check()
@@ -129,11 +139,12 @@ class _Comparison:
         seeds: tuple[int, ...],
         tuning: Tuning | Search | None,
         until_target: bool,
+        front: Front | None,
         logging: RoundLogging,
     ) -> None:
         self._scenario = scenario
         self._strategies, self._seeds, self._tuning = strategies, seeds, tuning
-        self._until_target = until_target
+        self._until_target, self._front = until_target, front
         self._out, self._engine = out, engine
         self._num_workers, self._on_start = num_workers, on_start
         self._logging = logging
@@ -141,9 +152,16 @@ class _Comparison:
         self._search_seed = search_seed(scenario, seeds or (scenario.seed,))
         self._prepared: dict[str, PreparedRun] = {}
         self._predictions: list[dict[str, Any]] = []
+        self._methods: PredictedMethods | None = None
 
     def check(self) -> None:
-        """Prepare all runs, so that an error appears before any training."""
+        """Prepare all runs, so that an error appears before any training; then choose those on the front."""
+        if self._front is not None:
+            require_front(self._scenario)
+            if self._tuning is not None:
+                raise ConfigError(
+                    "--front predicts with the scenario's settings; leave out --tune and --search"
+                )
         if isinstance(self._tuning, Search):
             self._tuning.require_target(self._scenario, self._engine)
         if self._until_target:
@@ -159,7 +177,14 @@ class _Comparison:
             # With seeds every run has a scenario of its own, so that no prepared one can be reused.
             if not self._seeds:
                 self._prepared[name] = prepare(under, self._engine)
+        if self._front is not None:
+            self._methods = predicted_methods(
+                self._scenario, self._strategies, on_method=self._front.on_method
+            )
+            self._strategies = self._methods.trained
         self._predictions = predicted_epochs(self._scenario, self._strategies)
+        if self._front is not None and self._methods is not None:
+            self._front.on_predicted(self._methods)
 
     def _require_target(self) -> None:
         """Raise `ConfigError` if no run could end at a target, or if claims are about a run's end."""
@@ -189,8 +214,11 @@ class _Comparison:
         for result in results:
             result |= costs_to_target(result, quality, target)
             result["expectations"] = []
+        expect = self._scenario.expect
+        if self._methods is not None:
+            expect = claims_without(expect, self._methods.left_out)
         for subject, *others in by_seed:
-            claims = check_expectations(self._scenario.expect, subject, others)
+            claims = check_expectations(expect, subject, others)
             subject["expectations"] = [
                 {**claim, **({"seed": subject["seed"]} if self._seeds else {})} for claim in claims
             ]
@@ -204,6 +232,9 @@ class _Comparison:
         tuning: dict[str, Any] | None = None
         if self._tuning is not None:
             tuning = {"key": self._tuning.key, "seed": self._search_seed, "strategies": found}
+        methods: dict[str, Any] | None = None
+        if self._methods is not None:
+            methods = {**self._methods.to_document(), "front": front_of(results, quality)}
         document = {
             "schema": 1,
             "scenario": to_document(self._scenario),
@@ -217,6 +248,7 @@ class _Comparison:
             "tuning": tuning,
             "expectations": [claim for result in results for claim in result["expectations"]],
             "predictions": predictions,
+            "methods": methods,
             "fusions": epochs_by_fusion(self._scenario, self._strategies),
         }
         write_atomically(self._out / "comparison.json", json.dumps(document, indent=1))
@@ -228,6 +260,7 @@ class _Comparison:
             title=self._scenario.name,
             question=self._scenario.question,
             predictions=predictions,
+            methods=methods,
             means=means,
             tuning=tuning,
             caveats=caveats,

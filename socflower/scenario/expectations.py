@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -137,6 +137,12 @@ def check_expectations(
         for key, expected in expect.items()
         if not is_of_plan(key)
     ]
+
+
+def claims_without(expect: Mapping[str, float], left_out: Collection[str]) -> dict[str, float]:
+    """Return the claims that do not compare with one of the strategies `left_out`."""
+    compared = {f"{kind}_{other}" for kind in _COMPARED_QUANTITIES for other in left_out}
+    return {key: value for key, value in expect.items() if key.partition("_")[2] not in compared}
 
 
 SOURCES = ("server", "evaluate", "train")

@@ -41,7 +41,7 @@ def rack_dynamics(scenario: Scenario, cluster: Cluster) -> RackDynamics | None:
     thermal = scenario.thermal or ThermalConfig()
     background_load = scenario.background_load or BackgroundLoadConfig()
     games: Any = ()
-    if background_load.games == "tidal":
+    if background_load.games != "none":
         games = background_load.tide.loads(
             cluster.num_socs, _HORIZON_S, background_load.start_hour, scenario.seed
         )

@@ -257,6 +257,8 @@ def _work_of(
             or group_strategy(settings.name).needs_each_model,
         ),
         steps_per_epoch=steps_per_epoch,
+        preemption=settings.preemption,
+        dispatches=settings.dispatch,
     )
 
 
@@ -282,6 +284,7 @@ def planned_intervals(scenario: Scenario, work: IntervalCosts) -> Sequence[SyncI
         work.steps_per_epoch,
         _interval_epochs(scenario),
         server_interval=_server_interval(scenario),
+        doubling_epochs=scenario.strategy.doubling_epochs,
     )
 
 
@@ -292,6 +295,7 @@ def _planned_shapes(scenario: Scenario, work: IntervalCosts) -> Sequence[tuple[S
         work.steps_per_epoch,
         _interval_epochs(scenario),
         server_interval=_server_interval(scenario),
+        doubling_epochs=scenario.strategy.doubling_epochs,
         changes=work.gradients.coding.changes,
     )
     if not scenario.synchronous_epochs:

@@ -6,7 +6,8 @@ from typing import Any
 from socflower.cluster import Cluster
 from socflower.errors import InfeasiblePlan
 from socflower.hierarchy.exchange.collectives import FUSIONS
-from socflower.scenario.planning import PlannedTraining, planned_training
+from socflower.scenario.planning import PlannedTraining
+from socflower.scenario.predicted_training import predicted_training
 from socflower.scenario.schema.config import (
     DataConfig,
     ModelConfig,
@@ -15,7 +16,7 @@ from socflower.scenario.schema.config import (
     Scenario,
 )
 from socflower.scenario.schema.file import scenario_cluster
-from socflower.scenario.schema.strategies import group_strategy
+from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy, group_strategy
 
 _BUCKETS = (1, 8)
 """Of a gradient that is exchanged while the rest is computed, as a strategy may have at its best."""
@@ -37,30 +38,38 @@ def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict
             # FedAvg has no plan, so nothing is predicted for it.
             if not planned.has_groups:
                 continue
-            cluster = scenario_cluster(planned)
-            own = _training(planned, cluster)
-            own_samples = _num_groups(planned) * entry.batch_size
             # The first strategy decides at how many samples a step all are compared.
-            step_samples = step_samples or own_samples
-            equal = own if own_samples == step_samples else _at(planned, cluster, step_samples)
-            try:
-                settings, best = best_epoch(planned, cluster, step_samples)
-            except InfeasiblePlan:
-                settings, best = {}, None
-            rows.append(
-                {
-                    **entry.model_dump(),
-                    "strategy": name,
-                    "epoch_s": own.duration_s,
-                    "epoch_energy_j": own.energy_j,
-                    "step_samples": own_samples,
-                    "equal_epoch_s": equal and equal.duration_s,
-                    "best_epoch_s": best and best.duration_s,
-                    "best_epoch_energy_j": best and best.energy_j,
-                    "best": settings,
-                }
-            )
+            step_samples = step_samples or samples_a_step(planned)
+            epochs = epochs_of(planned, scenario_cluster(planned), step_samples)
+            rows.append({**entry.model_dump(), "strategy": name, **epochs})
     return rows
+
+
+def epochs_of(scenario: Scenario, cluster: Cluster, step_samples: int) -> dict[str, Any]:
+    """Return the predicted epochs of the scenario's strategy: as set, at so many samples a step, and the best of these.
+
+    See `predicted_epochs` for the keys. `InfeasiblePlan` if no device has the memory for the epoch as it is set.
+    """
+    own, own_samples = mean_epoch(scenario, cluster), samples_a_step(scenario)
+    equal = own if own_samples == step_samples else _at(scenario, cluster, step_samples)
+    settings: dict[str, Any] = {}
+    best = equal
+    # The planner of pipelines has tried all of their settings.
+    if not scenario.is_pipeline:
+        try:
+            settings, best = best_epoch(scenario, cluster, step_samples)
+        except InfeasiblePlan:
+            best = None
+    return {
+        "epoch_s": own.duration_s,
+        "epoch_energy_j": own.energy_j,
+        "step_samples": own_samples,
+        "equal_epoch_s": equal and equal.duration_s,
+        "equal_epoch_energy_j": equal and equal.energy_j,
+        "best_epoch_s": best and best.duration_s,
+        "best_epoch_energy_j": best and best.energy_j,
+        "best": settings,
+    }
 
 
 def _of_entry(scenario: Scenario, entry: PredictedEpoch, name: str) -> Scenario:
@@ -90,19 +99,27 @@ def best_epoch(
     return min(tried, key=lambda each: each[1].duration_s)
 
 
-def _training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
-    """Return the mean epoch of a training; `InfeasiblePlan` for a device with too little memory."""
-    planned, epochs = planned_training(scenario, cluster), scenario.train.epochs
+def mean_epoch(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
+    """Return the mean cost of an epoch of a training; see `predicted_training`."""
+    whole, epochs = predicted_training(scenario, cluster), scenario.train.epochs
     return PlannedTraining(
-        duration_s=planned.duration_s / epochs,
-        energy_j=planned.energy_j / epochs,
-        socs=planned.socs,
+        duration_s=whole.duration_s / epochs, energy_j=whole.energy_j / epochs, socs=whole.socs
     )
 
 
-def _num_groups(scenario: Scenario) -> int:
+def samples_a_step(scenario: Scenario) -> int:
+    """Return how many samples all SoCs take between two updates of a model."""
+    return _num_batches(scenario) * scenario.train.batch_size
+
+
+def _num_batches(scenario: Scenario) -> int:
+    """Return how many batches are trained on at the same time: one of each group, of a pipeline, of a SoC of FedAvg."""
     settings = scenario.strategy
+    if scenario.is_pipeline:
+        return 1
     num_socs = settings.socs or scenario_cluster(scenario).num_socs
+    if not scenario.has_groups:
+        return num_socs
     number = group_strategy(settings.name).groups(settings.groups, num_socs)
     # With "auto" the prediction is that of one group per board.
     return number if isinstance(number, int) else len(scenario_cluster(scenario).boards)
@@ -113,10 +130,10 @@ def _at(
 ) -> PlannedTraining | None:
     """Return the epoch with so many samples a step and other settings; None if they do not fit a device's memory."""
     changed = scenario.replaced(strategy=scenario.strategy.replaced(**strategy))
-    batch_size = max(1, step_samples // _num_groups(changed))
+    batch_size = max(1, step_samples // _num_batches(changed))
     try:
         train = changed.train.replaced(batch_size=batch_size)
-        return _training(changed.replaced(train=train), cluster)
+        return mean_epoch(changed.replaced(train=train), cluster)
     except InfeasiblePlan:
         return None
 
@@ -128,17 +145,19 @@ def _tried(
 
     They leave the result of a step as it is: the number of groups would change it.
     """
-    settings = scenario.strategy
-    kind = group_strategy(settings.name)
-    counts = [kind.num_socs or settings.socs or cluster.num_socs]
-    # A strategy with as many groups as SoCs may have one.
-    least = 1 if kind.num_groups == 0 else _num_groups(scenario)
-    while kind.num_socs is None and counts[-1] > least:
+    settings, kind = scenario.strategy, STRATEGIES[scenario.strategy.name]
+    own_socs, is_alone = None, True
+    if isinstance(kind, GroupStrategy):
+        own_socs, is_alone = kind.num_socs, kind.never_exchanges_gradients(settings.groups)
+    counts = [own_socs or settings.socs or cluster.num_socs]
+    # SoCs that train alone are as many groups.
+    least = _num_batches(scenario)
+    while own_socs is None and counts[-1] > least:
         counts.append(max(least, counts[-1] // 2))
     for socs in counts:
-        changes: dict[str, Any] = {} if kind.num_socs is not None else {"socs": socs}
+        changes: dict[str, Any] = {} if own_socs is not None else {"socs": socs}
         # Int8 exchanges its gradients after the backward pass.
-        overlaps = scenario.precision.arithmetic != "int8" and kind.num_groups != 0 and socs > least
+        overlaps = scenario.precision.arithmetic != "int8" and not is_alone and socs > least
         for more in [{"overlap_buckets": buckets} for buckets in _BUCKETS] if overlaps else [{}]:
             found = _at(scenario, cluster, step_samples, **changes, **more)
             if found is not None:
@@ -157,4 +176,4 @@ def epochs_by_fusion(scenario: Scenario, strategies: Sequence[str]) -> list[dict
 
 def _epoch_s(scenario: Scenario, fusion: str) -> float:
     changed = scenario.replaced(strategy=scenario.strategy.replaced(fusion=fusion))
-    return _training(changed, scenario_cluster(changed)).duration_s
+    return mean_epoch(changed, scenario_cluster(changed)).duration_s

@@ -3,13 +3,20 @@
 from collections.abc import Sequence
 
 from socflower.cluster import Cluster, Usage
-from socflower.cluster.hub_round import HubExchange, LocalTrainingCost, Payload, hub_round
+from socflower.cluster.device_memory import require_training_memory
+from socflower.cluster.hub_round import local_round
 from socflower.errors import ConfigError
 from socflower.hierarchy import group_steps_per_epoch, sync_shapes
 from socflower.hierarchy.exchange.collectives import BUCKETS
 from socflower.pipeline.planner.selection import Planned, plan_pipeline
 from socflower.pipeline.schedule.run import interval_usage
-from socflower.scenario.costs import model_profile, num_samples, num_training_samples, pricing
+from socflower.scenario.costs import (
+    model_profile,
+    num_samples,
+    num_training_samples,
+    optimizer_copies,
+    pricing,
+)
 from socflower.scenario.pipeline_planning import pipeline_problem, planner_settings
 from socflower.scenario.planning import PlannedTraining, planned_training
 from socflower.scenario.schema.config import Scenario
@@ -39,21 +46,23 @@ def _local_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
     train = scenario.train
     sizes = _part_sizes(scenario, num_participants(scenario, cluster))
     profile, cost = model_profile(scenario), pricing(scenario)
-    is_fused = scenario.strategy.fusion == BUCKETS
-    model = Payload(
-        num_bytes=profile.weight_bytes, num_messages=1 if is_fused else profile.num_tensors
+    batches = {soc: min(train.batch_size, size) for soc, size in enumerate(sizes)}
+    require_training_memory(
+        cluster, profile, batches, pricing=cost, optimizer_copies=optimizer_copies(scenario)
     )
-    exchanges = []
-    for soc, size in enumerate(sizes):
-        batch, num_examples = min(train.batch_size, size), size * train.local_epochs
-        step = cost.step_cost(profile, cluster.device_of(soc), batch)
-        training = LocalTrainingCost(
-            num_examples=num_examples, num_batches=num_examples / batch, step=step
+    training = {
+        soc: (
+            cost.step_cost(profile, cluster.device_of(soc), batch),
+            train.local_epochs * sizes[soc] / batch,
         )
-        exchanges.append(HubExchange(soc=soc, down=model, training=training, up=model))
-    socs = tuple(range(len(sizes)))
-    usage = EventClock(cluster).run(hub_round(exchanges, socs), label="train")
-    return _planned(usage * (train.epochs // train.local_epochs), socs)
+        for soc, batch in batches.items()
+    }
+    # Flower's messages are one each, or one for each tensor (F8a).
+    is_fused = scenario.strategy.fusion == BUCKETS
+    num_messages = 1 if is_fused else profile.num_tensors
+    graph = local_round(training, model_bytes=profile.weight_bytes, num_messages=num_messages)
+    usage = EventClock(cluster).run(graph, label="train")
+    return _planned(usage * (train.epochs // train.local_epochs), tuple(training))
 
 
 def _part_sizes(scenario: Scenario, num_parts: int) -> Sequence[int]:
@@ -78,9 +87,9 @@ def _part_sizes(scenario: Scenario, num_parts: int) -> Sequence[int]:
 def _pipeline_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
     """Return the prediction for a pipeline, whose rounds are intervals of at most an epoch."""
     train, asked = scenario.train, scenario.strategy.sync_interval_epochs
-    problem, _ = pipeline_problem(scenario)
+    problem, epoch_samples = pipeline_problem(scenario)
     planned = plan_pipeline(problem, planner_settings(scenario))
-    whole = num_training_samples(scenario, num_samples(scenario))
+    whole = num_training_samples(scenario, epoch_samples)
     steps_per_epoch = group_steps_per_epoch(whole, 1, train.batch_size)
     interval = 1.0 if isinstance(asked, str) else min(1.0, asked)
     total = Usage()

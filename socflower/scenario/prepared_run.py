@@ -2,6 +2,7 @@
 
 import math
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from socflower.cluster import Cluster
@@ -20,12 +21,13 @@ from socflower.scenario.costs import (
 )
 from socflower.scenario.heat import check_boards
 from socflower.scenario.planning import group_work
-from socflower.scenario.schema.config import Scenario, several_groups
+from socflower.scenario.schema.config import INSIDE_GROUPS_OR_FIRST, Scenario, several_groups
 from socflower.scenario.schema.file import num_participants, scenario_cluster
 from socflower.scenario.schema.key_rules import is_set
 from socflower.scenario.schema.strategies import STRATEGIES
 from socflower.scenario.split_setting import SplitSetting
 from socflower.workloads.sources import data_names, load_data
+from socflower.workloads.weights_file import read_weights
 
 # Checks that need no torch come first: importing it takes longer than all of them.
 if TYPE_CHECKING:
@@ -66,6 +68,8 @@ class PreparedRun:
         if scenario.pipeline is not None and scenario.pipeline.sample:
             why = "there are no data to train on; give [data] instead, or use `socflower plan`"
             raise scenario.mistake("pipeline", "sample", why)
+        if scenario.model.pretrained:
+            _check_pretrained(scenario, trains_here)
         num_socs = num_participants(scenario, self.cluster)
         check_boards(scenario, self.cluster)
         if scenario.is_split:
@@ -73,6 +77,7 @@ class PreparedRun:
             if trains_here:
                 self._check_split()
         else:
+            _check_streaming(scenario, engine)
             self._check_groups(num_socs)
             check_names(scenario)
             if trains_here and not scenario.factories:
@@ -100,6 +105,11 @@ class PreparedRun:
             self._check_memory(num_socs)
             # A model of the user's may have layers that cannot be profiled.
             model_profile(scenario)
+        if scenario.model.pretrained and self._model is None:
+            from socflower.scenario.workload import initial_model
+
+            # This refuses weights of another model.
+            self._model = initial_model(scenario)
         if scenario.precision.arithmetic != "fp32":
             self._check_int8()
 
@@ -121,8 +131,10 @@ class PreparedRun:
                 "fewer"
             )
         is_alone = groups == num_socs and several_groups(scenario.strategy.name)
-        is_alone |= groups == "auto" and STRATEGIES[scenario.strategy.name].is_alone
-        for key in ("exchange", "compression"):
+        kind = STRATEGIES[scenario.strategy.name]
+        is_alone |= groups == "auto" and kind.is_alone
+        unread = () if kind.is_synchronous_first else INSIDE_GROUPS_OR_FIRST
+        for key in ("exchange", "compression", *unread):
             if is_alone and is_set(scenario.strategy, key):
                 why = "each group has one SoC, which exchanges no gradients; leave it out"
                 raise scenario.mistake("strategy", key, why)
@@ -154,7 +166,8 @@ class PreparedRun:
         """Raise if int8 cannot train the scenario's model, or this machine lacks the kernel path."""
         from socflower.scenario.workload import initial_model
 
-        self._model = initial_model(self.scenario)
+        if self._model is None:
+            self._model = initial_model(self.scenario)
         self._read_in_int8(self._model, "or arithmetic = 'fp32'")
 
     def _read_in_int8(self, model: "nn.Module", instead: str, *, head: bool = True) -> None:
@@ -203,6 +216,17 @@ def prepare(scenario: Scenario, engine: str = "local", *, trains_here: bool = Tr
     return run
 
 
+def _check_pretrained(scenario: Scenario, trains_here: bool) -> None:
+    """Raise for weights that cannot be read, or that other machines do not have."""
+    if not trains_here:
+        why = "the file is on this machine, and the machines of a SuperLink train; leave it out"
+        raise scenario.mistake("model", "pretrained", why)
+    try:
+        read_weights(Path(scenario.model.pretrained))
+    except ConfigError as error:
+        raise ConfigError(f"{scenario.name} [model] pretrained: {error}") from None
+
+
 def _check_int8_exchange(scenario: Scenario) -> None:
     """Raise for settings that the exchange of integer gradients does not have."""
     if scenario.gradient_exchange[1] != NONE:
@@ -213,6 +237,17 @@ def _check_int8_exchange(scenario: Scenario) -> None:
         # Members agree on the scale of each tensor only once its whole gradient is there.
         why = "gradients in int8 are exchanged after the backward pass; leave it out"
         raise scenario.mistake("strategy", "overlap_buckets", why)
+
+
+def _check_streaming(scenario: Scenario, engine: str) -> None:
+    """Raise for what fragments of real machines, which meet at the hub, would not do."""
+    strategy = scenario.strategy
+    if engine != "deployment" or not scenario.is_streaming:
+        return
+    for key, plain in (("leaders", ("auto", "star")), ("leader_compression", (NONE,))):
+        if getattr(strategy, key) not in plain:
+            why = "in a deployment fragments meet at the hub as they are; leave it out"
+            raise scenario.mistake("strategy", key, why)
 
 
 def _check_shared(scenario: Scenario, engine: str) -> None:

@@ -111,7 +111,8 @@ def _key(choice: Choice) -> tuple[tuple[str, Any], ...]:
 
 def _again(before: Choice, after: Choice) -> Choice | None:
     """Return the choice that the same move makes of its result; None where a number would not stay whole."""
-    made = {key: value * value / before[key] for key, value in after.items()}
+    # By the factor, which is exact: value * value / before would be a neighbour of a value that did not move.
+    made = {key: value * (value / before[key]) for key, value in after.items()}
     whole = {key: int(made[key]) for key, value in after.items() if isinstance(value, int)}
     return {**made, **whole} if all(made[key] == whole[key] >= 1 for key in whole) else None
 

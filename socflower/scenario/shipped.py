@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from socflower.errors import ConfigError
+from socflower.workloads.sources import data_names
 
 _PACKAGE = Path(__file__).parents[1]
 _RECORDED = "recorded.json"
@@ -85,7 +86,7 @@ def needs_of(data: str | None, comment: str) -> list[str]:
     needed = []
     if data == "digits":
         needed.append("socflower[demo]")
-    elif data in ("mnist", "cifar10"):
+    elif data in data_names():
         needed.append(f"{data} in SOCFLOWER_DATA, or socflower[hub]")
     if "--engine deployment" in comment:
         needed.append("--engine deployment")

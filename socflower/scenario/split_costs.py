@@ -17,7 +17,7 @@ def is_built_in(scenario: Scenario) -> bool:
     """Return whether the model is built in as it is: for all classes of built-in data, without frozen layers."""
     split = scenario.split
     return (
-        not (scenario.factories or split.classes or split.frozen or split.pretrained)
+        not (scenario.factories or split.classes or split.frozen or scenario.model.pretrained)
         and scenario.model.name in model_names()
         and scenario.data.name in data_names()
     )

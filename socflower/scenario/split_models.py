@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, cached_property
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -43,7 +42,13 @@ from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.split import CLICK_MODEL, CLICKS, GENERATOR
 from socflower.scenario.split_costs import layered_costs
-from socflower.scenario.workload import ModelMetrics, image_shape, initial_model, scenario_data
+from socflower.scenario.workload import (
+    ModelMetrics,
+    image_shape,
+    initial_model,
+    load_pretrained,
+    scenario_data,
+)
 from socflower.training.fp32 import LossFn
 from socflower.training.int8 import Int8Trainer
 from socflower.workloads.click_through import ClickData, click_data
@@ -54,7 +59,7 @@ from socflower.workloads.models.click_model import build_click_model
 from socflower.workloads.models.generator import build_generator
 from socflower.workloads.partition import partition
 from socflower.workloads.sample_tensors import GeneratorSamples
-from socflower.workloads.transfer import class_subset, load_weights
+from socflower.workloads.transfer import class_subset
 
 _EVALUATION_BATCH = 2000
 
@@ -130,8 +135,6 @@ class SplitWorkload(ABC):
         reverse: bool = False,
     ) -> LayeredProgram:
         settings = self.scenario.split
-        if settings.pretrained:
-            load_weights(model, Path(settings.pretrained))
         return LayeredProgram(
             # Each half trains its own copy, since training changes weights in place.
             model_fn=lambda: copy.deepcopy(model),
@@ -325,6 +328,7 @@ class GeneratorWorkload(SplitWorkload):
     def program(self) -> LayeredProgram:
         """The digit generator."""
         model = build_generator(self.scenario.seed, num_classes=self._samples.images.num_classes)
+        load_pretrained(self.scenario, model)
         example = (self._samples.codes([0]).shape[1],)
         return self._program(model, example, functional.mse_loss, reverse=True)
 
@@ -375,9 +379,12 @@ def split_workload(scenario: Scenario, num_edges: int) -> SplitWorkload:
         raise scenario.mistake("model", "name", f"it goes with {CLICKS!r}, and data is {data!r}")
     if data == CLICKS:
         split = scenario.split
-        if split.classes or split.frozen or split.pretrained:
-            why = "does not support classes, frozen and pretrained; leave them out"
+        if split.classes or split.frozen:
+            why = "does not support classes and frozen; leave them out"
             raise ConfigError(f"{scenario.name} [edgecloud]: {CLICKS!r} {why}")
+        if scenario.model.pretrained:
+            why = f"{CLICK_MODEL!r} begins with random weights; leave it out"
+            raise scenario.mistake("model", "pretrained", why)
         _require_edges(scenario, num_edges, 2)
         return ClickWorkload(scenario, num_edges)
     if model == GENERATOR:

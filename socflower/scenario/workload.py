@@ -24,11 +24,13 @@ from socflower.training.trainer import require_trained_parameters
 from socflower.user_code import call, import_attribute, raised
 from socflower.workloads.data_source import DataSource
 from socflower.workloads.dataset import LabelledData
+from socflower.workloads.dispatched import require_dispatchable
 from socflower.workloads.evaluation import evaluate
 from socflower.workloads.map_dataset import as_data_source
 from socflower.workloads.models.classifiers import build_model
 from socflower.workloads.partition import partition
 from socflower.workloads.sources import data_shape, load_data
+from socflower.workloads.transfer import load_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,10 +57,10 @@ class ModelMetrics:
 
 
 def initial_model(scenario: Scenario, num_classes: int | None = None) -> nn.Module:
-    """Return the scenario's model with initial weights from its seed, for the data's classes or `num_classes`.
+    """Return the scenario's model for the data's classes or `num_classes`, with its initial weights.
 
-    The user's function draws from torch's, NumPy's and Python's global generators, all seeded with the scenario's seed;
-    their states are restored afterwards.
+    They are drawn from the seed; those of `[model] pretrained` replace them. The user's function draws from torch's,
+    NumPy's and Python's global generators, all seeded with the scenario's seed; their states are restored afterwards.
     """
     if scenario.model.factory:
         made = _made("model", scenario.model, scenario)
@@ -67,15 +69,27 @@ def initial_model(scenario: Scenario, num_classes: int | None = None) -> nn.Modu
                 f"{_factory_text('model', scenario)}: returned a {type(made).__name__}, not a "
                 "torch.nn.Module"
             )
+        load_pretrained(scenario, made)
         return made
     channels, size, known_classes = _image_shape(scenario)
-    return build_model(
+    model = build_model(
         scenario.model.name,
         in_channels=channels,
         image_size=size,
         num_classes=num_classes or known_classes,
         seed=scenario.seed,
     )
+    load_pretrained(scenario, model)
+    return model
+
+
+def load_pretrained(scenario: Scenario, model: nn.Module) -> None:
+    """Load the weights of `[model] pretrained`, if it names a file; `ConfigError` if they are not the model's."""
+    settings = scenario.model
+    if not settings.pretrained:
+        return
+    with _naming(f"{scenario.name} [model] pretrained"):
+        load_weights(model, Path(settings.pretrained), except_head=settings.new_head)
 
 
 def scenario_data(scenario: Scenario) -> TrainingData:
@@ -143,6 +157,9 @@ def check_workload(scenario: Scenario) -> None:
     data, model = scenario_data(scenario), initial_model(scenario)
     # Label skew needs classes, which some data do not have.
     _labels(scenario, data.train)
+    if scenario.strategy.dispatch:
+        with _naming(f"{scenario.name} [strategy]"):
+            require_dispatchable(data.train, len(data.train))
     if scenario.model.factory:
         with _naming(_factory_text("model", scenario)):
             require_trained_parameters(model)

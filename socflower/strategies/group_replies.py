@@ -212,11 +212,16 @@ class SettledRound:
 
 
 def settle(
-    this: Round, replies: Iterable[Message], *, tolerate_errors: bool, arrived: Collection[int] = ()
+    this: Round,
+    replies: Iterable[Message],
+    *,
+    tolerate_errors: bool,
+    arrived: Collection[int] = (),
+    lost: Sequence[ReplyEvent] = (),
 ) -> SettledRound:
     """Read the replies of a round, whether `GroupGrid` has settled its groups or any other grid brought all of them.
 
-    Of groups in `arrived` there are replies to an earlier round.
+    Of groups in `arrived` there are replies to an earlier round; of those of the events `lost` there are none.
 
     Raises `TrainingFailed` if no group has a usable reply, or if a client raised and that is not tolerated.
     """
@@ -233,10 +238,10 @@ def settle(
         ReplyEvent(kind=kind, group_id=group, text=text)
         for kind, group, text in zip(notes.kinds, notes.groups, notes.texts, strict=True)
     ]
-    usable, lost = sort_replies(
+    usable, all_lost = sort_replies(
         replies,
         this.group_of_node,
-        [event for event in events if event.kind in GROUP_LOST],
+        [*lost, *(event for event in events if event.kind in GROUP_LOST)],
         tolerate_errors=tolerate_errors,
         sent=this.sent,
         late=[event.group_id for event in events if event.kind == LATE],
@@ -250,7 +255,7 @@ def settle(
             group_id=event.group_id,
             text=f"{event.text.partition(';')[0]}; its model is in the mean of the leaders",
         )
-        for event in lost
+        for event in all_lost
         if event.group_id in met
     ]
     twice = [
@@ -267,7 +272,7 @@ def settle(
     return SettledRound(
         usable=[reply for reply in usable if group_id_of(reply) in met],
         means=means,
-        lost=(*(event for event in lost if event.group_id not in met), *twice),
+        lost=(*(event for event in all_lost if event.group_id not in met), *twice),
         events=(*(event for event in events if event.kind not in GROUP_LOST), *saved),
         away=frozenset(notes.away) & this.node_of.keys(),
         leaders_replaced=frozenset(notes.leaders_replaced),

@@ -145,7 +145,7 @@ class StreamingDiLoCo(DiLoCo):
     streaming : Streaming, optional
         Fragments, delay, and mixing.
     settings
-        As of `DiLoCo`; `outer` is a step of SGD. Each SoC is a group; models are not compressed; clients train in FP32.
+        As of `DiLoCo`; `outer` is a step of SGD. Each SoC is a group; clients train in FP32.
     """
 
     def __init__(
@@ -162,14 +162,10 @@ class StreamingDiLoCo(DiLoCo):
         require_type(name, (Streaming,), "Streaming(…) or None", streaming=streaming)
         require_type(name, (OuterSGD, type(None)), "OuterSGD(…) or nesterov(…)", outer=outer)
         refuse_quorum(name, settings)
-        interval, exchange = schedule.interval_epochs, settings.get("exchange", ExchangeSettings())
+        interval = schedule.interval_epochs
         for broken, why in (
             (isinstance(interval, str), f"interval_epochs = {interval!r}; give a number"),
             (schedule.server_interval > 1, "server_interval averages whole models; leave it out"),
-            (
-                exchange.leader_compression != NONE,
-                "leader_compression is of whole models; leave it out",
-            ),
             (
                 getattr(settings.get("costs", Costs()).pricing, "arithmetic", ""),
                 "fragments change in a round, which int8 does not see; train in FP32",

@@ -5,12 +5,16 @@ from dataclasses import dataclass
 LATE, ARRIVED, LATE_DROPPED = "late", "arrived", "late-dropped"
 """Kinds of events with a quorum: a group goes on with its interval, its work counts, or it never will."""
 
+TERMINATED = "terminated"
+"""The kind of event of a group that a user ended by taking one of its SoCs."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyEvent:
     """A reply that was dropped, or a failure or change in a group that was recovered from."""
 
-    # A group's work is lost: "client-raised", "no-reply", "not-finite", "malformed", "not-a-group", "group-left".
+    # A group's work is lost: "client-raised", "no-reply", "not-finite", "malformed", "not-a-group", "group-left",
+    # "terminated".
     # It is kept: "backend-dropped" (an accelerator failed), "preempted", "returned", "replanned", "no-answer" (nodes
     # left out at the start), "re-balanced", "hot" (a device was throttled).
     # With a quorum: "late", "arrived", "late-dropped".

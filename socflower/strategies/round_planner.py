@@ -8,6 +8,7 @@ from flwr.serverapp import Grid
 from socflower.cluster import Cluster, Usage, VirtualClock
 from socflower.errors import InfeasiblePlan, TrainingFailed
 from socflower.hierarchy import GroupPlan, Rebalancing, plan_without
+from socflower.hierarchy.group_preemption import GROUPS, SOCS, plan_of_whole_groups
 from socflower.quantities import counted
 from socflower.strategies.balancer import Balancer
 from socflower.strategies.node_registry import NodeRegistry
@@ -18,7 +19,8 @@ class RoundPlanner:
     """Holds the plan of the current round, and makes the plan of the next one.
 
     `rates` are the SoCs' nominal capacities. A SoC keeps its participant number, by which data and rings identify it,
-    when groups are re-formed.
+    when groups are re-formed. With `preemption = "groups"` a SoC that is away takes its group with it, as long as there
+    is another one; the SoCs of such a group are left in peace until the group is whole again.
     """
 
     def __init__(
@@ -27,7 +29,9 @@ class RoundPlanner:
         plan: GroupPlan,
         rates: Sequence[float],
         rebalancing: Rebalancing | None,
+        preemption: str = SOCS,
     ) -> None:
+        self.preemption = preemption
         self._cluster, self.rates = cluster, rates
         self.full_plan = self.plan = plan
         self.participant_of = {soc: index for index, soc in enumerate(plan.participants)}
@@ -68,13 +72,13 @@ class RoundPlanner:
         """Plan from now on by another plan over the same participants."""
         without = self.planned_without
         self.full_plan = plan
-        self.plan = plan_without(plan, self._cluster, self.rates, without)
+        self.plan = self._plan_without(without)
 
     def restore(
         self, *, away: Collection[int], planned_without: Collection[int], balance: Mapping[str, Any]
     ) -> None:
         """Restore the planning state of an interrupted training; `balance` is its `balancer.state`."""
-        plan = plan_without(self.full_plan, self._cluster, self.rates, planned_without)
+        plan = self._plan_without(planned_without)
         self.plan = self.balancer.restore(balance, plan)
         self.registry.mark_away(away)
 
@@ -139,16 +143,27 @@ class RoundPlanner:
         """Plan for the SoCs that are present: fewer SoCs form fewer groups, each with more data and as many steps."""
         if set(present) == set(self.plan.participants):
             return
-        away = sorted(set(self.full_plan.participants) - set(present))
         try:
-            self.plan = plan_without(self.full_plan, self._cluster, self.rates, away)
+            plan = self._plan_without(set(self.full_plan.participants).difference(present))
         except InfeasiblePlan as error:
             raise TrainingFailed(f"SoCFlow: {error}") from None
+        if plan.participants == self.plan.participants:
+            return
+        self.plan = plan
+        away, num_socs = self.planned_without, len(plan.participants)
         self.events.append(
             ReplyEvent(
                 kind="replanned",
                 group_id=0,
-                text=f"new plan: {counted(len(self.plan.groups), 'group')} of {counted(len(present), 'SoC')}"
+                text=f"new plan: {counted(len(self.plan.groups), 'group')} of {counted(num_socs, 'SoC')}"
                 + (f", without {', '.join(map(str, away))}" if away else ""),
             )
         )
+
+    def _plan_without(self, away: Collection[int]) -> GroupPlan:
+        """Return the plan without SoCs that are away, or without their groups; `InfeasiblePlan` if none is left."""
+        if self.preemption == GROUPS:
+            whole = plan_of_whole_groups(self.full_plan, away)
+            if whole is not None:
+                return whole
+        return plan_without(self.full_plan, self._cluster, self.rates, away)

@@ -9,6 +9,7 @@ from socflower.cluster import FP32, ModelProfile, Pricing, VirtualClock
 from socflower.cluster.cluster_file import MOST_SOCS
 from socflower.errors import ConfigError, require_type
 from socflower.field_rules import OneOf, checked
+from socflower.hierarchy.delayed_sync import DECAY, DOUBLING_EPOCHS
 from socflower.hierarchy.exchange import gradients
 from socflower.hierarchy.exchange.collectives import BUCKETS, FUSIONS
 from socflower.hierarchy.exchange.gradients import CODINGS, GradientExchange, gradient_coding
@@ -29,7 +30,7 @@ _MOST_BUCKETS = 1000
 
 Epochs = Annotated[int, Field(gt=0, le=MOST_EPOCHS)]
 BatchSize = Annotated[int, Field(gt=0, le=_MOST_SAMPLES)]
-IntervalEpochs = Annotated[float, Field(gt=0, le=MOST_EPOCHS)] | Annotated[str, OneOf(("decay",))]
+IntervalEpochs = Annotated[float, Field(gt=0, le=MOST_EPOCHS)] | Annotated[str, OneOf((DECAY,))]
 NumSocs = Annotated[int, Field(gt=0, le=MOST_SOCS)]
 UplinkTurns = bool | Annotated[str, OneOf((AUTO,))]
 OverlapBuckets = Annotated[int, Field(gt=0, le=_MOST_BUCKETS)]
@@ -60,6 +61,8 @@ class TrainingSchedule:
         Size of the training set, batch of a group, and passes over the data.
     interval_epochs : float or "decay"
         Epochs between synchronisations, or the paper's schedule 0.25, 0.5, 1, 2 (F3).
+    doubling_epochs : int
+        With "decay", after how many epochs the interval doubles: the paper's GN (F3).
     server_interval : int
         In a site of several servers, all groups take part in every `server_interval`-th synchronisation, and in the
         last one; in the others the groups of each server average their models.
@@ -74,9 +77,18 @@ class TrainingSchedule:
     batch_size: BatchSize
     num_epochs: Epochs
     interval_epochs: IntervalEpochs = "decay"
+    doubling_epochs: Epochs = DOUBLING_EPOCHS
     server_interval: Epochs = 1
     reshuffle: bool = True
     seed: int = 1
+
+    def check(self) -> None:
+        """Refuse epochs after which a constant interval doubles."""
+        if self.doubling_epochs != DOUBLING_EPOCHS and self.interval_epochs != DECAY:
+            raise ConfigError(
+                f"doubling_epochs = {self.doubling_epochs} is for interval_epochs = {DECAY!r}, and it is "
+                f"{self.interval_epochs!r}; leave it out"
+            )
 
 
 @checked

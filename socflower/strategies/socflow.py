@@ -6,7 +6,7 @@ from typing import Any
 from flwr.serverapp.strategy import Strategy
 
 from socflower.cluster import Cluster, ModelProfile, Pricing, VirtualClock, sustained_rates
-from socflower.errors import ConfigError, require_type
+from socflower.errors import ConfigError, require_known, require_type
 from socflower.hierarchy import (
     Exchanges,
     GroupPlan,
@@ -18,6 +18,7 @@ from socflower.hierarchy import (
     plan_groups,
     sync_schedule,
 )
+from socflower.hierarchy.group_preemption import GROUPS, PREEMPTIONS, SOCS
 from socflower.hierarchy.quorum import late_together
 from socflower.peers.ring.settings import RingSettings
 from socflower.plain_numbers import plain_numbers
@@ -37,6 +38,8 @@ from socflower.strategies.settings import (
     Grouping,
     TrainingSchedule,
 )
+from socflower.workloads.dataset import LabelledData
+from socflower.workloads.dispatched import require_dispatchable
 
 
 class GroupRoundStrategy(RoundStrategy[Round, SettledRound]):
@@ -89,6 +92,12 @@ class SoCFlow(GroupRoundStrategy):
     quorum : Quorum
         Whether a synchronisation ends without groups that are late: by default it waits for all. The leaders then have
         the star.
+    preemption : "socs" or "groups"
+        What ends if a user takes a SoC: its own work, or that of its whole group, until none of its SoCs is taken. One
+        group always stays.
+    dispatch : LabelledData, optional
+        All training data: the hub sends each group the samples of its interval, and nodes need no data of their own.
+        By default every node holds all data.
     tolerate_client_errors : bool
         Drop and report a client that raises instead of ending the run. A client that dies or returns NaN is always
         dropped and reported.
@@ -114,6 +123,8 @@ class SoCFlow(GroupRoundStrategy):
         outer: Strategy | None = None,
         average: Averaging | None = None,
         quorum: Quorum = Quorum(),
+        preemption: str = SOCS,
+        dispatch: LabelledData | None = None,
         tolerate_client_errors: bool = False,
     ) -> None:
         name = type(self).__name__
@@ -139,6 +150,9 @@ class SoCFlow(GroupRoundStrategy):
             _refuse_beside_outer(name, outer, average, schedule)
         if quorum.fraction < 1:
             _refuse_beside_quorum(name, quorum, groups, schedule, costs)
+        _check_preemption(name, preemption, quorum, rebalancing)
+        if dispatch is not None:
+            _require_dispatch(name, dispatch, schedule, costs)
         self._work = DataParallelWork(
             cluster=cluster,
             schedule=schedule,
@@ -149,11 +163,13 @@ class SoCFlow(GroupRoundStrategy):
             intervals=intervals,
             steps_per_epoch=steps_per_epoch,
             hub_decides=outer is not None,
+            preemption=preemption,
+            dispatches=dispatch is not None,
         )
         method = self._method(
             cluster=cluster,
             schedule=schedule,
-            planner=RoundPlanner(cluster, groups, rates, rebalancing),
+            planner=RoundPlanner(cluster, groups, rates, rebalancing, preemption),
             intervals=intervals,
             steps_per_epoch=steps_per_epoch,
             work=self._work,
@@ -164,6 +180,7 @@ class SoCFlow(GroupRoundStrategy):
             proximal_mu=proximal_mu_of(outer),
             tolerate_client_errors=tolerate_client_errors,
             quorum=quorum,
+            dispatch=dispatch,
         )
         super().__init__(method, outer, len(groups.groups))
 
@@ -213,6 +230,7 @@ def intervals_of(schedule: TrainingSchedule, num_groups: int) -> tuple[int, Sequ
         steps_per_epoch,
         schedule.interval_epochs,
         server_interval=schedule.server_interval,
+        doubling_epochs=schedule.doubling_epochs,
     )
     return steps_per_epoch, intervals
 
@@ -258,6 +276,39 @@ def _refuse_beside_quorum(
         if broken:
             raise ConfigError(
                 f"{name}: quorum = {quorum.fraction} does not go with {why}; leave one of the two out"
+            )
+
+
+def _require_dispatch(
+    name: str, data: LabelledData, schedule: TrainingSchedule, costs: Costs
+) -> None:
+    """Raise `ConfigError` for data that cannot be sent, and settings under which nodes need data of their own."""
+    for broken, why in (
+        (not schedule.reshuffle, "reshuffle = False, which leaves data where they are"),
+        (
+            isinstance(costs.pricing, MixedPricing),
+            "mixed precision, whose nodes hold samples to measure alpha on",
+        ),
+    ):
+        if broken:
+            raise ConfigError(f"{name}: dispatch does not go with {why}; leave one of the two out")
+    require_dispatchable(data, schedule.num_samples)
+
+
+def _check_preemption(
+    name: str, preemption: str, quorum: Quorum, rebalancing: Rebalancing | None
+) -> None:
+    """Raise `ConfigError` for settings under which groups do not keep their members, or their rounds."""
+    require_known(f"{name}: preemption", preemption, PREEMPTIONS)
+    if preemption != GROUPS:
+        return
+    for broken, why in (
+        (quorum.fraction < 1, f"quorum = {quorum.fraction}, whose late groups keep their work"),
+        (rebalancing and rebalancing.across_groups, "rebalancing across groups, which moves SoCs"),
+    ):
+        if broken:
+            raise ConfigError(
+                f"{name}: preemption = {GROUPS!r} does not go with {why}; leave one of the two out"
             )
 
 

@@ -121,6 +121,11 @@ def group_batches(task: GroupTask, num_samples: int) -> Iterator[Indices]:
         yield schedule.batch(step)[0]
 
 
+def interval_rows(task: GroupTask) -> Indices:
+    """Return the numbers of the samples that a group's interval reads, ascending, for tasks with `reshuffle`."""
+    return np.unique(np.concatenate(list(group_batches(task, task.num_samples))))
+
+
 def local_batches(
     num_samples: int,
     batch_size: int,

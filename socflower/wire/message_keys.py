@@ -50,6 +50,10 @@ of the next round's messages. There it is empty if each member has it, from its 
 STREAM = "socflower-stream"
 """The record of a TRAIN message for a group that sends and gets fragments of its model; see `StreamTask`."""
 
+SAMPLES = "socflower-samples"
+"""The record of a TRAIN message for a group with the samples of its interval; see `SentSamples`. Without it nodes have
+the data."""
+
 TRAINED_ON = "socflower-trained-on"
 """The record of a reply with the devices that trained; see `DeviceReport`."""
 
@@ -236,6 +240,23 @@ class GroupTask(Record):
                 f"group {self.group_id}: needs a leader among its members, and {num_members} "
                 "capacities and partitions"
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentSamples:
+    """Labelled images that the hub sends, with the constants that normalise them."""
+
+    # Their numbers in the whole data set, ascending, and their classes: int64, little-endian.
+    rows: bytes
+    labels: bytes
+    # The pixels, of shape (n, *shape), as "uint8" or "float32".
+    inputs: bytes
+    shape: tuple[int, ...]
+    pixels: str
+    # By channel.
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    num_classes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,9 +1,13 @@
-"""Encoded images and labels as the Hugging Face hub stores them, and their decoding."""
+"""Images and labels as the Hugging Face hub and MNIST's authors store them, and their decoding."""
 
+import gzip
 import importlib
 import io
 import logging
+import math
 import os
+import struct
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +117,54 @@ def decode(
             raise DataUnavailable(f"{where}: row {row} {problem}")
         images[row] = pixels if channels == 1 else pixels.transpose(2, 0, 1)
     return images, np.asarray(encoded.labels, dtype=np.int64)
+
+
+def read_idx(
+    images_path: Path, labels_path: Path, shape: tuple[int, int, int], num_classes: int
+) -> ImagesAndLabels:
+    """Return images (n, 1, height, width) uint8 and labels (n,) int64 of two compressed files in MNIST's idx format.
+
+    `shape` is (1, height, width). Raises DataUnavailable for files that cannot be read, are not of this format, or do
+    not fit the shape, the classes or each other.
+    """
+    images = _idx_array(images_path, 3)
+    labels = _idx_array(labels_path, 1)
+    _, height, width = shape
+    if images.shape[1:] != (height, width):
+        raise DataUnavailable(
+            f"{images_path}: has images of {images.shape[2]}x{images.shape[1]} pixels, not {width}x{height}"
+        )
+    if len(images) != len(labels):
+        raise DataUnavailable(
+            f"{labels_path}: has {len(labels)} labels for {len(images)} images of {images_path.name}"
+        )
+    if labels.size and labels.max() >= num_classes:
+        row = int(labels.argmax())
+        raise DataUnavailable(
+            f"{labels_path}: row {row} has label {labels[row]}, need 0 to {num_classes - 1}"
+        )
+    return images[:, np.newaxis], labels.astype(np.int64)
+
+
+def _idx_array(path: Path, num_dimensions: int) -> npt.NDArray[np.uint8]:
+    """Return the array of bytes of an idx file: a magic number, big-endian sizes, then the elements."""
+    try:
+        content = gzip.decompress(path.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataUnavailable(f"{path}: not a readable .gz file: {_first_line(error)}") from None
+    header = struct.Struct(f">{1 + num_dimensions}I")
+    # 8 is the type of unsigned bytes.
+    magic = 8 << 8 | num_dimensions
+    if len(content) < header.size or content[:4] != magic.to_bytes(4, "big"):
+        raise DataUnavailable(f"{path}: not an idx file of bytes in {num_dimensions} dimensions")
+    _, *sizes = header.unpack_from(content)
+    elements = np.frombuffer(content, np.uint8, offset=header.size)
+    if elements.size != math.prod(sizes):
+        raise DataUnavailable(
+            f"{path}: has {elements.size} bytes of {' x '.join(map(str, sizes))}; is it cut short?"
+        )
+    # The bytes of `content` are read-only, and tensors are not.
+    return elements.reshape(sizes).copy()
 
 
 def _first_line(error: Exception) -> str:

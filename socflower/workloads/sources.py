@@ -1,4 +1,4 @@
-"""Sources of data sets: a folder of Parquet files, the Hugging Face hub, or the digits of an installed package."""
+"""Sources of data sets: folders of Parquet or idx files, the Hugging Face hub, the digits of an installed package."""
 
 import hashlib
 import importlib.metadata
@@ -23,6 +23,7 @@ from socflower.workloads.images import (
     decode,
     image_column,
     optional_package,
+    read_idx,
     read_parquet,
 )
 
@@ -47,6 +48,8 @@ class _ImageSet:
     std: tuple[float, ...]
     num_classes: int
     num_train: int
+    # The folder in which a package of the operating system has it as idx files.
+    installed: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +70,16 @@ _MNIST = _ImageSet(
     num_classes=10,
     num_train=60_000,
 )
+_FASHION_MNIST = _ImageSet(
+    hub_name="zalando-datasets/fashion_mnist",
+    shape=(1, 28, 28),
+    mean=(0.2860,),
+    std=(0.3530,),
+    num_classes=10,
+    num_train=60_000,
+    # Of Debian's and Ubuntu's package dataset-fashion-mnist.
+    installed=Path("/usr/share/datasets/fashion-mnist"),
+)
 _CIFAR10 = _ImageSet(
     hub_name="uoft-cs/cifar10",
     shape=(3, 32, 32),
@@ -75,7 +88,13 @@ _CIFAR10 = _ImageSet(
     num_classes=10,
     num_train=50_000,
 )
-_IMAGE_SETS = {"mnist": _MNIST, "cifar10": _CIFAR10}
+_IMAGE_SETS = {"mnist": _MNIST, "fashion-mnist": _FASHION_MNIST, "cifar10": _CIFAR10}
+
+# The published names of the files of MNIST and Fashion-MNIST: images and labels.
+_IDX_FILES = {
+    "train": ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
+    "test": ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
+}
 
 # The package has 500 digits per class.
 _DIGITS_TEST_PER_CLASS = 100
@@ -104,9 +123,10 @@ def data_shape(name: str) -> DataShape:
 def load_data(name: str, folder: Path | None = None) -> "DataSet":
     """Return the named data set; `DataSet.source` names its source.
 
-    "digits" is bundled: 4,000 training and 1,000 test digits of MNIST, with equal numbers of each class. "mnist" and
-    "cifar10" are searched in `folder`, else in the folder named by SOCFLOWER_DATA (which holds mnist/train.parquet,
-    mnist/test.parquet and so on), then on the Hugging Face hub.
+    "digits" is bundled: 4,000 training and 1,000 test digits of MNIST, with equal numbers of each class. The others are
+    searched in `folder`, else in the folder named by SOCFLOWER_DATA (which holds mnist/train.parquet,
+    mnist/test.parquet and so on; of "mnist" and "fashion-mnist" the published idx files will do), then where Debian's
+    dataset-fashion-mnist puts its files, then on the Hugging Face hub.
 
     Decoded images are kept in the cache folder and mapped, so a worker process should call this function rather
     than receive the tensors: mapped pages are shared, pickled tensors are copied. The result is shared by all
@@ -163,6 +183,7 @@ def _stratified_split(
 
 @lru_cache(maxsize=8)
 def _load_image_set(name: str, folder: Path | None, cache: Path) -> "DataSet":
+    image_set = _IMAGE_SETS[name]
     sought: list[str] = []
     if folder is None:
         sought.append("SOCFLOWER_DATA is not set")
@@ -172,6 +193,11 @@ def _load_image_set(name: str, folder: Path | None, cache: Path) -> "DataSet":
         if not missing:
             return _from_parquet(name, paths, cache)
         sought.append(f"{' and '.join(missing)} not found")
+    for place in (folder and folder / name, image_set.installed):
+        if place is not None and _has_idx(place, image_set):
+            return _from_idx(name, place, cache)
+    if image_set.installed is not None:
+        sought.append(f"nothing in {image_set.installed} (apt install dataset-{name})")
     try:
         return _from_hub(name, cache)
     except DataUnavailable as error:
@@ -182,19 +208,46 @@ def _load_image_set(name: str, folder: Path | None, cache: Path) -> "DataSet":
     )
 
 
+def _has_idx(folder: Path, image_set: _ImageSet) -> bool:
+    """Return whether a folder has the idx files of a data set; only grey images are published so."""
+    files = [folder / name for names in _IDX_FILES.values() for name in names]
+    return image_set.shape[0] == 1 and all(file.is_file() for file in files)
+
+
+def _from_idx(name: str, folder: Path, cache: Path) -> "DataSet":
+    image_set = _IMAGE_SETS[name]
+
+    def load(split: str) -> "LabelledData":
+        images, labels = (folder / file for file in _IDX_FILES[split])
+
+        def make() -> ImagesAndLabels:
+            return read_idx(images, labels, image_set.shape, image_set.num_classes)
+
+        key = f"{name}-{split}-{_digest(images, labels)}"
+        return _labelled(cached_arrays(key, make, cache), image_set)
+
+    return _data_set(name, load, f"folder {folder}")
+
+
+def _digest(*paths: Path) -> str:
+    """Return a digest of files' contents, not their time stamps: a copy is the same data, an edited file is not."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:32]
+
+
 def _from_parquet(name: str, paths: dict[str, Path], cache: Path) -> "DataSet":
     image_set = _IMAGE_SETS[name]
 
     def load(split: str) -> "LabelledData":
         path = paths[split]
-        # The key is a hash of the content, not a time stamp: a copy is the same data, an edited file is not.
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
         def make() -> ImagesAndLabels:
             return decode(read_parquet(path), image_set.shape, image_set.num_classes, str(path))
 
-        return _labelled(cached_arrays(f"{name}-{split}-{digest}", make, cache), image_set)
+        return _labelled(cached_arrays(f"{name}-{split}-{_digest(path)}", make, cache), image_set)
 
     return _data_set(name, load, f"folder {paths['train'].parent}")
 

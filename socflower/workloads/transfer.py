@@ -1,17 +1,16 @@
 """Transfer learning: subsets of a data set's classes, and weights trained on other classes."""
 
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from socflower.errors import ConfigError
 from socflower.workloads.dataset import LabelledData
+from socflower.workloads.weights_file import read_weights
 
 
 def class_subset(images: LabelledData, classes: Sequence[int]) -> LabelledData:
@@ -41,7 +40,7 @@ def load_weights(model: nn.Module, path: Path, *, except_head: bool = True) -> t
     have any shape, or be missing. All other names and shapes must match exactly. Otherwise, and for a file that cannot
     be read, ConfigError is raised and the model is unchanged.
     """
-    arrays = _read(path)
+    arrays = read_weights(path)
     state = model.state_dict()
     head = list(state)[-1].rpartition(".")[0] if state else ""
     in_head = tuple(name for name in state if name.rpartition(".")[0] == head)
@@ -70,20 +69,3 @@ def _problem(
         if found.dtype.kind not in "biuf":
             return f"{name} has elements of type {found.dtype}"
     return None
-
-
-def _read(path: Path) -> dict[str, npt.NDArray[Any]]:
-    try:
-        # The file may be untrusted, so pickle is not allowed.
-        with path.open("rb") as file:
-            found = np.load(file, allow_pickle=False)
-            if isinstance(found, np.lib.npyio.NpzFile):
-                return dict(found)
-    except FileNotFoundError:
-        problem = "no such file; `socflower run --save-model` writes one"
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
-        first_line = str(error).partition("\n")[0]
-        problem = f"not a readable .npz file: {first_line}"
-    else:
-        problem = "a single array; give the .npz that a run saved"
-    raise ConfigError(f"weights {path}: {problem}")

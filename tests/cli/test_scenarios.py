@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,21 +97,23 @@ def test_an_installed_package_has_scenarios_and_clusters_within(
         shipped.scenario_files.cache_clear()
 
 
-def test_the_demo_is_the_comparison_of_digits_demo(
+def test_the_demo_trains_the_front_of_digits_demo_to_its_target(
     socflower: Socflower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from socflower.scenario import comparison
+    from socflower.scenario.predicted_methods import Front
 
     called = []
 
-    def compare(scenario: object, strategies: object, out: object, **options: object) -> None:
-        called.append((scenario, strategies, out))
+    def compare(scenario: object, strategies: object, out: object, **options: Any) -> None:
+        called.append((scenario, strategies, out, options["until_target"]))
+        assert isinstance(options["front"], Front)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(comparison, "compare", compare)
     assert socflower("demo --workers 0").status == 130
     demo = load_scenario(ROOT / "scenarios" / "digits_demo.toml")
-    assert called == [(demo, list(demo.compare.strategies), Path("out/demo"))]
+    assert called == [(demo, list(demo.compare.strategies), Path("out/demo"), True)]
 
 
 def test_digits_without_their_package_are_one_line(

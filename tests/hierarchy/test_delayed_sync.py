@@ -1,6 +1,8 @@
 """Delayed synchronisation (F3)."""
 
+import math
 from collections import Counter
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -46,6 +48,27 @@ def test_decay_starts_at_a_quarter_epoch_and_doubles_every_ten_epochs_up_to_two(
     assert lengths == [25] * 40 + [50] * 20 + [100] * 10 + [200] * 10
 
 
+@given(num_epochs=st.integers(1, 90), steps=st.integers(1, 60), doubling=st.integers(1, 30))
+def test_an_interval_has_a_quarter_epoch_doubled_every_gn_epochs_up_to_two(
+    num_epochs: int, steps: int, doubling: int
+) -> None:
+    """min(1/4 · 2^⌊e / GN⌋, 2) epochs from epoch e on, summed in exact fractions and rounded to whole steps."""
+    position, first = Fraction(0), 0
+    for part in sync_schedule(num_epochs, steps, "decay", doubling_epochs=doubling):
+        position += min(Fraction(2 ** (math.floor(position) // doubling), 4), Fraction(2))
+        end = math.floor(position * steps + Fraction(1, 2))
+        if end <= first:
+            end = first + 1
+            position = Fraction(end, steps)
+        end = min(end, num_epochs * steps)
+        assert (part.first_step, part.num_steps) == (first, end - first)
+        first = end
+
+
+def test_a_constant_interval_does_not_double() -> None:
+    assert sync_schedule(9, 10, 0.5, doubling_epochs=1) == sync_schedule(9, 10, 0.5)
+
+
 def test_whole_epochs_and_the_cut_last_interval() -> None:
     assert [part.num_steps for part in sync_schedule(5, 7, 2)] == [14, 14, 7]
     assert [part.num_steps for part in sync_schedule(1, 97, 0.25)] == [24, 25, 24, 24]
@@ -57,6 +80,7 @@ def test_whole_epochs_and_the_cut_last_interval() -> None:
     steps=st.integers(1, 120),
     interval=INTERVALS,
     server_interval=st.integers(1, 5),
+    doubling=st.integers(1, 12),
     changes=st.lists(st.integers(1, 300), max_size=3).map(sorted),
 )
 def test_the_shapes_of_a_schedule_are_its_intervals_counted(
@@ -64,6 +88,7 @@ def test_the_shapes_of_a_schedule_are_its_intervals_counted(
     steps: int,
     interval: float | str,
     server_interval: int,
+    doubling: int,
     changes: list[int],
 ) -> None:
     """Against brute force."""
@@ -77,10 +102,9 @@ def test_the_shapes_of_a_schedule_are_its_intervals_counted(
             part.across_servers,
         )
 
-    schedule = sync_schedule(num_epochs, steps, interval, server_interval=server_interval)
-    shapes = sync_shapes(
-        num_epochs, steps, interval, server_interval=server_interval, changes=changes
-    )
+    own = {"server_interval": server_interval, "doubling_epochs": doubling}
+    schedule = sync_schedule(num_epochs, steps, interval, **own)
+    shapes = sync_shapes(num_epochs, steps, interval, **own, changes=changes)
     assert {shape(first): count for first, count in shapes} == Counter(map(shape, schedule))
     assert all(first == schedule[first.index] for first, _ in shapes)
 
@@ -127,6 +151,7 @@ def test_more_rounds_than_can_be_meant_are_refused_with_the_way_out(
         ((5, 5, float("inf")), {}, "inf"),
         ((5, 5, "sometimes"), {}, "'sometimes'"),
         ((5, 5, "decay"), {"server_interval": 0}, "server_interval"),
+        ((5, 5, "decay"), {"doubling_epochs": 0}, "doubling_epochs"),
     ],
 )
 def test_schedules_that_cannot_be_are_refused(

@@ -30,6 +30,7 @@ from socflower.hierarchy import (
     GroupPlan,
     conflicts,
     deal_graph,
+    dispatch_graph,
     exchange_graph,
     gradient_coding,
     plan_groups,
@@ -432,6 +433,14 @@ def test_a_deal_sends_every_soc_one_share_from_another(slots: list[int]) -> None
     socs = list(range(sum(slots))) if sum(slots) > 1 else []
     assert sorted(task.source for task in sent) == sorted(task.target for task in sent) == socs
     assert all(task.source != task.target and task.num_bytes == 50.0 for task in sent)
+
+
+@given(BOARDS)
+def test_the_hub_dispatches_a_share_to_every_soc(slots: list[int]) -> None:
+    plan = plan_groups(rack(*slots), 1)
+    sent = transfers(dispatch_graph(plan, 50.0))
+    assert sorted(task.target for task in sent) == list(range(sum(slots)))
+    assert all(task.source == HUB and task.num_bytes == 50.0 for task in sent)
 
 
 # ------------------------------------------------------------------------------------- two processors a member

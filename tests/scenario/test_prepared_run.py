@@ -1,6 +1,7 @@
 """What a scenario asks for and its engine or strategy would not do is refused before anything starts."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,6 +55,23 @@ def test_a_strategy_that_decides_the_exchange_refuses_another_one() -> None:
     int8 = PrecisionConfig(arithmetic="int8")
     in_int8 = small("powersgd").replaced(precision=int8)
     refused(lambda: prepare(in_int8), "name = 'powersgd'", "int8")
+
+
+@pytest.mark.parametrize("name", ["local-sgd", "diloco", "muloco", "tree-fedavg"])
+@pytest.mark.parametrize("own", [{"overlap_buckets": 4}, {"uplink_turns": True}])
+def test_what_acts_inside_groups_is_refused_where_each_soc_is_one(
+    name: str, own: dict[str, Any]
+) -> None:
+    """It is dormant in a comparison, and read by the first epochs of post-local SGD."""
+    refused(lambda: prepare(small(name, groups="auto", **own)), *own)
+    prepare(small(**own).under(name))
+    prepare(small("post-local-sgd", groups="auto", epochs=2, **own))
+
+
+def test_fragments_of_real_machines_are_not_compressed() -> None:
+    scenario = small("streaming-diloco", groups="auto", leader_compression="int4")
+    prepare(scenario)
+    refused(lambda: prepare(scenario, "deployment"), "leader_compression = 'int4'", "at the hub")
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,9 @@ OF_PRINCIPLE = {
     "sync_interval_epochs": "a round is local epochs",
     "exchange": "with whom gradients meet is the method",
     "compression": "what gradients are sent as is the method",
+    "doubling_epochs": "the interval does not decay, or one group only evaluates after it",
+    "preemption": "there are no several groups of several SoCs",
+    "dispatch": "nodes pass over data of their own, or hold a stage",
 }
 
 
@@ -162,6 +165,21 @@ def test_a_run_ends_at_its_target_or_its_time_with_the_rounds_of_the_whole_run(
     assert ended["virtual_s"] == whole["rounds"][first]["virtual_s"]
 
 
+def test_a_move_that_is_made_again_leaves_alone_what_did_not_move() -> None:
+    """0.1 * 0.1 / 0.1 is not 0.1: the same training was counted twice."""
+    tried: list[dict[str, float]] = []
+
+    def cost_of(choice: Choice, best: Cost) -> Cost:
+        tried.append(dict(choice))
+        return 1.0 / choice["a"], 0.0
+
+    def doubled(choice: Choice) -> Iterator[Choice]:
+        yield {**choice, "a": choice["a"] * 2}
+
+    pattern_search({"a": 1.0, "b": 0.1}, doubled, cost_of, 6)
+    assert tried == [{"a": 2.0**power, "b": 0.1} for power in range(6)]
+
+
 @pytest.mark.slow
 def test_a_search_finds_settings_for_each_and_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -190,6 +208,28 @@ def test_a_search_needs_a_target_and_virtual_time(socflower: Socflower) -> None:
     is_mistake(socflower("compare digits_demo --search 1"), "2 or more")
     is_mistake(socflower("compare digits_demo --search 5 --engine deployment"), "virtual time")
     is_mistake(socflower("compare digits_demo --search 5 --tune epochs=1,2"), "give one of them")
+
+
+def test_runs_until_the_target_end_there_and_cost_what_whole_ones_cost_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "write_report", lambda path, *_, **__: path.write_text("page"))
+    scenario = small().replaced(
+        train=small().train.replaced(epochs=3), compare=CompareConfig(target_accuracy=0.2)
+    )
+    whole = compare(scenario, ["socflow"], tmp_path / "whole", num_workers=0)
+    until = compare(scenario, ["socflow"], tmp_path / "until", num_workers=0, until_target=True)
+    for key in ("time_to_accuracy_s", "energy_to_accuracy_j"):
+        assert until["rows"][0][key] == whole["rows"][0][key] is not None
+    assert until["rows"][0]["virtual_s"] == until["rows"][0]["time_to_accuracy_s"]
+    assert whole["rows"][0]["virtual_s"] > until["rows"][0]["virtual_s"]
+
+
+def test_runs_that_end_at_a_target_need_one_and_virtual_time(socflower: Socflower) -> None:
+    is_mistake(socflower("compare auto_groups --until-target"), "target_accuracy")
+    is_mistake(
+        socflower("compare digits_demo --until-target --engine deployment"), "trains to the end"
+    )
 
 
 def test_a_training_that_ended_early_is_reused_only_as_far_as_it_went(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """Local SGD and DiLoCo: the outer step against torch's SGD with Nesterov momentum, how models meet, what is refused."""
 
 import copy
+import os
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from importlib import metadata
 from importlib.util import module_from_spec, spec_from_file_location
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Barrier
 from types import ModuleType, SimpleNamespace
@@ -17,12 +20,21 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flwr.serverapp.strategy import FedAdam
+from torch import distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from socflower.clients.app import make_client_app
 from socflower.clients.node_training import SourceFn
 from socflower.cluster import parse_cluster
 from socflower.engines.local.grid import LocalGrid
+from socflower.engines.local.workers import _end_with_parent as end_with_parent
+from socflower.engines.local.workers import _start_method as start_method
 from socflower.errors import ConfigError
 from socflower.hierarchy import Quorum
 from socflower.hierarchy.exchange.models import TREE
@@ -41,10 +53,12 @@ from socflower.strategies.settings import (
     Costs,
     ExchangeSettings,
     Grouping,
+    LeaderCompression,
     Streaming,
     TrainingSchedule,
 )
 from socflower.strategies.socflow import SoCFlow
+from socflower.training.exchange.compression import to_four_bits
 from socflower.training.fp32 import (
     FP32Trainer,
     OptimizerFn,
@@ -55,6 +69,7 @@ from socflower.training.fp32 import (
 from socflower.workloads.dataset import LabelledData
 from tests.few_digits import few_digits
 from tests.one_line import refused
+from tests.peers.peers import START_S
 from tests.process_grid import ProcessGrid
 from tests.scenario.small_runs import BOARDS, small, small_result
 from tests.strategies import ring_app
@@ -319,6 +334,52 @@ def test_post_local_sgd_is_torchs_hook_and_its_periodic_averager() -> None:
     assert_weights(run_in_process(strategy), workers.models[0])
 
 
+def by_torchs_hook(pipe: Connection, rank: int, file: str) -> None:
+    """Be one of four processes of `DistributedDataParallel` with the hook; send the weights after 20 steps."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=4)
+    # A group of one: after the switch no gradient leaves its process.
+    alone = [dist.new_group([each]) for each in range(4)][rank]
+    workers = Workers(scheduler=cosine_annealing)
+    workers.models[rank] = cast(Any, DistributedDataParallel(workers.models[rank]))
+    state = PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=10)
+    workers.models[rank].register_comm_hook(state, post_localSGD_hook)
+    averager = PeriodicModelAverager(period=5, warmup_steps=14)
+    for number in range(20):
+        workers.backward(number, only=rank)
+        workers.steps[rank].step()
+        workers.rates[rank].step()
+        averager.average_parameters(workers.models[rank].parameters())
+    weights = workers.models[rank].module.state_dict()
+    pipe.send({name: tensor.tolist() for name, tensor in weights.items()})
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_post_local_sgd_has_the_weights_of_torchs_own_processes(tmp_path: Path) -> None:
+    context = start_method()
+    pipes = [context.Pipe() for _ in range(4)]
+    processes = [
+        context.Process(target=by_torchs_hook, args=(there, rank, str(tmp_path / "meet")))
+        for rank, (_, there) in enumerate(pipes)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        assert all(here.poll(START_S) for here, _ in pipes), "a process does not end"
+        found = [here.recv() for here, _ in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    ours = run_in_process(made(PostLocalSGD, synchronous_epochs=2, interval_epochs=1.0))
+    for weights in found:
+        for name, expected in weights.items():
+            np.testing.assert_allclose(ours[name].numpy(), np.array(expected), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("done", [3, 4, 5])
 def test_a_post_local_training_continues_before_at_and_after_the_switch(
     done: int, tmp_path: Path
@@ -473,11 +534,34 @@ def test_one_fragment_without_delay_is_diloco() -> None:
     assert bits(ours) == bits(reference)
 
 
-@pytest.mark.parametrize(("fragments", "delay", "alpha"), [(3, 1, 0.4), (3, 0, 0.4), (1, 0, 0.0)])
+class FourBits:
+    """The mean of four workers' tensors as four-bit changes of a common one give it, with an error for each worker."""
+
+    def __init__(self) -> None:
+        self._unsent = [torch.zeros(0)] * 4
+
+    def mean(self, common: list[torch.Tensor], models: list[list[torch.Tensor]]) -> torch.Tensor:
+        """Return the mean in one row."""
+        row = torch.cat([each.flatten() for each in common])
+        total = torch.zeros_like(row)
+        for k, tensors in enumerate(models):
+            change = (torch.cat([each.flatten() for each in tensors]) - row) / 4
+            if self._unsent[k].numel():
+                change = change + self._unsent[k]
+            self._unsent[k] = to_four_bits(change)[1]
+            total += change - self._unsent[k]
+        return row + total
+
+
+@pytest.mark.parametrize(
+    ("fragments", "delay", "alpha", "compression"),
+    [(3, 1, 0.4, "none"), (3, 0, 0.4, "none"), (1, 0, 0.0, "none"), (3, 1, 0.4, "int4")],
+)
 def test_streaming_diloco_is_its_papers_algorithm_and_with_one_fragment_diloco(
-    fragments: int, delay: int, alpha: float
+    fragments: int, delay: int, alpha: float, compression: LeaderCompression
 ) -> None:
     """Fragments of strided layers, each every five steps: the outer step of one comes late, and is mixed in."""
+    codings = [FourBits() for _ in range(fragments)]
     lr, mu = 0.7, 0.9
     workers = Workers(ADAMW)
     names = [name for name, _ in workers.models[0].named_parameters()]
@@ -485,7 +569,10 @@ def test_streaming_diloco_is_its_papers_algorithm_and_with_one_fragment_diloco(
     outer = {name: value.clone() for name, value in workers.models[0].state_dict().items()}
     moments = {name: torch.zeros_like(value) for name, value in outer.items()}
     due: dict[int, list[str]] = {}
-    strategy = streaming(fragments=fragments, delay_steps=delay, mixing=alpha)
+    exchange = ExchangeSettings(leader_compression=compression)
+    strategy = streaming(
+        fragments=fragments, delay_steps=delay, mixing=alpha, exchange=exchange, reshuffle=False
+    )
     ends = [each.first_step + each.num_steps for each in strategy.method.intervals]
     for number in range(20):
         for worker in workers.models:
@@ -500,9 +587,14 @@ def test_streaming_diloco_is_its_papers_algorithm_and_with_one_fragment_diloco(
                 name for name in names if layers.index(name.rpartition(".")[0]) % fragments == place
             ]
             due[number + 1 + delay] = parts
-            for name in parts:
-                mean = torch.stack([each.state_dict()[name] for each in workers.models]).mean(0)
-                gradient = outer[name] - mean
+            models = [[each.state_dict()[name] for name in parts] for each in workers.models]
+            means = [torch.stack(alike).mean(0) for alike in zip(*models, strict=True)]
+            if compression != "none":
+                common = [outer[name] for name in parts]
+                row = codings[place].mean(common, models)
+                means = list(row.split([each.numel() for each in common]))
+            for name, mean in zip(parts, means, strict=True):
+                gradient = outer[name] - mean.view_as(outer[name])
                 moments[name] = mu * moments[name] + gradient
                 outer[name] = outer[name] - lr * (gradient + mu * moments[name])
     ours = run_in_process(strategy, optimizer=ADAMW, scheduler=None)
@@ -600,11 +692,15 @@ def test_the_weights_are_those_of_torchft(
         np.testing.assert_allclose(ours[name].numpy(), value.numpy(), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("compression", ["none", "int4"])
 @pytest.mark.parametrize("done", [1, 4])
 def test_a_streaming_training_continues_with_the_models_of_its_clients(
-    done: int, tmp_path: Path
+    done: int, compression: LeaderCompression, tmp_path: Path
 ) -> None:
-    whole, begun, resumed = (streaming(fragments=2, delay_steps=1) for _ in range(3))
+    exchange = ExchangeSettings(leader_compression=compression)
+    whole, begun, resumed = (
+        streaming(fragments=2, delay_steps=1, exchange=exchange) for _ in range(3)
+    )
     halfway = run_in_process(begun, done, folder=tmp_path)
     resumed.resume_from(done, **begun.state)
     assert bits(run_in_process(resumed, None, halfway, folder=tmp_path)) == bits(
@@ -672,7 +768,6 @@ def test_the_exchange_of_a_fragment_is_hidden_behind_steps() -> None:
         ({"outer": FedAdam()}, "OuterSGD"),
         ({"quorum": Quorum(fraction=0.5)}, "quorum"),
         ({"groups": 2}, "groups"),
-        ({"leader_compression": "int8"}, "leader_compression"),
     ],
 )
 def test_what_streaming_diloco_cannot_do_is_refused(settings: dict[str, Any], named: str) -> None:

@@ -1,7 +1,10 @@
+import gzip
 import io
 import logging
+import struct
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -159,6 +162,101 @@ def test_constants_are_those_of_the_published_data(
     assert (len(data.train), len(data.test)) == (num_train, 10_000)
     mean = data.train.inputs.double().mean(dim=(0, 2, 3)) / 255
     assert mean.tolist() == pytest.approx(data.train.mean, abs=atol)
+
+
+# ------------------------------------------------------------------------------------------------- idx
+
+
+IDX = {"train": "train", "test": "t10k"}
+
+
+def idx(array: np.ndarray[Any, Any]) -> bytes:
+    """The published format: two zeros, the type of bytes, the number of dimensions, their sizes, the elements."""
+    header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+    return gzip.compress(header + array.tobytes())
+
+
+def write_idx(folder: Path, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+    folder.mkdir(parents=True, exist_ok=True)
+    pixels = {"train": pictures((28, 28), 12, seed), "test": pictures((28, 28), 7, seed + 100)}
+    for split, images in pixels.items():
+        labels = np.arange(len(images), dtype=np.uint8) % 10
+        for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
+            (folder / f"{IDX[split]}-{kind}-ubyte.gz").write_bytes(idx(array))
+    return pixels
+
+
+def installed_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a folder be that of the package of the operating system."""
+    found = replace(sources._IMAGE_SETS["fashion-mnist"], installed=folder)
+    monkeypatch.setitem(sources._IMAGE_SETS, "fashion-mnist", found)
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
+def test_published_idx_files_are_read_exactly(name: str, tmp_path: Path, empty_cache: Path) -> None:
+    pixels = write_idx(tmp_path / name)
+    data = load_data(name, tmp_path)
+    assert_are(data, pixels)
+    assert data.source == f"folder {tmp_path / name}"
+    assert data_shape(name).channels == 1
+
+
+def test_idx_files_of_the_system_are_read_where_the_folder_has_none(
+    tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed_in(tmp_path / "share", monkeypatch)
+    system = write_idx(tmp_path / "share", seed=1)
+    assert_are(load_data("fashion-mnist"), system)
+    assert_are(load_data("fashion-mnist", tmp_path), system)
+    own = write_idx(tmp_path / "fashion-mnist", seed=2)
+    sources._load_image_set.cache_clear()
+    assert_are(load_data("fashion-mnist", tmp_path), own)
+
+
+def test_fashion_mnist_that_is_nowhere_names_the_package(
+    tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed_in(tmp_path / "share", monkeypatch)
+    named = ("SOCFLOWER_DATA", "apt install dataset-fashion-mnist", "socflower[hub]")
+    refused(lambda: load_data("fashion-mnist"), *named, error=DataUnavailable)
+
+
+IMAGES, LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        (IMAGES, b"no gzip", ".gz"),
+        (IMAGES, idx(pictures((28, 28), 12, 0))[:200], ".gz"),
+        (IMAGES, gzip.compress(b"\0\0"), "idx"),
+        (IMAGES, idx(np.zeros(12, np.uint8)), "3 dimensions"),
+        (IMAGES, gzip.compress(gzip.decompress(idx(pictures((28, 28), 12, 0)))[:-1]), "cut short"),
+        (IMAGES, idx(pictures((30, 28), 12, 0)), "28x30"),
+        (IMAGES, idx(pictures((28, 28), 11, 0)), "12 labels for 11 images"),
+        (LABELS, idx(np.full(12, 10, np.uint8)), "label 10"),
+        (LABELS, idx(pictures((28, 28), 12, 0)), "1 dimensions"),
+    ],
+)
+def test_damaged_idx_files_are_named(
+    file: str, content: bytes, named: str, tmp_path: Path, empty_cache: Path
+) -> None:
+    write_idx(tmp_path / "mnist")
+    (tmp_path / "mnist" / file).write_bytes(content)
+    refused(lambda: load_data("mnist", tmp_path), "train-", named, error=DataUnavailable)
+    assert not list(empty_cache.glob("*-train-*"))
+
+
+def test_the_constants_of_fashion_mnist_are_those_of_the_published_data(empty_cache: Path) -> None:
+    folder = sources._IMAGE_SETS["fashion-mnist"].installed
+    if folder is None or not folder.is_dir():
+        pytest.skip("apt install dataset-fashion-mnist")
+    data = load_data("fashion-mnist")
+    assert (len(data.train), len(data.test)) == (60_000, 10_000)
+    pixels = data.train.inputs.double() / 255
+    assert data.train.mean == pytest.approx([float(pixels.mean())], abs=1e-4)
+    assert data.train.std == pytest.approx([float(pixels.std())], abs=1e-4)
+    assert data.train.labels.bincount().tolist() == [6000] * 10
 
 
 # ------------------------------------------------------------------------------------------------- cache
@@ -319,7 +417,9 @@ def test_missing_data_says_where_it_was_sought_and_what_to_do(
     write_mnist(tmp_path)
     (tmp_path / "mnist" / "test.parquet").unlink()
     refused(lambda: load_data("mnist", tmp_path), "mnist/test.parquet", error=DataUnavailable)
-    refused(lambda: load_data("mnits"), "'mnits'", "digits, mnist, cifar10", "'mnist'")
+    refused(
+        lambda: load_data("mnits"), "'mnits'", "digits, mnist, fashion-mnist, cifar10", "'mnist'"
+    )
 
 
 @pytest.mark.parametrize("module", ["pyarrow.parquet", "PIL.Image"])

@@ -1,6 +1,5 @@
 """A link's bandwidth over time: piecewise constant rates per direction, and exact durations of transfers."""
 
-import csv
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from socflower.cluster.link_rate import RateSteps
+from socflower.csv_file import number_of, read_rows
 from socflower.errors import ConfigError, require_range
 
 Direction: TypeAlias = Literal["up", "down"]
@@ -170,32 +170,17 @@ def read_csv(path: Path, *, latency_s: float = 0.0, repeats: bool = True) -> Ban
 
 def _read_rows(path: Path) -> tuple[list[tuple[float, float, float]], float | None]:
     """Return time and rates of each row, and the time of the last row if it has no rates."""
-    what = f"bandwidth profile {path}"
-    try:
-        lines = list(csv.reader(path.read_text("utf-8-sig").splitlines()))
-    except OSError as error:
-        raise ConfigError(f"{what}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{what}: is not UTF-8 text") from None
-    if not lines or tuple(cell.strip() for cell in lines[0]) != HEADER:
-        raise ConfigError(f"{what} line 1: must be the header {','.join(HEADER)}")
     rows: list[tuple[float, float, float]] = []
     end_s: float | None = None
-    for number, line in enumerate(lines[1:], start=2):
-        cells = [cell.strip() for cell in line]
-        if not any(cells):
-            continue
-        where = f"{what} line {number}"
-        if len(cells) != len(HEADER):
-            raise ConfigError(f"{where}: has {len(cells)} values, not {len(HEADER)}")
+    for where, cells in read_rows(path, HEADER, "bandwidth profile"):
         if end_s is not None:
             raise ConfigError(f"{where}: only the last row may be without rates")
-        time_s = _number(cells[0], HEADER[0], where)
+        time_s = number_of(cells[0], HEADER[0], where)
         _check_time(time_s, rows, where)
         if rows and not cells[1] and not cells[2]:
             end_s = time_s
         else:
-            up, down = (_number(cells[i], HEADER[i], where) for i in (1, 2))
+            up, down = (number_of(cells[i], HEADER[i], where) for i in (1, 2))
             rows.append((time_s, up, down))
     return rows, end_s
 
@@ -205,13 +190,3 @@ def _check_time(time_s: float, rows: Sequence[tuple[float, float, float]], where
         raise ConfigError(f"{where}: the first time is {time_s:g} s, not 0")
     if rows and time_s <= rows[-1][0]:
         raise ConfigError(f"{where}: {time_s:g} s comes after {rows[-1][0]} s; sort the rows")
-
-
-def _number(text: str, name: str, where: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise ConfigError(f"{where}: {name} = {text!r} must be a number") from None
-    if not 0 <= value < math.inf:
-        raise ConfigError(f"{where}: {name} = {text} must be 0 or more and finite")
-    return value

@@ -8,14 +8,16 @@ from flwr.serverapp import Grid
 
 from socflower.cluster import (
     FP32,
+    HUB,
     Cluster,
+    GraphBuilder,
     ModelProfile,
     Pricing,
     TaskGraph,
     Usage,
     VirtualClock,
 )
-from socflower.cluster.hub_round import HubExchange, LocalTrainingCost, Payload, hub_round
+from socflower.cluster.hub_round import add_training
 from socflower.engines.local.message_log import (
     fault_of_num_examples,
     is_priced,
@@ -110,22 +112,23 @@ class VirtualTimeGrid(ForwardingGrid):
                     f"SoC {soc_of_node[node]} (node {node}): {fault}; its training has no price "
                     "without one"
                 )
-        exchanges = []
+        builder = GraphBuilder()
         for message in sent:
             node = message.metadata.dst_node_id
             soc, reply = soc_of_node[node], answered.get(node)
-            is_training = reply is not None and self._has_training(message)
-            exchanges.append(
-                HubExchange(
-                    soc=soc,
-                    down=self._payload(message),
-                    training=self._training(soc, reply) if reply and is_training else None,
-                    up=None if reply is None else self._payload(reply),
-                )
+            num_bytes, num_messages = self._payload(message)
+            last = builder.transfer(f"to SoC {soc}", HUB, soc, num_bytes, num_messages=num_messages)
+            if reply is None:
+                continue
+            if self._has_training(message):
+                last = self._training(builder, soc, reply, last)
+            num_bytes, num_messages = self._payload(reply)
+            builder.transfer(
+                f"from SoC {soc}", soc, HUB, num_bytes, num_messages=num_messages, after=[last]
             )
-        return hub_round(exchanges, list(soc_of_node.values()))
+        return builder.build(list(soc_of_node.values()))
 
-    def _payload(self, message: Message) -> Payload:
+    def _payload(self, message: Message) -> tuple[float, int]:
         """Return the bytes of a message, and what it costs in messages; without arrays it counts as one tensor.
 
         Bytes in its configs count too: of secure aggregation these are the masked arrays.
@@ -140,9 +143,9 @@ class VirtualTimeGrid(ForwardingGrid):
             for each in (value if isinstance(value, list) else [value])
             if isinstance(each, bytes)
         ]
-        return Payload(
-            num_bytes=float(sum(len(array.data) for array in arrays) + sum(map(len, others))),
-            num_messages=1 if self._fused else max(1, len(arrays)),
+        return (
+            float(sum(len(array.data) for array in arrays) + sum(map(len, others))),
+            1 if self._fused else max(1, len(arrays)),
         )
 
     def _has_training(self, message: Message) -> bool:
@@ -150,18 +153,17 @@ class VirtualTimeGrid(ForwardingGrid):
             MessageType.TRAIN
         )
 
-    def _training(self, soc: int, reply: Message) -> LocalTrainingCost | None:
+    def _training(self, builder: GraphBuilder, soc: int, reply: Message, after: int) -> int:
         assert self._profile is not None
         num_examples = int(num_examples_of(reply) or 0)
         batch = min(self._batch_size, num_examples)
         if not batch:
-            return None
+            return after
         pricing, on_cpu = self._pricing, metric(reply, CPU_SHARE)
         if isinstance(pricing, MixedPricing) and on_cpu is not None:
             # The client's report, not the predicted alpha.
             pricing = replace(pricing, cpu_share=on_cpu)
-        return LocalTrainingCost(
-            num_examples=num_examples,
-            num_batches=num_examples / batch,
-            step=pricing.step_cost(self._profile, self._cluster.device_of(soc), batch),
+        cost = pricing.step_cost(self._profile, self._cluster.device_of(soc), batch)
+        return add_training(
+            builder, soc, cost, num_examples / batch, name=f"train {num_examples}", after=after
         )

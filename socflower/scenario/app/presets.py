@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
@@ -25,6 +25,7 @@ from socflower.hierarchy.exchange.collectives import BUCKETS
 from socflower.pipeline.runtime.payloads import ActivationCoding
 from socflower.scenario.app.round_record import RoundRecord, round_end_of
 from socflower.scenario.app.split_result import split_document
+from socflower.scenario.arithmetic import training_data
 from socflower.scenario.costs import model_profile, num_training_samples, pricing
 from socflower.scenario.pipeline_planning import pipeline_problem, planner_settings
 from socflower.scenario.planning import rebalancing
@@ -45,6 +46,7 @@ from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.split_replay import SplitReplay
 from socflower.strategies.warm_up import warm_up
 from socflower.wire.message_keys import TRAIN_LOSS
+from socflower.workloads.dataset import LabelledData
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,6 +195,7 @@ def strategy_in_groups(
             batch_size=scenario.train.batch_size,
             num_epochs=scenario.train.epochs,
             interval_epochs=scenario.interval_epochs,
+            doubling_epochs=settings.doubling_epochs,
             server_interval=kind.server_interval(settings.server_interval),
             reshuffle=scenario.reshuffle,
             seed=scenario.seed,
@@ -211,6 +214,8 @@ def strategy_in_groups(
         rebalancing=rebalancing(scenario),
         outer=None if settings.outer_step is None else _outer(settings.outer_step),
         quorum=scenario.quorum,
+        preemption=settings.preemption,
+        dispatch=cast(LabelledData, training_data(scenario)) if settings.dispatch else None,
         tolerate_client_errors=settings.tolerate_client_errors,
     )
 

@@ -8,11 +8,12 @@ from pydantic import Field
 
 from socflower.cluster.cluster_file import ClusterFile
 from socflower.errors import ConfigError, SocflowerError
-from socflower.field_rules import OneOf, unknown_key
-from socflower.hierarchy.delayed_sync import MOST_INTERVALS
+from socflower.field_rules import OneOf, Positive, unknown_key
+from socflower.hierarchy.delayed_sync import DECAY, DOUBLING_EPOCHS, MOST_INTERVALS
 from socflower.hierarchy.exchange.gradients import exchange_fault, gradient_coding
 from socflower.hierarchy.exchange.models import NONE, TREE, compression_fault
 from socflower.hierarchy.group_count import GROUP_RULES
+from socflower.hierarchy.group_preemption import GROUPS, PREEMPTIONS, SOCS
 from socflower.hierarchy.quorum import (
     LATE_ROUNDS,
     GraceSeconds,
@@ -91,6 +92,10 @@ _COUNTED = "it needs a number of groups, and groups is 'auto'; give it"
 _OF_LEADERS = ("leaders", "leader_compression")
 """Keys of `[strategy]` that only several groups read."""
 
+_INSIDE_GROUPS = ("exchange", "compression")
+INSIDE_GROUPS_OR_FIRST = ("overlap_buckets", "uplink_turns")
+"""Keys that only groups of several SoCs read, and the first epochs of post-local SGD, which are of one."""
+
 _OF_QUORUM = ("quorum", "grace_s", "late_rounds")
 """Keys that they read even if the strategy has their number."""
 
@@ -140,6 +145,25 @@ class ModelConfig(Factory):
             "`digit-generator`. Default: `lenet5`, or the `factory`"
         ),
     )
+    pretrained: str = Field(
+        "",
+        description=(
+            "an `.npz` of weights to begin with, as `--save-model` writes it, beside this file; without it they are "
+            "random"
+        ),
+    )
+    new_head: bool = Field(
+        True,
+        description=(
+            "of `pretrained`: the last layer begins with random weights, as for other classes; false: with the file's"
+        ),
+    )
+
+    def check(self) -> None:
+        """Refuse the head of a file that is not given."""
+        super().check()
+        if is_set(self, "new_head") and not self.pretrained:
+            raise ConfigError(f"{shown(self, 'new_head')}: it is for pretrained; name a file there")
 
 
 class DataConfig(Factory):
@@ -151,9 +175,10 @@ class DataConfig(Factory):
     name: str = Field(
         default_factory=lambda table: table.get("factory") or "digits",
         description=(
-            "`digits` (4,000 training and 1,000 test images of MNIST, embedded); `mnist`, "
+            "`digits` (4,000 training and 1,000 test images of MNIST, embedded); `mnist`, `fashion-mnist`, "
             "`cifar10`: from the folder named "
-            "by `SOCFLOWER_DATA` (`mnist/train.parquet`, `mnist/test.parquet`, …), else from the Hugging Face hub with "
+            "by `SOCFLOWER_DATA` (`mnist/train.parquet`, `mnist/test.parquet`, …; or the published idx files), else "
+            "`fashion-mnist` from Debian's package `dataset-fashion-mnist`, else from the Hugging Face hub with "
             "`socflower[hub]`; with `click-model` `clicks`, 60,000 generated samples in the "
             "shape of MovieLens. Default: "
             "`digits`, or the `factory`"
@@ -352,9 +377,13 @@ class StrategyConfig(Table):
     sync_interval_epochs: IntervalEpochs = Field(
         "decay",
         description=(
-            'epochs between synchronisations; "decay" is 0.25, doubled every 10 epochs, up to 2; '
+            'epochs between synchronisations; "decay" is 0.25, doubled every `doubling_epochs`, up to 2; '
             "`ring`, `sgd` and `tree-fedavg` ignore it"
         ),
+    )
+    doubling_epochs: Epochs = Field(
+        DOUBLING_EPOCHS,
+        description='with "decay", after how many epochs the interval doubles; GN of SoCFlow+',
     )
     post_local_epochs: Epochs | None = Field(
         None,
@@ -374,6 +403,13 @@ class StrategyConfig(Table):
             "deal all data to the groups again at a synchronisation that ends an epoch; false "
             "where data must stay: each "
             "SoC trains on its own, in an order of its own"
+        ),
+    )
+    dispatch: bool = Field(
+        False,
+        description=(
+            "the hub sends each group the samples of its interval, and nodes load no data; false: every node holds all "
+            "data. In rings of real machines each member is sent those of its group"
         ),
     )
     uplink_turns: UplinkTurns = Field(
@@ -442,6 +478,14 @@ class StrategyConfig(Table):
     late_rounds: LateRounds = Field(
         LATE_ROUNDS, description="a group that misses more synchronisations loses its work"
     )
+    preemption: Annotated[str, OneOf(PREEMPTIONS)] = Field(
+        SOCS,
+        description=(
+            "what ends if a user takes a SoC: its own work (`socs`), so that its group continues without it; or that "
+            "of its group (`groups`), whose interval is lost and whose SoCs rest until none of them is taken, as in "
+            "SoCFlow+. One group always stays. In rings of real machines the group ends at the next synchronisation"
+        ),
+    )
     tolerate_client_errors: bool = Field(
         False,
         description=(
@@ -482,6 +526,7 @@ class StrategyConfig(Table):
         if STRATEGIES[self.name].is_pipeline:
             # A pipeline reads none of this; `ScenarioFile` refuses it.
             return
+        require_reader(self, "sync_interval_epochs", {"doubling_epochs": (DECAY,)})
         ExchangeSettings(
             exchange=self.exchange,
             compression=self.compression,
@@ -536,7 +581,9 @@ class StrategyConfig(Table):
                 keys = {*keys, key}
         if STRATEGIES[name].is_alone:
             # They have as many groups, and an outer step of their own.
-            keys = {*keys, "groups", "outer", "group_rule", "exchange", "compression"}
+            keys = {*keys, "groups", "outer", "group_rule", *_INSIDE_GROUPS}
+            if not STRATEGIES[name].is_synchronous_first:
+                keys = {*keys, *INSIDE_GROUPS_OR_FIRST}
         for key, is_read in (
             ("post_local_epochs", STRATEGIES[name].is_synchronous_first),
             ("streaming", STRATEGIES[name].is_streaming),
@@ -547,6 +594,11 @@ class StrategyConfig(Table):
             keys = {*keys, *_OF_QUORUM}
         if name == self.name:
             keys = ()
+        interval = changes.get("sync_interval_epochs", self.sync_interval_epochs)
+        unread = STRATEGIES[name].unread_keys
+        if interval != DECAY or "doubling_epochs" in unread:
+            keys = {*keys, "doubling_epochs"}
+        keys = {*keys, *unread.intersection(("preemption", "dispatch"))}
         left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
         return self.replaced(**{"name": name, **left_out, **changes})
 
@@ -638,6 +690,13 @@ class CompareConfig(Table):
             "tables `[compare.train.NAME]`, a strategy's own values for keys of [train] and [strategy], such as `socs`"
         ),
     )
+    epochs_to_target: dict[str, Positive] = Field(
+        {},
+        description=(
+            "`NAME = EPOCHS`: what strategies with these settings needed to the target in earlier trainings, by which "
+            "`--front` predicts their time and energy to it"
+        ),
+    )
     predict: tuple[PredictedEpoch, ...] = Field(())
 
     def target_of(self, results: Sequence[Mapping[str, Any]]) -> tuple[Quality, float | None]:
@@ -650,11 +709,14 @@ class CompareConfig(Table):
         """Refuse settings of an unknown strategy, and two targets."""
         if self.target_accuracy is not None and self.target_loss is not None:
             raise ConfigError("target_accuracy and target_loss are both given; keep one")
-        for name in self.train:
-            if name not in STRATEGIES:
-                raise ConfigError(
-                    f"train.{name}: there is no such strategy; use one of {', '.join(STRATEGIES)}"
-                )
+        for key in ("train", "epochs_to_target"):
+            for name in getattr(self, key):
+                if name not in STRATEGIES:
+                    raise ConfigError(
+                        f"{key}.{name}: there is no such strategy; use one of {', '.join(STRATEGIES)}"
+                    )
+        if self.epochs_to_target and self.target_accuracy is self.target_loss is None:
+            raise ConfigError("epochs_to_target: to which? give target_accuracy or target_loss")
 
 
 class EventConfig(Table):
@@ -762,6 +824,8 @@ class ScenarioFile(ClusterFile):
             for key in _OF_LEADERS:
                 why = f"it is for leaders of several groups, and {name}; leave it out"
                 yield is_set(strategy, key), self._at("strategy", key), why
+        yield from self._rules_of_preemption()
+        yield from self._rules_of_dispatch()
         first = self._kind.is_synchronous_first
         yield (
             strategy.post_local_epochs is not None and not first,
@@ -842,11 +906,34 @@ class ScenarioFile(ClusterFile):
         )
         fault = compression_fault(self.leaders, strategy.leader_compression)
         yield fault, compressed, f"{fault}; leave one out"
-        yield (
-            needs_models and strategy.leader_compression != NONE,
-            self._at("strategy", "leader_compression"),
-            f"{needs_models} needs each group's model, and not their mean; leave it out",
-        )
+
+    def _rules_of_dispatch(self) -> Iterator[Rule]:
+        """Yield what needs data at the nodes."""
+        arithmetic = self._at("precision", "arithmetic")
+        measures = f"{arithmetic} measures alpha on samples that nodes hold"
+        for broken, why in (
+            (not self.strategy.reshuffle, "reshuffle = False leaves data where they are"),
+            (self.precision.arithmetic == "mixed", measures),
+        ):
+            is_broken = self.strategy.dispatch and broken
+            yield is_broken, self._at("strategy", "dispatch"), f"{why}; leave one of the two out"
+
+    def _rules_of_preemption(self) -> Iterator[Rule]:
+        """Yield methods that do not read keys of some groups only, and what does not let whole groups end."""
+        strategy, preemption = self.strategy, self._at("strategy", "preemption")
+        for key in ("doubling_epochs", "preemption", "dispatch"):
+            is_unread = is_set(strategy, key) and key in self._kind.unread_keys
+            why = f"{self._name} does not read it; leave it out"
+            yield is_unread, self._at("strategy", key), why
+        if strategy.preemption != GROUPS:
+            return
+        rebalance, quorum = self._at("strategy", "rebalance"), self._at("strategy", "quorum")
+        for broken, why in (
+            (strategy.groups == 1, "groups = 1, and one group always stays"),
+            (strategy.rebalance in ("groups", "both"), f"{rebalance} moves SoCs between groups"),
+            (strategy.quorum < 1, f"{quorum} keeps the work of groups that are late"),
+        ):
+            yield broken, preemption, f"{why}; leave one of the two out"
 
     def _rules_of_streaming(self) -> Iterator[Rule]:
         """Yield what fragments of a model do not allow."""
@@ -861,7 +948,6 @@ class ScenarioFile(ClusterFile):
             (isinstance(interval, str), "sync_interval_epochs", "give a number of epochs"),
             (strategy.groups != "auto", "groups", "each SoC is one; leave it out"),
             (strategy.server_interval > 1, "server_interval", "leave it out"),
-            (strategy.leader_compression != NONE, "leader_compression", "leave it out"),
         ):
             yield broken, self._at("strategy", key), f"{said}; {why}"
         yield (
@@ -935,6 +1021,11 @@ class ScenarioFile(ClusterFile):
             f"{sample} describes what there is instead; leave one of the two out",
         )
         yield (
+            table.sample and self.model.pretrained,
+            self._at("model", "pretrained"),
+            f"{sample} has nothing to train on; leave it out",
+        )
+        yield (
             table.sample and table.num_samples < batch_size,
             f"[pipeline] num_samples = {table.num_samples}",
             f"it is less than [train] batch_size = {batch_size}",
@@ -1002,6 +1093,9 @@ class ScenarioFile(ClusterFile):
                 f"strategies = {list(compared)} does not run {name!r}; add it, or remove the table"
             )
             yield name not in compared, f"[compare.train.{name}]", why
+        for name in self.compare.epochs_to_target:
+            why = f"strategies = {list(compared)} does not run {name!r}; add it, or remove the key"
+            yield name not in compared, f"[compare.epochs_to_target] {name}", why
 
     def _at(self, table: str, key: str) -> str:
         """Return a key with its place and value: "[train] epochs = 3"."""

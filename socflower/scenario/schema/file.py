@@ -15,7 +15,11 @@ from socflower.cluster.cluster_file import (
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.scenario.expectations import require_known_claims
 from socflower.scenario.schema.config import Scenario, ScenarioFile
-from socflower.scenario.schema.links import inline_recorded_link, resolve_file_paths
+from socflower.scenario.schema.links import (
+    inline_recorded_link,
+    inline_recorded_load,
+    resolve_file_paths,
+)
 from socflower.scenario.schema.strategies import STRATEGIES
 from socflower.toml_file import parse_value, read_table, read_toml
 from socflower.user_code import own_sources
@@ -31,6 +35,7 @@ def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
     # An override may have named another cluster file.
     _resolve_cluster(document, path)
     inline_recorded_link(document, path)
+    inline_recorded_load(document, path)
     # Paths in overrides are relative to the working directory.
     resolve_file_paths(document, Path())
     text = path.read_text("utf-8-sig")

@@ -1,4 +1,4 @@
-"""The links of a scenario's edges: generated, constant, in segments, or recorded in a file."""
+"""Files that a scenario names; and the links of its edges: generated, constant, in segments, or recorded in one."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -14,6 +14,7 @@ from socflower.edgecloud.links.bandwidth_profile import (
 from socflower.edgecloud.links.profile_generator import add_jitter, generate_bandwidth_profile
 from socflower.errors import ConfigError
 from socflower.scenario.schema.config import Scenario
+from socflower.thermal.model.background_load import read_hours
 
 GENERATED_S = 3600.0
 """Length of a generated bandwidth profile before it repeats, and of the jitter on a link in segments."""
@@ -41,16 +42,23 @@ def inline_recorded_link(document: dict[str, Any], path: Path) -> None:
     }
 
 
+def inline_recorded_load(document: dict[str, Any], path: Path) -> None:
+    """Replace the name of a recorded load's file by its hours, so that the document is self-contained."""
+    table = document.get("background_load")
+    if not isinstance(table, Mapping) or not str(table.get("games", "")).endswith(".csv"):
+        return
+    if table.get("recorded"):
+        raise ConfigError(f"{path} [background_load]: games names a file; leave recorded out")
+    hours = read_hours(path.parent / str(table["games"]))
+    document["background_load"] = {**table, "games": "recorded", "recorded": list(hours)}
+
+
 def resolve_file_paths(document: dict[str, Any], folder: Path) -> None:
-    """Make the paths in `[edgecloud]` and `[pipeline]`, which are relative to `folder`, absolute."""
-    table = document.get("edgecloud")
-    if isinstance(table, Mapping):
-        named = {
-            key: str((folder / str(table[key])).resolve())
-            for key in ("costs", "pretrained")
-            if table.get(key)
-        }
-        document["edgecloud"] = {**table, **named}
+    """Make the paths in `[model]`, `[edgecloud]` and `[pipeline]`, which are relative to `folder`, absolute."""
+    for name, key in (("model", "pretrained"), ("edgecloud", "costs")):
+        table = document.get(name)
+        if isinstance(table, Mapping) and table.get(key):
+            document[name] = {**table, key: str((folder / str(table[key])).resolve())}
     table = document.get("pipeline")
     if isinstance(table, Mapping) and isinstance(table.get("profiles"), list):
         document["pipeline"] = {

@@ -141,11 +141,6 @@ class EdgeCloudConfig(Table):
         "([how](guides/split-training.md#when-it-pays)), for all edges; without it those of the "
         "catalogue",
     )
-    pretrained: str = Field(
-        "",
-        description="an `.npz` of weights to begin with, as `--save-model` writes it; the last "
-        "layer's are left out",
-    )
     classes: tuple[int, ...] = Field(
         (), description="train and test on images of these classes only"
     )

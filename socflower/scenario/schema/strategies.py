@@ -33,7 +33,15 @@ class Strategy:
     def unread_keys(self) -> frozenset[str]:
         """The keys by which strategies differ, and that this one does not read."""
         own_epochs = {"local_epochs"} if self.uses_cloud or self.is_pipeline else set()
-        return frozenset({*own_epochs, *(() if self.is_grid else ("groups",))})
+        return frozenset(
+            {
+                *own_epochs,
+                "doubling_epochs",
+                "preemption",
+                "dispatch",
+                *(() if self.is_grid else ("groups",)),
+            }
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +71,12 @@ class GroupStrategy(Strategy):
             "exchange": self.exchange is not None,
             "local_epochs": not self.has_local_epochs,
             "sync_interval_epochs": self.has_local_epochs,
+            # With one SoC in each group, both ways are the same.
+            "preemption": self.num_groups is not None or self.is_alone,
+            "dispatch": self.has_local_epochs,
+            "doubling_epochs": self.has_local_epochs
+            or self.is_streaming
+            or self.interval_epochs is not None,
         }
         return frozenset(key for key, is_unread in unread.items() if is_unread)
 
@@ -71,6 +85,10 @@ class GroupStrategy(Strategy):
         if self.num_groups is None:
             return num_socs if self.is_alone and asked == "auto" else asked
         return self.num_groups
+
+    def never_exchanges_gradients(self, asked: int | str) -> bool:
+        """Whether all groups have one SoC, from the first epoch on; `asked` as in `groups`."""
+        return self.is_alone and asked == "auto" and not self.is_synchronous_first
 
     def exchange_of(self, asked: str, compression: str) -> tuple[str, str]:
         """Return with whom members exchange gradients, and in which coding."""

@@ -9,12 +9,17 @@ from socflower.field_rules import OneOf, Pairs
 from socflower.scenario.schema.key_rules import is_set, require_distinct, require_reader, shown
 from socflower.thermal.fans.fan_curve import rack_fans
 from socflower.thermal.fans.policies import PassiveCooling
-from socflower.thermal.model.background_load import BackgroundLoad, Tide, idle_windows
+from socflower.thermal.model.background_load import (
+    BackgroundLoad,
+    PartBusy,
+    Tide,
+    idle_windows,
+)
 from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C
 from socflower.toml_file import Table
 
 FAN_POLICIES = ("fixed", "passive", "predictive")
-GAMES = ("none", "tidal")
+GAMES = ("none", "tidal", "recorded")
 
 _READERS = {
     "high_rpm": ("passive", "predictive"),
@@ -23,6 +28,12 @@ _READERS = {
     "max_slowdown": ("predictive",),
 }
 """Keys that only some fan policies read."""
+
+_READERS_OF_GAMES = {
+    # Games that are off may keep their settings.
+    **dict.fromkeys(("low", "high", "low_hour"), ("tidal", "none")),
+    "recorded": ("recorded",),
+}
 
 Temperature = Annotated[float, Field(ge=COLDEST_C, le=HOTTEST_C)]
 FanSpeed = Annotated[float, Field(ge=rack_fans().min_rpm, le=rack_fans().max_rpm)]
@@ -111,8 +122,14 @@ class BackgroundLoadConfig(Table):
     games: Annotated[str, OneOf(GAMES)] = Field(
         "none",
         description=(
-            "`tidal`: the part of SoCs that are in a game follows a cosine over the day; `none` reads no key of games"
+            "`tidal`: the part of SoCs that are in a game follows a cosine over the day; `recorded`: it is given for "
+            "each hour; the name of a `.csv` beside this file reads it there, under `hour,part_busy`, from hour 0 on; "
+            "`none` reads no key of games"
         ),
+    )
+    recorded: tuple[PartBusy, ...] = Field(
+        (),
+        description="the part of SoCs in a game in each hour, from midnight on; then it begins again",
     )
     start_hour: Hour = Field(0.0, description="of the day, when training begins")
     low: Fraction = Field(
@@ -143,7 +160,10 @@ class BackgroundLoadConfig(Table):
     )
 
     def check(self) -> None:
-        """Let the pattern of games and the windows check themselves."""
+        """Refuse keys that these games do not read; the pattern of games and the windows check themselves."""
+        require_reader(self, "games", _READERS_OF_GAMES)
+        if self.games == "recorded" and not self.recorded:
+            raise ConfigError("recorded = []: games = 'recorded' needs a number for each hour")
         self.tide.loads(0, 0.0, self.start_hour, seed=0)
         idle_windows(self.idle_windows, 0.0, self.start_hour)
 
@@ -156,4 +176,5 @@ class BackgroundLoadConfig(Table):
             low_hour=self.low_hour,
             mean_session_s=self.mean_session_s,
             game=BackgroundLoad(share=self.share, power_w=self.power_w, taken=self.takes_soc),
+            recorded=self.recorded,
         )

@@ -33,6 +33,7 @@ from socflower.hierarchy import (
 )
 from socflower.hierarchy.exchange.gradients import exchange_in_groups
 from socflower.hierarchy.exchange.models import KINDS, NONE, ModelExchange
+from socflower.hierarchy.group_preemption import SOCS
 from socflower.hierarchy.interval_costs import OwnEpochs
 from socflower.hierarchy.uplink_turns import ASKED, NO_SHARED_UPLINK, NOT_PREDICTED, PREDICTED
 from socflower.precision.processor_costs import MixedPricing
@@ -71,8 +72,10 @@ class GroupWork(Protocol):
     def comparable(self, outcome: RingOutcome, nominal: Callable[[int], float]) -> RingOutcome:
         """Return a ring's outcome with measured rates that compare with the SoCs' nominal ones."""
 
-    def price(self, this: Round, usable: Sequence[Message], in_use: CapacitiesInUse) -> Usage:
-        """Return what the interval cost, and advance the clock by it."""
+    def price(
+        self, this: Round, usable: Sequence[Message], in_use: CapacitiesInUse
+    ) -> tuple[Usage, frozenset[int]]:
+        """Return what the interval cost, and the ids of groups that users ended in it; advance the clock by it."""
 
     def log_changes(self, before: Round | None, this: Round) -> None:
         """Log what is new in a round's plan."""
@@ -102,6 +105,8 @@ class DataParallelWork:
         intervals: Sequence[SyncInterval],
         steps_per_epoch: int,
         hub_decides: bool,
+        preemption: str = SOCS,
+        dispatches: bool = False,
     ) -> None:
         # If above 0, each group is a SoC that passes so often over its own data.
         self.local_epochs = 0
@@ -127,6 +132,7 @@ class DataParallelWork:
         self.pricing = costs.pricing
         self._cluster, self._schedule, self._exchange = cluster, schedule, exchange
         self._rebalancing, self._hub_decides = rebalancing, hub_decides
+        self._preemption, self._dispatches = preemption, dispatches
         self._intervals, self._steps_per_epoch = intervals, steps_per_epoch
         self._model_name = costs.model_profile.name if costs.model_profile else ""
         self._costs = (
@@ -204,6 +210,8 @@ class DataParallelWork:
             models=ModelExchange(
                 coding=gradient_coding(exchange.leader_compression), hub_decides=self._hub_decides
             ),
+            preemption=self._preemption,
+            dispatches=self._dispatches,
         )
         costs.require_memory()
         return costs
@@ -226,16 +234,18 @@ class DataParallelWork:
         """Return the outcome as it is: members measure samples per second of the whole model."""
         return outcome
 
-    def price(self, this: Round, usable: Sequence[Message], in_use: CapacitiesInUse) -> Usage:
-        """Return the usage of the interval's steps and of the synchronisation after it."""
+    def price(
+        self, this: Round, usable: Sequence[Message], in_use: CapacitiesInUse
+    ) -> tuple[Usage, frozenset[int]]:
+        """Return the usage of the interval's steps and the synchronisation after it, and what groups users ended."""
         if self.clock is None or this.costs is None:
-            return Usage()
+            return Usage(), frozenset()
         phases: Sequence[Phase] = ()
         if self.local_epochs:
             phases = [(1, self._own_epochs(this, usable))]
         elif isinstance(self.pricing, MixedPricing):
             phases = mixed_phases(usable, this.interval.num_steps, self.pricing)
-        return this.costs.run(this.interval, self.clock, phases, in_use)
+        return this.costs.run_interrupted(this.interval, self.clock, phases, in_use)
 
     def _own_epochs(self, this: Round, usable: Sequence[Message]) -> dict[int, Pricing]:
         """Return what each group's own data cost; a group without a reply counts as one with an equal part."""

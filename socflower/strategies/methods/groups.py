@@ -1,6 +1,7 @@
 """Training in groups: synchronous inside them, with delayed synchronisation between them (SoCFlow+ section 3.1)."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from logging import WARNING
 from typing import Any
 
@@ -20,6 +21,7 @@ from socflower.hierarchy import (
     run_to_quorum,
 )
 from socflower.hierarchy.exchange.models import AUTO, KINDS, NONE, STAR
+from socflower.hierarchy.group_preemption import GROUPS, terminated_groups
 from socflower.peers.ring.settings import RingSettings
 from socflower.quantities import counted
 from socflower.strategies.group_models import GroupMean
@@ -37,7 +39,7 @@ from socflower.strategies.mixed_replies import client_events, group_id_of, mean_
 from socflower.strategies.outer_step import refuse_integers_clipped
 from socflower.strategies.records import aggregate_records, array_views, to_array_record
 from socflower.strategies.replies import heat_events, outcome_of, with_model
-from socflower.strategies.reply_events import LATE, LATE_DROPPED, ReplyEvent
+from socflower.strategies.reply_events import LATE, LATE_DROPPED, TERMINATED, ReplyEvent
 from socflower.strategies.round import (
     IN_PROCESS,
     GroupFeedback,
@@ -47,6 +49,7 @@ from socflower.strategies.round import (
 )
 from socflower.strategies.round_planner import RoundPlanner
 from socflower.strategies.settings import ExchangeSettings, TrainingSchedule
+from socflower.training.batches import interval_rows
 from socflower.wire.message_keys import (
     ALPHA,
     ARRAYS,
@@ -56,10 +59,13 @@ from socflower.wire.message_keys import (
     PRICED,
     RESUMED,
     RING,
+    SAMPLES,
     SERVER_ROUND,
     GroupTask,
     encode,
 )
+from socflower.workloads.dataset import LabelledData
+from socflower.workloads.dispatched import sent_samples
 
 _CLIPPING_NORM = "clipping_norm"
 """The config key in which Flower's client-side clipping strategies send the norm."""
@@ -92,6 +98,8 @@ class GroupsMethod(Method[Round, SettledRound]):
         If above 0, each group is a SoC that passes so often over its own data in a round, with a new optimiser.
     quorum : Quorum
         When a synchronisation ends without groups that are late.
+    dispatch : LabelledData, optional
+        All training data, of which each group is sent the samples of its interval.
     """
 
     def __init__(
@@ -111,8 +119,10 @@ class GroupsMethod(Method[Round, SettledRound]):
         tolerate_client_errors: bool = False,
         local_epochs: int = 0,
         quorum: Quorum = Quorum(),
+        dispatch: LabelledData | None = None,
     ) -> None:
-        self._local_epochs = local_epochs
+        self._local_epochs, self._dispatch = local_epochs, dispatch
+        self._preemption = planner.preemption
         self.schedule, self.intervals, self.steps_per_epoch = schedule, intervals, steps_per_epoch
         self.seed = schedule.seed
         self.planner, self.work = planner, work
@@ -333,9 +343,12 @@ class GroupsMethod(Method[Round, SettledRound]):
             )
         messages = []
         for group in this.addressed:
-            task = ConfigRecord(self.task(group, this.interval).encode())
+            told = self.task(group, this.interval)
+            task, samples = ConfigRecord(told.encode()), self._samples_of(told)
             for soc in group.members if this.in_rings else (group.leader,):
-                content = RecordDict({CONFIG: configs[group.group_id], GROUP: task, **records})
+                content = RecordDict(
+                    {CONFIG: configs[group.group_id], GROUP: task, **samples, **records}
+                )
                 if soc == group.leader:
                     content[ARRAYS] = self._server_models.get(group.server, this.sent)
                 if this.in_rings:
@@ -343,6 +356,16 @@ class GroupsMethod(Method[Round, SettledRound]):
                 node, number = this.node_of[soc], str(this.server_round)
                 messages.append(Message(content, node, MessageType.TRAIN, group_id=number))
         return messages
+
+    def _samples_of(self, task: GroupTask) -> dict[str, ConfigRecord]:
+        """Return the record of a group's samples, if the hub sends them: in rings to each of its members.
+
+        A member may take over any sample of its group, when another leaves or shares change within the interval.
+        """
+        if self._dispatch is None:
+            return {}
+        sent = sent_samples(self._dispatch, interval_rows(task))
+        return {SAMPLES: ConfigRecord(encode(sent))}
 
     def _configs(self, this: Round, config: ConfigRecord) -> dict[int, ConfigRecord]:
         """Return each group's config; in the first round after a resume, with whether a saved state is required."""
@@ -407,6 +430,9 @@ class GroupsMethod(Method[Round, SettledRound]):
         self.planner.poll_absent()
         self.planner.registry.mark_away(settled.away)
         self._read_outcomes(this, replies)
+        # Rings of real machines go on without a member until the synchronisation; then its group is left out.
+        if self._preemption == GROUPS and not this.in_rings:
+            settled = self._without_terminated(this, settled, replies)
         self._feedback = feedback_after_round(this, settled.means, settled.usable)
         lost_groups = {event.group_id for event in settled.lost}
         kept = {ident for ident in self._without_state if ident in this.late}
@@ -426,6 +452,34 @@ class GroupsMethod(Method[Round, SettledRound]):
         if self.late is None:
             return settled
         return self._without_late(this, settled, self.late, arrived)
+
+    def _without_terminated(
+        self, this: Round, settled: SettledRound, replies: Sequence[Message]
+    ) -> SettledRound:
+        """Run the clock, and return the round without the groups that users ended in it, whose work is lost."""
+        usage, ended = self.work.price(this, settled.usable, self.planner.balancer.in_use)
+        answered = {group_id_of(reply) for reply in settled.usable}
+        groups = [group for group in this.addressed if group.group_id in answered - ended]
+        reported = {soc for reply in settled.usable for soc in _preempted_of(reply)}
+        others = terminated_groups(groups, reported, one_stays=True)
+        ended |= {group.group_id for group in others}
+        if ended:
+            kept = [
+                reply
+                for reply in replies
+                if reply.metadata.src_node_id not in this.group_of_node
+                or this.group_of_node[reply.metadata.src_node_id].group_id not in ended
+            ]
+            lost = [
+                ReplyEvent(
+                    kind=TERMINATED,
+                    group_id=ident,
+                    text=f"group {ident}: terminated, as a user took one of its SoCs; its interval is lost",
+                )
+                for ident in sorted(ended)
+            ]
+            settled = settle(this, kept, tolerate_errors=self._tolerates, lost=lost)
+        return replace(settled, usage=usage)
 
     def _without_late(
         self,
@@ -514,7 +568,8 @@ class GroupsMethod(Method[Round, SettledRound]):
         idle = self.planner.drain_idle()
         if settled.usage is not None:
             return idle + settled.usage
-        return idle + self.work.price(this, settled.usable, self.planner.balancer.in_use)
+        usage, _ = self.work.price(this, settled.usable, self.planner.balancer.in_use)
+        return idle + usage
 
     def report(
         self, this: Round, settled: SettledRound, usage: Usage, events: tuple[ReplyEvent, ...]
@@ -603,6 +658,12 @@ class GroupsMethod(Method[Round, SettledRound]):
                 group.group_id: (group.leader, group.group_id not in without_state)
                 for group in self.plan.groups
             }
+
+
+def _preempted_of(reply: Message) -> Collection[int]:
+    """Return the SoCs that left a group within its interval, as its client reports it."""
+    outcome = outcome_of(reply)
+    return () if outcome is None else outcome.preempted
 
 
 def _models_of(servers: Mapping[str, NDArray[Any]]) -> dict[int, ArrayRecord]:

@@ -232,11 +232,14 @@ class PipelineWork:
         slow_s = seconds.forward(0, last, 1)
         return own.seconds.forward(0, last, 1) / slow_s if slow_s else 1.0
 
-    def price(self, this: Round, usable: Sequence[Message], in_use: CapacitiesInUse) -> Usage:
-        """Return the usage of the interval's updates, and of the stages' way to the hub."""
+    def price(
+        self, this: Round, usable: Sequence[Message], in_use: CapacitiesInUse
+    ) -> tuple[Usage, frozenset[int]]:
+        """Return the usage of the interval's updates and of the stages' way to the hub, and no group."""
         if not isinstance(self.clock, EventClock):
-            return Usage()
-        return self._priced(self.clock, this.plan.participants, this.interval.num_steps)
+            return Usage(), frozenset()
+        usage = self._priced(self.clock, this.plan.participants, this.interval.num_steps)
+        return usage, frozenset()
 
     def undisturbed_s(self, socs: Sequence[int], intervals: Sequence[SyncInterval]) -> float:
         """Return the virtual seconds of all rounds on all devices without heat, users and events."""

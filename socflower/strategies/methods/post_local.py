@@ -38,7 +38,12 @@ def opened_intervals(
     opening = sync_schedule(
         synchronous_epochs, steps_per_epoch, 1.0 if isinstance(asked, str) else min(1.0, asked)
     )
-    local = sync_schedule(schedule.num_epochs - synchronous_epochs, steps_per_epoch, asked)
+    local = sync_schedule(
+        schedule.num_epochs - synchronous_epochs,
+        steps_per_epoch,
+        asked,
+        doubling_epochs=schedule.doubling_epochs,
+    )
     later = (
         replace(
             each,

@@ -6,7 +6,8 @@ into the next round, where each mixes it into what it has trained by then (secti
 
     w = alpha · w + (1 - alpha) · outer step
 
-All else of a group's model stays at its client. The hub's model has the latest outer step of each fragment.
+All else of a group's model stays at its client. The hub's model has the latest outer step of each fragment. In one
+process outer gradients may be compressed, in the paper to four bits, with error feedback of each fragment's own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,12 +20,13 @@ from flwr.serverapp import Grid
 from socflower.cluster import Usage
 from socflower.errors import ConfigError
 from socflower.hierarchy import Fragment
-from socflower.hierarchy.exchange.models import KINDS, STAR
+from socflower.hierarchy.exchange.models import AUTO, KINDS, NONE, STAR
 from socflower.strategies.group_replies import SettledRound
+from socflower.strategies.leader_feedback import from_arrays, to_arrays
 from socflower.strategies.methods.group_work import DataParallelWork
 from socflower.strategies.methods.groups import GroupsMethod
 from socflower.strategies.mixed_replies import group_id_of
-from socflower.strategies.round import IN_PROCESS, Round
+from socflower.strategies.round import IN_PROCESS, GroupFeedback, Round
 from socflower.strategies.settings import Streaming
 from socflower.wire.message_keys import ARRAYS, STREAM, StreamTask, encode
 
@@ -56,6 +58,8 @@ class StreamingMethod(GroupsMethod):
         self._streaming, self._priced = streaming, work
         self._fragments: list[list[str]] = []
         self._whole = ArrayRecord()
+        # What compressed exchanges of each fragment still owe, by group: a fragment's next exchange is P rounds later.
+        self._feedback_of: dict[int, dict[int, GroupFeedback]] = {}
         # Groups whose clients have their model of the last round's end: the leader, by group, and their number.
         self._holders: dict[int, int] = {}
         self._num_holding = 0
@@ -66,7 +70,10 @@ class StreamingMethod(GroupsMethod):
 
     def _fragment(self, server_round: int) -> list[str]:
         """Return the names of the tensors that are synchronised at a round's end."""
-        return self._fragments[(server_round - 1) % len(self._fragments)]
+        return self._fragments[self._index(server_round)]
+
+    def _index(self, server_round: int) -> int:
+        return (server_round - 1) % self._streaming.fragments
 
     def _size(self, server_round: int) -> Fragment | None:
         """Return what a round's end exchanges; None before the first round."""
@@ -112,14 +119,27 @@ class StreamingMethod(GroupsMethod):
 
     def _make_round(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Round:
         # A group of one exchanges nothing inside, so that its SoC needs no ring.
-        return replace(super()._make_round(server_round, arrays, grid), transport=IN_PROCESS)
+        return replace(
+            super()._make_round(server_round, arrays, grid),
+            transport=IN_PROCESS,
+            feedback=self._feedback_of.get(self._index(server_round), {}),
+        )
 
     def _ways_of_leaders(self, grid: Grid) -> Sequence[str]:
-        return (STAR,) if self.planner.registry.ring_address_of else KINDS
+        if not self.planner.registry.ring_address_of:
+            return KINDS
+        compression = self._exchange.leader_compression
+        if compression != NONE or self.leaders not in (AUTO, STAR):
+            raise ConfigError(
+                f"streaming: leaders = {self.leaders!r}, leader_compression = {compression!r}: fragments of real "
+                "machines meet at the hub as they are; leave both out"
+            )
+        return (STAR,)
 
     def settle(self, this: Round, replies: Sequence[Message]) -> SettledRound:
         """Read the replies, and remember whose model stays at its client."""
         settled = super().settle(this, replies)
+        self._feedback_of[self._index(this.server_round)] = dict(self._feedback)
         leaders = {group.group_id: group.leader for group in this.plan.groups}
         self._holders = {
             group: leaders[group]
@@ -149,13 +169,24 @@ class StreamingMethod(GroupsMethod):
 
     # ------------------------------------------------------------------------------------------ resuming
     def save(self) -> dict[str, Any]:
-        """Return the state of groups, and whose model is at its client."""
+        """Return the state of groups, whose model is at its client, and what fragments still owe."""
         holders = [[group, leader] for group, leader in self._holders.items()]
-        return {**super().save(), "holders": holders, "num_holding": self._num_holding}
+        owed = {
+            f"{index}/{key}": array
+            for index, feedback in self._feedback_of.items()
+            for key, array in to_arrays(feedback).items()
+        }
+        own = {"holders": holders, "num_holding": self._num_holding, "feedback_of": owed}
+        return {**super().save(), **own}
 
     def restore(self, server_round: int, state: Mapping[str, Any]) -> None:
         """Restore the state at the end of a round; clients must have their groups' states of it."""
         own = dict(state)
         self._holders = {int(group): int(leader) for group, leader in own.pop("holders", ())}
         self._num_holding = int(own.pop("num_holding", 0))
+        by_fragment: dict[int, dict[str, Any]] = {}
+        for key, array in own.pop("feedback_of", {}).items():
+            index, _, rest = key.partition("/")
+            by_fragment.setdefault(int(index), {})[rest] = array
+        self._feedback_of = {index: from_arrays(owed) for index, owed in by_fragment.items()}
         super().restore(server_round, own)

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
+from pathlib import Path
 from typing import Annotated, Generic, TypeVar
 
 import numpy as np
 from pydantic import Field
 
+from socflower.csv_file import number_of, read_rows
 from socflower.errors import ConfigError, require_order
 from socflower.field_rules import NotNegative, Positive, checked
 
@@ -74,6 +76,8 @@ class BackgroundLoad:
 
 
 NOBODY = BackgroundLoad()
+PartBusy = Annotated[float, Field(ge=0, lt=1)]
+"""A part of all SoCs that users have."""
 _GAME = BackgroundLoad(share=0.5, power_w=2.5)
 
 
@@ -81,8 +85,9 @@ _GAME = BackgroundLoad(share=0.5, power_w=2.5)
 class Tide:
     """Game sessions over a day of cloud gaming: few before dawn, most in the evening.
 
-    The fraction of SoCs with a game follows a cosine between `low` at `low_hour` and `high` twelve hours later;
-    sessions last `mean_session_s` on average, exponentially distributed, and are drawn for each SoC from a seed.
+    The fraction of SoCs with a game follows a cosine between `low` at `low_hour` and `high` twelve hours later, or is
+    `recorded`: one for each hour from midnight on, again and again. Sessions last `mean_session_s` on average,
+    exponentially distributed, and are drawn for each SoC from a seed.
     """
 
     low: NotNegative = 0.05
@@ -90,13 +95,16 @@ class Tide:
     low_hour: float = 5.0
     mean_session_s: Positive = 2400.0
     game: BackgroundLoad = _GAME
+    recorded: tuple[PartBusy, ...] = ()
 
     def check(self) -> None:
         """Refuse fractions in the wrong order."""
         require_order(equal=True, low=self.low, high=self.high)
 
     def part_busy(self, hour: float) -> float:
-        """Return the mean fraction of SoCs with a game at an hour of the day."""
+        """Return the mean fraction of SoCs with a game at an hour of the day, or of the recording."""
+        if self.recorded:
+            return self.recorded[_full_hours(hour) % len(self.recorded)]
         phase = 2.0 * math.pi * (hour - self.low_hour) / 24.0
         span = self.high - self.low
         return self.low + span * 0.5 * (1.0 - math.cos(phase))
@@ -125,19 +133,53 @@ class Tide:
         time_s = 0.0
         later: list[tuple[float, BackgroundLoad]] = []
         while True:
-            part = self.part_busy(start_hour + time_s / 3600.0)
+            hour = start_hour + time_s / 3600.0
+            part = self.part_busy(hour)
             mean_s = self.mean_session_s
             if not busy:
                 mean_s = self.mean_session_s * (1.0 - part) / max(part, 1e-6)
             drawn_s = float(random.exponential(mean_s))
-            # An idle time is drawn again after an hour, so that it follows the day.
-            is_cut = not busy and drawn_s > 3600.0
-            time_s += 3600.0 if is_cut else drawn_s
+            # An idle time is drawn again after an hour, or when a recorded one begins, so that it follows the day.
+            redrawn_s = (_full_hours(hour) + 1 - hour) * 3600.0 if self.recorded else 3600.0
+            is_cut = not busy and drawn_s > redrawn_s
+            time_s += redrawn_s if is_cut else drawn_s
             if time_s >= duration_s:
                 return changes(first, later)
             if not is_cut:
                 busy = not busy
                 later.append((time_s, self.game if busy else NOBODY))
+
+
+def _full_hours(hour: float) -> int:
+    """Return the full hours until a time that may have been rounded down."""
+    return math.floor(hour + 1e-9)
+
+
+HOURS_HEADER = ("hour", "part_busy")
+"""The columns of a recording: hours from 0, one row for each, and the part of SoCs that were in use in it."""
+
+
+def read_hours(path: Path) -> tuple[float, ...]:
+    """Return the part of SoCs in use in each hour of a recording; `ConfigError` names the line that is invalid.
+
+    hour,part_busy
+    0,0.31
+    1,0.12
+    """
+    what = "recorded load"
+    parts: list[float] = []
+    for where, (hour_text, part_text) in read_rows(path, HOURS_HEADER, what):
+        hour, part = number_of(hour_text, "hour", where), number_of(part_text, "part_busy", where)
+        if hour != len(parts):
+            raise ConfigError(
+                f"{where}: hour = {hour_text}, and the next one is {len(parts)}; give each hour a row"
+            )
+        if part >= 1:
+            raise ConfigError(f"{where}: part_busy = {part_text} must be below 1")
+        parts.append(part)
+    if not parts:
+        raise ConfigError(f"{what} {path}: has no rows; give one for each hour")
+    return tuple(parts)
 
 
 def idle_windows(

@@ -28,6 +28,8 @@ from socflower.scenario.schema.file import (
     scenario_cluster,
     to_document,
 )
+from socflower.scenario.schema.strategies import STRATEGIES
+from socflower.strategies.settings import TrainingSchedule
 from tests.one_line import last_key, one_line, refused
 
 FULL = """\
@@ -490,6 +492,37 @@ def test_a_date_in_place_of_a_table_is_named(tmp_path: Path, text: str) -> None:
     path.write_text(f"schema = 1\n{text}\n")
     line = refusal(path)
     assert "2020-01-01" in line or "10:00:00" in line or "2020, 1, 1" in line
+
+
+def test_doubling_is_for_methods_whose_interval_decays_and_stays_with_them() -> None:
+    def at(**strategy: Any) -> Scenario:
+        return Scenario(strategy=StrategyConfig(groups=2, **strategy))
+
+    for name, kind in STRATEGIES.items():
+        own = {"name": name, "groups": "auto", "doubling_epochs": 3}
+        if "doubling_epochs" in kind.unread_keys:
+            refused(
+                lambda own=own: at().replaced(strategy=StrategyConfig(**own)), "doubling_epochs = 3"
+            )
+    decaying = at(doubling_epochs=3)
+    assert decaying.under("local-sgd").strategy.doubling_epochs == 3
+    assert decaying.under("ring").strategy.doubling_epochs == 10
+    assert decaying.under("fedavg").strategy.doubling_epochs == 10
+    assert decaying.under("socflow", {"sync_interval_epochs": 1.0}).strategy.doubling_epochs == 10
+
+
+def test_doubling_of_a_constant_interval_is_refused(write: Write) -> None:
+    text = "[strategy]\nsync_interval_epochs = 1\ndoubling_epochs = 3"
+    one_line(refusal(write(text)), last_key(text), "'decay'")
+    ring = "[strategy]\ngroups = 2\n[compare.train.ring]\ndoubling_epochs = 3"
+    one_line(refusal(write(ring)), last_key(ring), "ring does not read it")
+    refused(
+        lambda: TrainingSchedule(
+            num_samples=8, batch_size=2, num_epochs=4, interval_epochs=1, doubling_epochs=3
+        ),
+        "doubling_epochs = 3",
+        "'decay'",
+    )
 
 
 def test_local_epochs_are_for_methods_that_read_them_and_stay_with_them() -> None:

@@ -25,6 +25,7 @@ from socflower.scenario.schema.thermal import (
     BackgroundLoadConfig,
     ThermalConfig,
 )
+from socflower.thermal.model.background_load import Tide
 from socflower.thermal.model.rack import Rack
 from tests.one_line import last_key, one_line, refused
 
@@ -111,8 +112,8 @@ def test_every_key_is_read(write: Write) -> None:
         assert all(
             getattr(config, key) != getattr(default, key)
             for key in type(config).model_fields
-            if key != "max_slowdown"
-        )  # of another policy
+            if key not in ("max_slowdown", "recorded")
+        )  # of another policy, and of other games
     text = "[thermal]\nfan = 'predictive'\nmax_slowdown = 0.1\nhigh_rpm = 9000.0"
     predictive = load_scenario(write(text)).thermal
     assert predictive is not None
@@ -132,6 +133,40 @@ def test_without_the_tables_nothing_gets_hot_and_nobody_comes(write: Write) -> N
     assert loaded.thermal is None and loaded.background_load is None
     assert rack_dynamics(loaded, scenario_cluster(loaded)) is None
     assert rebalancing(loaded) is None
+
+
+def test_a_recorded_load_travels_in_the_resolved_document(tmp_path: Path) -> None:
+    """And each SoC's games are those of the file's hours, from the hour at which training begins."""
+    (tmp_path / "night.csv").write_text("hour,part_busy\n0,0.5\n1,0.25\n2,0\n")
+    (tmp_path / "case.toml").write_text('[background_load]\ngames = "night.csv"\nstart_hour = 1\n')
+    loaded = load_scenario(tmp_path / "case.toml")
+    (tmp_path / "night.csv").unlink()
+    users = from_document(to_document(loaded)).background_load
+    assert users is not None and (users.games, users.recorded) == ("recorded", (0.5, 0.25, 0.0))
+    assert users.tide.loads(4, 1e4, 1.0, seed=3) == Tide(recorded=(0.5, 0.25, 0.0)).loads(
+        4, 1e4, 1.0, seed=3
+    )
+    assert rack_dynamics(loaded, scenario_cluster(loaded)) is not None
+
+
+@pytest.mark.parametrize(
+    ("table", "named"),
+    [
+        ('games = "missing.csv"', ("missing.csv", "cannot be read")),
+        ('games = "broken.csv"', ("broken.csv line 2", "part_busy = 2")),
+        ('games = "broken.csv"\nrecorded = [0.1]', ("[background_load]", "recorded")),
+        ('games = "recorded"', ("recorded = []", "each hour")),
+        ('games = "recorded"\nrecorded = [0.1, 1.0]', ("recorded", "1.0")),
+        ('games = "recorded"\nrecorded = [0.1]\nhigh = 0.5', ("high = 0.5", "'tidal'")),
+        ("recorded = [0.1]", ("recorded = [0.1]", "'recorded'")),
+    ],
+)
+def test_recorded_loads_that_cannot_be_are_one_line(
+    tmp_path: Path, table: str, named: tuple[str, ...]
+) -> None:
+    (tmp_path / "broken.csv").write_text("hour,part_busy\n0,2\n")
+    (tmp_path / "case.toml").write_text(f"[background_load]\n{table}\n")
+    one_line(refusal(tmp_path / "case.toml"), *named)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +217,7 @@ WRONG = {
     },
     "background_load": {
         "games": ["'chess'"],
+        "recorded": ["[1]", "[-0.1]", "0.5"],
         "start_hour": ["-1", "24"],
         "low": ["-0.1", "1"],
         "high": ["-0.1", "1", "nan"],
@@ -254,12 +290,17 @@ windows = st.lists(
 ).map(tuple)
 users = st.builds(
     BackgroundLoadConfig,
-    games=st.sampled_from(GAMES),
+    games=st.sampled_from([games for games in GAMES if games != "recorded"]),
     start_hour=hours,
     low_hour=hours,
     takes_soc=st.booleans(),
     share=st.floats(0.0, 0.99),
     idle_windows=windows,
+)
+recorded = st.builds(
+    BackgroundLoadConfig,
+    games=st.just("recorded"),
+    recorded=st.lists(st.floats(0.0, 0.99), min_size=1, max_size=24).map(tuple),
 )
 
 
@@ -268,7 +309,7 @@ users = st.builds(
         Scenario,
         cluster=st.just({"boards": 4}),
         thermal=st.none() | thermals,
-        background_load=st.none() | users,
+        background_load=st.none() | users | recorded,
         strategy=st.builds(
             StrategyConfig, rebalance=st.sampled_from(REBALANCE), rebalance_steps=st.integers(0, 99)
         ),

@@ -18,6 +18,7 @@ from socflower.thermal.model.background_load import (
     always,
     changes,
     idle_windows,
+    read_hours,
 )
 from tests.one_line import refused
 from tests.thermal.refusals import refused_each
@@ -102,6 +103,36 @@ def test_the_mean_occupancy_follows_the_tide():
         assert part == pytest.approx(tide.part_busy(hour), abs=0.09)
 
 
+HOURLY = st.lists(st.floats(0.0, 0.9), min_size=1, max_size=30)
+
+
+@FEW
+@given(hours=HOURLY, hour=st.integers(0, 200), within=st.floats(0.0, 0.999))
+def test_a_recording_holds_for_each_hour_and_begins_again(hours, hour, within):
+    tide = Tide(recorded=tuple(hours))
+    assert tide.part_busy(hour + within) == hours[hour % len(hours)]
+
+
+def test_the_mean_occupancy_follows_a_recording():
+    """Of 1,500 SoCs, an hour after each jump: sessions of two minutes have ended by then."""
+    hours = (0.1, 0.5, 0.02, 0.8, 0.0, 0.3)
+    tide = Tide(recorded=hours, mean_session_s=120.0)
+    games = tide.loads(1_500, 2 * 6 * 3600.0, 4.0, seed=7)
+    for hour in range(8):
+        part = num_busy(games, (hour + 0.95) * 3600.0) / 1_500
+        # Three sigma of so many draws is below 0.04.
+        assert part == pytest.approx(hours[(4 + hour) % 6], abs=0.04)
+
+
+def test_a_constant_recording_is_a_constant_tide_in_the_mean():
+    flat, tide = Tide(recorded=(0.4,)), Tide(low=0.4, high=0.4)
+    means = [
+        np.mean([num_busy(each.loads(300, DAY_S, 0.0, 3), hour * 3600.0) for hour in range(1, 24)])
+        for each in (flat, tide)
+    ]
+    assert means[0] == pytest.approx(means[1], rel=0.06)
+
+
 def test_sessions_last_as_long_as_they_should():
     tide = Tide(low=0.4, high=0.4, mean_session_s=900.0)
     lasted = []
@@ -122,8 +153,46 @@ def test_the_tide_may_be_at_either_end(low, least, most):
 def test_invalid_users_are_refused():
     refused_each(BackgroundLoad, share=(1.0, -0.1, nan), power_w=(-1.0, inf))
     refused_each(Tide, low=(0.7, -0.1), high=(1.0, nan), mean_session_s=(0.0, nan))
+    refused(partial(Tide, recorded=(0.1, 1.0)), "recorded", "1.0")
     for begin, end in ((25.0, 3.0), (-1.0, 3.0), (3.0, 3.0), (nan, 3.0)):
         refused(partial(idle_windows, [(begin, end)], DAY_S, 0.0), begin, end)
+
+
+# ----------------------------------------------------------------------------------------------- recordings
+@FEW
+@given(hours=HOURLY)
+def test_a_recording_is_read_as_it_was_written(tmp_path_factory, hours):
+    path = tmp_path_factory.mktemp("load") / "night.csv"
+    rows = [f"{hour},{part!r}" for hour, part in enumerate(hours)]
+    path.write_text("\n".join(["hour,part_busy", *rows, ""]))
+    assert read_hours(path) == tuple(hours)
+
+
+HEAD = "hour,part_busy\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", ("line 1", "hour,part_busy")),
+        ("time,load\n0,0.5\n", ("line 1", "hour,part_busy")),
+        (HEAD, ("no rows",)),
+        (HEAD + "0\n", ("line 2", "1 values, not 2")),
+        (HEAD + "0,x\n", ("line 2", "part_busy = 'x'")),
+        (HEAD + "0,1\n", ("line 2", "part_busy = 1", "below 1")),
+        (HEAD + "0,-0.1\n", ("line 2", "part_busy = -0.1")),
+        (HEAD + "0,nan\n", ("line 2", "part_busy = nan")),
+        (HEAD + "1,0.1\n", ("line 2", "hour = 1", "0")),
+        (HEAD + "0,0.1\n\n2,0.1\n", ("line 4", "hour = 2", "1")),
+        (HEAD + "0,0.1\n0.5,0.1\n", ("line 3", "hour = 0.5")),
+        ("\xff", ("UTF-8",)),
+    ],
+)
+def test_a_recording_that_cannot_be_is_one_line(tmp_path, text, named):
+    path = tmp_path / "night.csv"
+    path.write_bytes(text.encode("latin-1"))
+    refused(partial(read_hours, path), "night.csv", *named)
+    refused(partial(read_hours, tmp_path / "missing.csv"), "missing.csv", "cannot be read")
 
 
 # ------------------------------------------------------------------------------------- step functions of time
