@@ -74,6 +74,8 @@ VALUES = {
     "seeds": "--seeds 1,2",
     "tune": "--tune epochs=1,2",
     "search": "--search 5",
+    "until_target": "--until-target",
+    "front": "--front",
     "log": "--log csv,jsonl",
     "fusion": "--fusion per-tensor",
 }
@@ -147,7 +149,7 @@ def test_each_option_of_run_is_read_or_refused(
 
 
 OF_APPS = {"cluster", "vary", "nodes", "training_flops", "expect"}
-OF_SCENARIOS = {"strategies", "seeds", "tune", "search", "fusion"}
+OF_SCENARIOS = {"strategies", "seeds", "tune", "search", "until_target", "front", "fusion"}
 OF_CLUSTERS = {"fusion"}
 
 
