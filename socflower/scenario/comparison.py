@@ -32,10 +32,10 @@ from socflower.scenario.search import (
     Choice,
     Cost,
     Search,
+    first_choice,
     is_over,
     moves_of,
     pattern_search,
-    start_of,
 )
 from socflower.scenario.tuning import Tuning, best_of, described, search_seed, with_choice
 from socflower.wire.folders import exclusive_folder
@@ -313,7 +313,7 @@ class _Comparison:
                 return reached_s, 0.0
             return math.inf, quality.rank(result[quality.final_key])
 
-        found = pattern_search(start_of(under), moves_of(under), cost_of, search.budget)
+        found = pattern_search(first_choice(under), moves_of(under), cost_of, search.budget)
         return {
             "chosen": described(found.best.choice),
             "settings": dict(found.best.choice),

@@ -7,12 +7,14 @@ where no such move is quicker, or when its trainings are used up.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from socflower.engines.ending import Ending
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.report.quality import QUALITIES
+from socflower.scenario.predicted_epochs import mean_epoch
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy
@@ -147,6 +149,28 @@ def start_of(scenario: Scenario) -> dict[str, Any]:
     if "socs" in values and values["socs"] is None:
         values["socs"] = scenario_cluster(scenario).num_socs
     return values
+
+
+def first_choice(scenario: Scenario) -> dict[str, Any]:
+    """Return the choice that a search begins with: the scenario's, in one group with the SoCs of its quickest epoch.
+
+    How many SoCs share a batch leaves exact training as it is, so that no training is needed to choose them: from all
+    SoCs down, a ring would spend its trainings on the way to the few that small models want.
+    """
+    choice, kind = start_of(scenario), STRATEGIES[scenario.strategy.name]
+    if "socs" not in choice or not isinstance(kind, GroupStrategy) or kind.num_groups != 1:
+        return choice
+    epochs_s: dict[int, float] = {}
+    cluster, number = scenario_cluster(scenario), int(choice["socs"])
+    while number:
+        tried = scenario.replaced(strategy=scenario.strategy.replaced(socs=number))
+        # Such as a share of the batch beyond a device's memory.
+        with suppress(ConfigError, InfeasiblePlan):
+            epochs_s[number] = mean_epoch(tried, cluster).duration_s
+        number //= 2
+    return (
+        {**choice, "socs": min(epochs_s, key=lambda each: epochs_s[each])} if epochs_s else choice
+    )
 
 
 def moves_of(scenario: Scenario) -> Callable[[Choice], Iterator[Choice]]:

@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 from socflower.engines.ending import Ending
 from socflower.report import report
 from socflower.scenario.comparison import compare, finished
+from socflower.scenario.predicted_epochs import mean_epoch
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.config import CompareConfig, StrategyConfig, TrainConfig
+from socflower.scenario.schema.file import load_scenario, scenario_cluster
 from socflower.scenario.schema.strategies import CLUSTER_STRATEGIES, STRATEGIES, family_of
 from socflower.scenario.search import (
     Choice,
     Cost,
     Search,
+    first_choice,
     moves_of,
     pattern_search,
     searched_keys,
@@ -31,6 +34,7 @@ from tests.scenario.small_runs import small
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
 
+SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 AXES = ("a", "b", "c")
 points = st.lists(st.integers(-4, 4), min_size=3, max_size=3)
 
@@ -163,6 +167,22 @@ def test_a_run_ends_at_its_target_or_its_time_with_the_rounds_of_the_whole_run(
     assert ended["ended_after"] == first and whole["ended_after"] is None
     assert ended["rounds"] == whole["rounds"][: first + 1]
     assert ended["virtual_s"] == whole["rounds"][first]["virtual_s"]
+
+
+def test_a_ring_begins_with_the_socs_of_its_quickest_epoch_and_groups_with_the_scenarios() -> None:
+    scenario = load_scenario(SCENARIOS / "digits_demo.toml", ["model.name=lenet5"])
+    ring = scenario.under("ring")
+    found = first_choice(ring)
+    epochs_s = {
+        number: mean_epoch(
+            ring.replaced(strategy=ring.strategy.replaced(socs=number)), scenario_cluster(ring)
+        ).duration_s
+        for number in (1, 2, 4, 8, 16)
+    }
+    assert start_of(ring)["socs"] == 16 and found == {**start_of(ring), "socs": found["socs"]}
+    assert epochs_s[found["socs"]] == min(epochs_s.values()) < epochs_s[16]
+    for name in ("socflow", "local-sgd", "fedavg", "sgd"):
+        assert first_choice(scenario.under(name)) == start_of(scenario.under(name))
 
 
 def test_a_move_that_is_made_again_leaves_alone_what_did_not_move() -> None:
