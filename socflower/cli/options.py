@@ -200,7 +200,7 @@ def unread_by_tune(*, of_app_folder: bool) -> dict[str, str]:
         return dict.fromkeys(("strategies", "arithmetics"), why)
     return {
         **dict.fromkeys(
-            ("vary", "rounds_key", *_APP_FOLDER_OPTIONS[:3]),
+            ("vary", "rounds_key", "cluster", "nodes", "training_flops"),
             "is for the folder of a Flower app, and this is a scenario",
         ),
         **dict.fromkeys(

@@ -36,6 +36,7 @@ from socflower.scenario.search import (
     is_over,
     moves_of,
     pattern_search,
+    require_target,
 )
 from socflower.scenario.tuning import Tuning, best_of, described, search_seed, with_choice
 from socflower.wire.folders import exclusive_folder
@@ -187,15 +188,9 @@ class _Comparison:
             self._front.on_predicted(self._methods)
 
     def _require_target(self) -> None:
-        """Raise `ConfigError` if no run could end at a target, or if claims are about a run's end."""
+        """Raise `ConfigError` if no run could end at a target."""
         name = "--until-target"
-        if (
-            self._scenario.compare.target_accuracy is None
-            and self._scenario.compare.target_loss is None
-        ):
-            raise ConfigError(
-                f"{name}: ends each run at its target; give [compare] target_accuracy or target_loss"
-            )
+        require_target(self._scenario, f"{name}: ends each run at its target")
         if self._engine == "deployment":
             raise ConfigError(f"{name}: --engine deployment trains to the end; use local")
 

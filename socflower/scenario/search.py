@@ -44,15 +44,18 @@ class Search:
 
     def require_target(self, scenario: Scenario, engine: str) -> None:
         """Raise `ConfigError` for a scenario without a target, and for an engine without virtual time."""
-        if scenario.compare.target_accuracy is None and scenario.compare.target_loss is None:
-            raise ConfigError(
-                f"--search {self.budget}: looks for the quickest to a target; give [compare] target_accuracy or "
-                "target_loss"
-            )
+        option = f"--search {self.budget}"
+        require_target(scenario, f"{option}: looks for the quickest to a target")
         if engine == "deployment":
             raise ConfigError(
-                f"--search {self.budget}: compares virtual times, which --engine deployment has not; use local"
+                f"{option}: compares virtual times, which --engine deployment has not; use local"
             )
+
+
+def require_target(scenario: Scenario, what: str) -> None:
+    """Raise `ConfigError` for a scenario whose `[compare]` has no target; `what` says who needs one."""
+    if scenario.compare.target_accuracy is None and scenario.compare.target_loss is None:
+        raise ConfigError(f"{what}; give [compare] target_accuracy or target_loss")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
