@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg, FedProx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from socflower.cluster import parse_cluster
 from socflower.errors import InfeasiblePlan, TrainingFailed
@@ -99,6 +101,32 @@ def test_the_sum_does_not_depend_on_the_order_of_replies() -> None:
     weights = np.arange(3, 7) / 18
     expected = np.einsum("k,kn->n", weights, numbers.astype(np.float64))
     np.testing.assert_allclose(arrays["w"].numpy(), expected, rtol=1e-6, atol=1e-7)
+
+
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_examples=st.lists(st.integers(1, 10_000), min_size=4, max_size=4),
+)
+def test_the_mean_is_that_of_flowers_fedavg(seed: int, num_examples: list[int]) -> None:
+    strategy, theirs = fedavg(), FedAvg(min_available_nodes=1)
+    rng = np.random.default_rng(seed)
+    replies = []
+    for message, num in zip(messages(strategy), num_examples, strict=True):
+        arrays = {
+            "w": Array(rng.standard_normal((3, 7)).astype(np.float32)),
+            "b": Array(rng.standard_normal(5).astype(np.float32)),
+        }
+        metrics = MetricRecord({"num-examples": num, "train-loss": float(rng.random())})
+        content = RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics})
+        replies.append(Message(content, reply_to=message))
+    ours, our_metrics = strategy.aggregate_train(1, replies)
+    expected, their_metrics = theirs.aggregate_train(1, replies)
+    assert ours is not None and expected is not None
+    for name in ("w", "b"):
+        np.testing.assert_allclose(ours[name].numpy(), expected[name].numpy(), rtol=1e-5, atol=1e-6)
+    assert our_metrics is not None and their_metrics is not None
+    assert our_metrics["train-loss"] == pytest.approx(their_metrics["train-loss"])
 
 
 def test_counters_of_batch_norm_stay_integers() -> None:
