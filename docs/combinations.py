@@ -158,6 +158,16 @@ server_interval = 2
             says='[data]\npartition = "dirichlet"\n[strategy]\nreshuffle = false',
             is_in=lambda s: s.has_groups and not s.strategy.reshuffle,
         ),
+        "dispatch": Capability(
+            label="samples from the hub",
+            says="[strategy]\ndispatch = true",
+            is_in=lambda s: s.strategy.dispatch,
+        ),
+        "whole": Capability(
+            label="preemption of whole groups",
+            says='[strategy]\npreemption = "groups"\n' + _PREEMPTION.says,
+            is_in=lambda s: s.strategy.preemption == "groups",
+        ),
     },
 )
 
