@@ -130,6 +130,11 @@ class PreparedRun:
                 f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; use "
                 "fewer"
             )
+        if scenario.strategy.use_spares and num_socs == self.cluster.num_socs:
+            why = (
+                "every SoC of the cluster takes part, and none is spare; give socs, or leave it out"
+            )
+            raise scenario.mistake("strategy", "use_spares", why)
         is_alone = groups == num_socs and several_groups(scenario.strategy.name)
         kind = STRATEGIES[scenario.strategy.name]
         is_alone |= groups == "auto" and kind.is_alone
