@@ -65,7 +65,7 @@ def test_a_spare_soc_stands_in_and_stays_when_the_other_one_is_back() -> None:
         ({"socs": 4, "preemption": "groups"}, "preemption"),
         ({}, "socs"),
         ({"name": "fedavg", "socs": 4}, "fedavg"),
-        ({"name": "sgd"}, "sgd"),
+        ({"name": "tree-fedavg", "socs": 4}, "tree-fedavg"),
     ],
 )
 def test_spare_socs_that_could_not_stand_in_are_refused(
