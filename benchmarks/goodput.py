@@ -3,8 +3,8 @@
 32 Snapdragon 865 on 7 boards train VGG-11 from midnight to midnight. Games come and go in the daily pattern of
 SoCFlow+'s users and take half of a SoC; SoCs fail on average every two days and are away for half an hour. All methods
 meet the same trace, with the settings at which an undisturbed epoch of theirs is shortest at equal samples a step. They
-may re-balance shares, and SoCs that a method leaves idle stand in for busy ones. Real strategies plan, address and price
-every round by the clock; nodes answer without training.
+may re-balance shares, and SoCs that a method leaves idle stand in for busy ones. Real strategies plan, address and
+price every round by the clock; nodes answer without training.
 
 Goodput is the samples that a method trained, as a part of those that it trains in an undisturbed day. Users and
 failures leave a part of the processors' time (`limit`): who trains on all SoCs and is bound by processors cannot do
