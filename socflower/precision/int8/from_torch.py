@@ -21,8 +21,9 @@ from socflower.model_graph.graph import ModelGraph, Operation, caller_of, captur
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.conversion import value_layout as layouts
 from socflower.precision.int8.conversion.graph_builder import GraphBuilder, NoKernel, Value, form_of
+from socflower.precision.int8.conversion.module_call import ModuleCall
 from socflower.precision.int8.conversion.torch_functions import DROPOUTS, add_function
-from socflower.precision.int8.conversion.torch_modules import ModuleCall, add_module
+from socflower.precision.int8.conversion.torch_modules import add_module
 from socflower.precision.int8.fixed_point import FloatArray
 from socflower.precision.int8.network import UnsupportedOperator
 from socflower.precision.int8.numpy_operators.embedding import Embedding

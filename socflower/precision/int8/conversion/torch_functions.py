@@ -14,16 +14,10 @@ from torch import fx, nn
 from socflower.model_graph.graph import Operation
 from socflower.precision.int8.conversion import value_layout as layouts
 from socflower.precision.int8.conversion.graph_builder import GraphBuilder, NoKernel, Value, form_of
-from socflower.precision.int8.conversion.torch_modules import (
-    ModuleCall,
-    add_module,
-    added,
-    attention,
-    matmul,
-    padding,
-    scaled_attention,
-    view,
-)
+from socflower.precision.int8.conversion.image_rules import padding, view
+from socflower.precision.int8.conversion.matrix_rules import added, matmul, scaled_attention
+from socflower.precision.int8.conversion.module_call import ModuleCall
+from socflower.precision.int8.conversion.torch_modules import add_module, attention
 from socflower.precision.int8.conversion.value_layout import ValueLayout
 from socflower.precision.int8.numpy_operators.layout import Concat
 from socflower.precision.int8.numpy_operators.products import Multiply

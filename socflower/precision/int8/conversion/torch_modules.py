@@ -2,89 +2,35 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from socflower import _int8
-from socflower.model_graph.graph import Operation
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.conversion import value_layout as layouts
-from socflower.precision.int8.conversion.graph_builder import GraphBuilder, NoKernel, Value, form_of
+from socflower.precision.int8.conversion.graph_builder import GraphBuilder, NoKernel, Value
+from socflower.precision.int8.conversion.image_rules import (
+    adaptive_average,
+    adaptive_max,
+    average_pool,
+    channel_shuffle,
+    max_pool_module,
+    padded,
+    padding,
+    pixel_shuffle,
+    pixel_unshuffle,
+    upsample,
+    view,
+)
+from socflower.precision.int8.conversion.matrix_rules import added, scaled_attention
+from socflower.precision.int8.conversion.module_call import ModuleCall, image_pair
 from socflower.precision.int8.conversion.value_layout import ValueLayout
 from socflower.precision.int8.numpy_operators.embedding import MOST_ROWS, Embedding
-from socflower.precision.int8.numpy_operators.layout import ZERO
-from socflower.precision.int8.numpy_operators.products import MatMul, Softmax
-from socflower.precision.int8.numpy_operators.region_mean import RegionMean, Regions
+from socflower.precision.int8.numpy_operators.products import Softmax
 from socflower.precision.int8.numpy_operators.sample_norm import SampleNorm
 from socflower.precision.int8.numpy_operators.weighted import covers, sum_depths
-
-MAX_WINDOW = 256
-"""Pixels of a pooling window: the engine stores the position of a maximum in a byte."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleCall:
-    """A call of a module on one value. `name` is the module's path, or the name of a function that does the same."""
-
-    builder: GraphBuilder
-    module: Any
-    name: str
-    operation: Operation
-    x: Value
-    in_evaluation: bool = False
-
-    def require(self, fits: bool, how: str = "") -> None:
-        """Raise NoKernel, with `how` the module is set, unless it fits."""
-        if not fits:
-            raise NoKernel(f"{type(self.module).__name__} {how}".rstrip())
-
-    def require_settings(self, **fitting: Sequence[Any]) -> None:
-        """Raise NoKernel for a setting with another value than those that fit."""
-        for name, values in fitting.items():
-            value = getattr(self.module, name)
-            self.require(value in values, f"with {name} = {value!r}")
-
-    def require_plain_parameters(self) -> None:
-        """Raise NoKernel for a layer whose weight or bias torch computes from other parameters before each call."""
-        own = dict(self.module.named_parameters(recurse=False))
-        for name in ("weight", "bias"):
-            is_plain = name in own or getattr(self.module, name, None) is None
-            self.require(
-                is_plain,
-                f"whose {name} is computed from other parameters, as by weight_norm or pruning; take that off",
-            )
-
-    @property
-    def frozen(self) -> tuple[str, ...]:
-        """Names of the parameters that are not trained."""
-        parameters = self.module.named_parameters()
-        return tuple(name for name, part in parameters if not part.requires_grad)
-
-    def image(self) -> Value:
-        """Return the input as (channels, height, width), (channels, length) or (features,)."""
-        self.require(len(self.x.form) in (1, 2, 3), f"of {len(self.x.form) + 1} dimensions")
-        return self.builder.arranged(self.x, layouts.images(self.x.form))
-
-    def put(self, kind: type[ir.Node], x: Value, layout: ValueLayout, **settings: Any) -> Value:
-        """Add a node of the module's name, with its parameters."""
-        if not issubclass(kind, ir.Weighted | ir.BatchNorm | SampleNorm):
-            # A ReLU or a pool may run in several places.
-            name = self.builder.first_free_name(self.name, self.operation.node.name)
-            return self.builder.put(kind, name, [x], layout, **settings)
-        return self.builder.put(kind, self.name, [x], layout, frozen=self.frozen, **settings)
-
-    def made(self) -> ValueLayout:
-        """Return the layout of an image of the shape that torch makes."""
-        return layouts.images(form_of(self.operation))
-
-    def on(self, x: Value, module: nn.Module, name: str) -> ModuleCall:
-        """Return the call of another module, a part of this one, on a value."""
-        return replace(self, x=x, module=module, name=name)
 
 
 def add_module(call: ModuleCall) -> Value:
@@ -116,7 +62,7 @@ def _convolution(call: ModuleCall) -> Value:
         padding = tuple(before for before, _ in pads)
     else:
         padding = (0,) * rank
-        x = _padded(call, x, module.padding_mode, pads)
+        x = padded(call, x, module.padding_mode, pads)
     weight = tuple(module.weight.shape)
     return _require_exact(
         call,
@@ -124,10 +70,10 @@ def _convolution(call: ModuleCall) -> Value:
             ir.Convolution,
             x,
             call.made(),
-            kernel=_image_pair(module.kernel_size),
-            stride=_image_pair(module.stride),
-            padding=_image_pair(padding, 0),
-            dilation=_image_pair(module.dilation),
+            kernel=image_pair(module.kernel_size),
+            stride=image_pair(module.stride),
+            padding=image_pair(padding, 0),
+            dilation=image_pair(module.dilation),
             groups=module.groups,
             bias=module.bias is not None,
             outside=() if rank == 2 else (("weight", f"{call.name}.weight", weight),),
@@ -149,10 +95,10 @@ def _transposed_convolution(call: ModuleCall) -> Value:
             ir.TransposedConvolution,
             x,
             call.made(),
-            kernel=_image_pair(module.kernel_size),
-            stride=_image_pair(module.stride),
-            padding=_image_pair(module.padding, 0),
-            dilation=_image_pair(module.dilation),
+            kernel=image_pair(module.kernel_size),
+            stride=image_pair(module.stride),
+            padding=image_pair(module.padding, 0),
+            dilation=image_pair(module.dilation),
             groups=module.groups,
             bias=module.bias is not None,
             outside=() if rank == 2 else (("weight", f"{call.name}.weight", weight),),
@@ -301,230 +247,6 @@ def layer_norm(call: ModuleCall) -> Value:
     )
 
 
-# ------------------------------------------------------------------------------------------------------ pooling
-
-
-def _max_pool(call: ModuleCall) -> Value:
-    module = call.module
-    call.require_settings(dilation=(1, (1, 1), (1,)), return_indices=(False,))
-    x = call.image()
-    rank = len(x.form) - 1
-    kernel = _pair(module.kernel_size, rank)
-    stride = _pair(module.stride, rank)
-    padding = _pair(module.padding, rank, 0)
-    if module.ceil_mode:
-        # The incomplete last windows repeat their last row or column, which changes no maximum.
-        made = call.made().shape[1:]
-        extra = [
-            max(0, (count - 1) * step + size - length - 2 * pad)
-            for count, step, size, length, pad in zip(
-                made, stride, kernel, x.layout.shape[1:], padding, strict=True
-            )
-        ]
-        x = _padded(call, x, "replicate", [(0, more) for more in extra[2 - rank :]])
-    return max_pool(call, x, kernel, stride, padding)
-
-
-def max_pool(
-    call: ModuleCall, x: Value, kernel: ir.Pair, stride: ir.Pair, padding: ir.Pair
-) -> Value:
-    """Add a max-pool; one of larger windows than the kernels take is pooled in rows, then in columns."""
-    if kernel[0] * kernel[1] <= MAX_WINDOW:
-        return call.put(ir.MaxPool, x, call.made(), kernel=kernel, stride=stride, padding=padding)
-    call.require(max(kernel) <= MAX_WINDOW, f"with windows of {kernel[0]}x{kernel[1]}")
-    channels, height, _ = call.made().shape
-    of_rows = layouts.images((channels, height, x.layout.shape[2]))
-    rows = call.put(
-        ir.MaxPool,
-        x,
-        of_rows,
-        kernel=(kernel[0], 1),
-        stride=(stride[0], 1),
-        padding=(padding[0], 0),
-    )
-    return call.put(
-        ir.MaxPool,
-        rows,
-        call.made(),
-        kernel=(1, kernel[1]),
-        stride=(1, stride[1]),
-        padding=(0, padding[1]),
-    )
-
-
-def _average_pool(call: ModuleCall) -> Value:
-    module = call.module
-    x = call.image()
-    rank = len(x.form) - 1
-    kernel = _pair(module.kernel_size, rank)
-    stride = _pair(module.stride, rank)
-    padding = _pair(module.padding, rank, 0)
-    override = getattr(module, "divisor_override", None)
-    counts = padding == (0, 0) or module.count_include_pad
-    if counts and not module.ceil_mode and override is None and kernel[0] * kernel[1] <= MAX_WINDOW:
-        return call.put(
-            ir.AveragePool, x, call.made(), kernel=kernel, stride=stride, padding=padding
-        )
-    regions: list[Regions] = []
-    divisors: list[tuple[int, ...]] = []
-    for axis in (0, 1):
-        size, count = x.layout.shape[1 + axis], call.made().shape[1 + axis]
-        found, lengths = _windows(size, count, kernel[axis], stride[axis], padding[axis])
-        regions.append(found)
-        clipped = tuple(end - first for first, end in found)
-        divisors.append(lengths if module.count_include_pad else clipped)
-    if override is not None:
-        divisors = [(override,) * len(regions[0]), (1,) * len(regions[1])]
-    return _mean(call, x, call.made(), regions, divisors)
-
-
-def _windows(
-    size: int, count: int, kernel: int, stride: int, padding: int
-) -> tuple[Regions, tuple[int, ...]]:
-    """Return the parts of windows inside the input, and the windows' lengths within the padded input."""
-    regions = []
-    lengths = []
-    for index in range(count):
-        first = index * stride - padding
-        end = min(first + kernel, size + padding)
-        lengths.append(end - first)
-        regions.append((max(first, 0), min(end, size)))
-    return tuple(regions), tuple(lengths)
-
-
-def _mean(
-    call: ModuleCall,
-    x: Value,
-    layout: ValueLayout,
-    regions: Sequence[Regions],
-    divisors: Sequence[tuple[int, ...]],
-) -> Value:
-    return call.put(
-        RegionMean,
-        x,
-        layout,
-        rows=regions[0],
-        columns=regions[1],
-        row_divisors=divisors[0],
-        column_divisors=divisors[1],
-    )
-
-
-def _adaptive_average(call: ModuleCall) -> Value:
-    x = call.image()
-    _, height, width = x.layout.shape
-    layout = call.made()
-    _, out_h, out_w = layout.shape
-    window = (height // out_h, width // out_w)
-    even = height % out_h == 0 and width % out_w == 0
-    if even and window[0] * window[1] <= MAX_WINDOW:
-        return call.put(ir.AveragePool, x, layout, kernel=window, stride=window)
-    regions = [_adaptive_regions(height, out_h), _adaptive_regions(width, out_w)]
-    lengths = [tuple(end - first for first, end in found) for found in regions]
-    return _mean(call, x, layout, regions, lengths)
-
-
-def _adaptive_regions(size: int, count: int) -> Regions:
-    """Return torch's regions: they overlap if the size is no multiple of the count."""
-    return tuple((index * size // count, -(-(index + 1) * size // count)) for index in range(count))
-
-
-def _adaptive_max(call: ModuleCall) -> Value:
-    call.require_settings(return_indices=(False,))
-    x = call.image()
-    _, height, width = x.layout.shape
-    _, out_h, out_w = call.made().shape
-    even = height % out_h == 0 and width % out_w == 0
-    call.require(even, f"from {height}x{width} to {out_h}x{out_w}, in windows of two sizes")
-    window = (height // out_h, width // out_w)
-    return max_pool(call, x, window, window, (0, 0))
-
-
-# ------------------------------------------------------------------------------------------- parts and repetition
-
-
-def _padded(call: ModuleCall, x: Value, mode: str, pads: Sequence[tuple[int, int]]) -> Value:
-    """Return the value with (before, after) more elements along its last dimensions, as `mode` makes them."""
-    first = len(x.form) - len(pads)
-    chosen: dict[int, Sequence[int]] = {}
-    for dim, (before, after) in enumerate(pads, start=first):
-        size = x.form[dim]
-        positions = range(-before, size + after)
-        match mode:
-            case "zeros" | "constant":
-                chosen[dim] = [index if 0 <= index < size else ZERO for index in positions]
-            case "replicate":
-                chosen[dim] = [min(max(index, 0), size - 1) for index in positions]
-            case "reflect":
-                fits = max(before, after) < size
-                call.require(fits, f"with a reflection of {max(before, after)} of {size} pixels")
-                chosen[dim] = [size - 1 - abs(size - 1 - abs(index)) for index in positions]
-            case "circular":
-                chosen[dim] = [index % size for index in positions]
-            case _:
-                call.require(False, f"with padding_mode = {mode!r}")
-    return call.builder.select(f"{call.name}.padding", x, chosen)
-
-
-def padding(call: ModuleCall, mode: str, flat: Sequence[int], value: float = 0.0) -> Value:
-    """Add torch's padding: `flat` has (before, after) of the last dimension, then of the one before it, and so on."""
-    call.require(mode != "constant" or value == 0.0, f"with a value of {value}")
-    pads = [(flat[index], flat[index + 1]) for index in range(0, len(flat), 2)]
-    call.require(len(pads) <= len(call.x.form), "over the samples")
-    return _padded(call, call.x, mode, list(reversed(pads)))
-
-
-def upsample(call: ModuleCall) -> Value:
-    """Add nearest-neighbour upsampling to the size that torch makes."""
-    call.require_settings(mode=("nearest", "nearest-exact"))
-    made = form_of(call.operation)
-    chosen: dict[int, Sequence[int]] = {}
-    shift = 0.5 if call.module.mode == "nearest-exact" else 0.0
-    scales = call.module.scale_factor
-    for dim in range(1, len(made)):
-        size = call.x.form[dim]
-        ratio = size / made[dim]
-        if scales is not None:
-            given = scales if isinstance(scales, float | int) else scales[dim - 1]
-            ratio = 1.0 / float(given)
-        positions = [min(int((index + shift) * ratio), size - 1) for index in range(made[dim])]
-        chosen[dim] = positions
-    return call.builder.select(call.name, call.x, chosen)
-
-
-def _pixel_shuffle(call: ModuleCall) -> Value:
-    """(c r r, h, w) to (c, h r, w r): the values lie differently once they are read as an image."""
-    factor = call.module.upscale_factor
-    channels, height, width = call.x.form
-    split = call.builder.viewed(call.x, (channels // factor**2, factor, factor, height, width))
-    moved = Value(split.name, split.layout.permuted((0, 3, 1, 4, 2)))
-    return call.builder.viewed(moved, form_of(call.operation))
-
-
-def _pixel_unshuffle(call: ModuleCall) -> Value:
-    factor = call.module.downscale_factor
-    channels, height, width = call.x.form
-    split = call.builder.viewed(
-        call.x, (channels, height // factor, factor, width // factor, factor)
-    )
-    moved = Value(split.name, split.layout.permuted((0, 2, 4, 1, 3)))
-    return call.builder.viewed(moved, form_of(call.operation))
-
-
-def _channel_shuffle(call: ModuleCall) -> Value:
-    channels, *size = call.x.form
-    groups = call.module.groups
-    split = call.builder.viewed(call.x, (groups, channels // groups, *size))
-    order = (1, 0, *range(2, 2 + len(size)))
-    moved = Value(split.name, split.layout.permuted(order))
-    return call.builder.viewed(moved, form_of(call.operation))
-
-
-def view(call: ModuleCall) -> Value:
-    """Return the value in the shape that torch makes of it; nothing is added unless values have to move."""
-    return call.builder.viewed(call.x, form_of(call.operation))
-
-
 # ----------------------------------------------------------------------------------------------------- functions
 
 
@@ -633,60 +355,6 @@ def attention(call: ModuleCall) -> Value:
     return linear(call.on(joined, module.out_proj, f"{call.name}.out_proj"))
 
 
-def scaled_attention(
-    builder: GraphBuilder,
-    name: str,
-    query: Value,
-    key: Value,
-    value: Value,
-    *,
-    scale: float | None = None,
-    dropout: float = 0.0,
-) -> Value:
-    """Add softmax(scale * query @ key^T) @ value of (heads, length, size) values, with dropout after the softmax."""
-    scale = 1.0 / math.sqrt(query.form[-1]) if scale is None else scale
-    swapped = (*range(len(key.form) - 2), len(key.form) - 1, len(key.form) - 2)
-    scores = matmul(builder, f"{name}.scores", query, Value(key.name, key.layout.permuted(swapped)))
-    probabilities = builder.put(
-        Softmax, builder.free_name(f"{name}.softmax"), [scores], scores.layout, scale=scale
-    )
-    if dropout:
-        probabilities = builder.put(
-            ir.Dropout,
-            builder.free_name(f"{name}.dropout"),
-            [probabilities],
-            probabilities.layout,
-            p=dropout,
-        )
-    return matmul(builder, f"{name}.attended", probabilities, value)
-
-
-def matmul(builder: GraphBuilder, name: str, first: Value, second: Value) -> Value:
-    """Add the products of matrices (..., rows, depth) and (..., depth, columns) with the same leading dimensions."""
-    *batches, rows, depth = first.form
-    if len(first.form) < 2 or second.form[:-1] != (*batches, depth):
-        raise NoKernel(f"matmul of {first.form} and {second.form}")
-    count = len(batches)
-    first = builder.arranged(first, layouts.tokens(first.form))
-    # The layout in which the second matrix already lies, if it is one of both.
-    across = ValueLayout(
-        tuple((size,) for size in second.form), (*range(count), count + 1), (), (count,)
-    )
-    transposed = second.layout.channels == second.layout.factors_of(count)
-    second = builder.arranged(second, across if transposed else layouts.tokens(second.form))
-    made = (*batches, rows, second.form[-1])
-    dims = tuple((size,) for size in made)
-    layout = ValueLayout(dims, tuple(range(count)), (count,), (count + 1,))
-    return builder.put(
-        MatMul,
-        builder.free_name(name),
-        [first, second],
-        layout,
-        batches=math.prod(batches),
-        transposed=transposed,
-    )
-
-
 def _encoder_layer(call: ModuleCall) -> Value:
     """Add torch's transformer encoder layer as its forward computes it."""
     module = call.module
@@ -738,16 +406,6 @@ def _encoder(call: ModuleCall) -> Value:
     return x
 
 
-def added(builder: GraphBuilder, name: str, one: Value, other: Value) -> Value:
-    """Add the sum of two values, the second one in the arrangement of the first."""
-    layout = one.layout
-    wanted = layouts.like(layout, other.form)
-    if wanted is None or wanted.form != layout.form:
-        raise NoKernel(f"sum of {one.form} and {other.form}")
-    other = builder.arranged(other, wanted)
-    return builder.put(ir.Add, builder.free_name(name), [one, other], layout)
-
-
 # ---------------------------------------------------------------------------------------------------------- rules
 
 
@@ -787,14 +445,14 @@ _RULES: dict[type, Callable[[ModuleCall], Value]] = {
     nn.Tanh: _table("tanh"),
     nn.Softplus: _table("softplus", "beta"),
     nn.Softmax: softmax,
-    nn.MaxPool1d: _max_pool,
-    nn.MaxPool2d: _max_pool,
-    nn.AvgPool1d: _average_pool,
-    nn.AvgPool2d: _average_pool,
-    nn.AdaptiveAvgPool1d: _adaptive_average,
-    nn.AdaptiveAvgPool2d: _adaptive_average,
-    nn.AdaptiveMaxPool1d: _adaptive_max,
-    nn.AdaptiveMaxPool2d: _adaptive_max,
+    nn.MaxPool1d: max_pool_module,
+    nn.MaxPool2d: max_pool_module,
+    nn.AvgPool1d: average_pool,
+    nn.AvgPool2d: average_pool,
+    nn.AdaptiveAvgPool1d: adaptive_average,
+    nn.AdaptiveAvgPool2d: adaptive_average,
+    nn.AdaptiveMaxPool1d: adaptive_max,
+    nn.AdaptiveMaxPool2d: adaptive_max,
     nn.Flatten: view,
     nn.Unflatten: view,
     nn.Identity: lambda call: call.x,
@@ -802,9 +460,9 @@ _RULES: dict[type, Callable[[ModuleCall], Value]] = {
     nn.Dropout1d: dropout,
     nn.Dropout2d: dropout,
     nn.Upsample: upsample,
-    nn.PixelShuffle: _pixel_shuffle,
-    nn.PixelUnshuffle: _pixel_unshuffle,
-    nn.ChannelShuffle: _channel_shuffle,
+    nn.PixelShuffle: pixel_shuffle,
+    nn.PixelUnshuffle: pixel_unshuffle,
+    nn.ChannelShuffle: channel_shuffle,
     nn.ZeroPad1d: _pad_module("constant"),
     nn.ZeroPad2d: _pad_module("constant"),
     nn.ConstantPad1d: _pad_module("constant"),
@@ -818,14 +476,3 @@ _RULES: dict[type, Callable[[ModuleCall], Value]] = {
     nn.TransformerEncoderLayer: _encoder_layer,
     nn.TransformerEncoder: _encoder,
 }
-
-
-def _pair(value: Any, rank: int, of_row: int = 1) -> ir.Pair:
-    """Return a setting of one number a dimension as (height, width); an image of one row has `of_row` there."""
-    if isinstance(value, int):
-        value = (value,) * rank
-    return _image_pair(tuple(value) if len(value) == rank else tuple(value) * rank, of_row)
-
-
-def _image_pair(value: Sequence[int], of_row: int = 1) -> ir.Pair:
-    return (int(value[0]), int(value[1])) if len(value) == 2 else (of_row, int(value[0]))
