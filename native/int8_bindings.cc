@@ -179,7 +179,7 @@ struct BoundConvolution : Convolution {
     out.require_apart_from<std::uint8_t>(workspace);
     if (bias) {
       out.require_apart_from(*bias), workspace.require_apart_from(*bias);
-      require_room_for(*bias, std::int64_t(s.taps()) * s.group_in_c());
+      require_room_for(*bias, s.forward_depth());
     }
     if (activations) require_activations(x);
     nb::gil_scoped_release release;
@@ -435,6 +435,7 @@ void bound_quantise_patches(Engine& engine, const BoundConvolution& convolution,
                             nb::handle workspace_, int exponent) {
   const ConvShape& s = convolution.shape();
   if (s.groups != 1) refuse("patches are for convolutions of one group, got " + std::to_string(s.groups));
+  if (s.dilated()) refuse("patches are for convolutions of dilation 1");
   const Array<float> x(x_, "x", false, {s.batch, s.in_c, s.in_h, s.in_w});
   const Array<std::int8_t> out(out_, "out", true,
                                {s.out_h(), s.out_w(), s.batch, channel_stride(s.taps() * s.in_c)});
@@ -578,15 +579,15 @@ NB_MODULE(_int8, m) {
       .def("__init__",
            [](BoundConvolution* self, int batch, int in_h, int in_w, int in_c, int out_c, int kernel_h, int kernel_w,
               int stride_h, int stride_w, int pad_h, int pad_w, int groups, int batch_block,
-              const std::string& algorithm) {
+              const std::string& algorithm, int dilation_h, int dilation_w) {
              new (self) BoundConvolution(ConvShape{batch, in_h, in_w, in_c, out_c, kernel_h, kernel_w, stride_h,
-                                                   stride_w, pad_h, pad_w, groups},
+                                                   stride_w, pad_h, pad_w, groups, dilation_h, dilation_w},
                                          batch_block, algorithm_named(algorithm));
            },
            nb::arg("batch"), nb::arg("in_h"), nb::arg("in_w"), nb::arg("in_c"), nb::arg("out_c"), nb::arg("kernel_h"),
            nb::arg("kernel_w"), nb::arg("stride_h") = 1, nb::arg("stride_w") = 1, nb::arg("pad_h") = 0,
            nb::arg("pad_w") = 0, nb::arg("groups") = 1, nb::arg("batch_block") = 0,
-           nb::arg("algorithm") = "auto")
+           nb::arg("algorithm") = "auto", nb::arg("dilation_h") = 1, nb::arg("dilation_w") = 1)
       .def("algorithm", &BoundConvolution::algorithm, nb::arg("engine"), nb::arg("function"),
            "'direct' or 'winograd': how \"forward\", \"input_gradient\" or \"weight_gradient\" is computed.")
       .def_prop_ro("input_shape", [](const BoundConvolution& self) {

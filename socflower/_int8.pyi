@@ -51,6 +51,8 @@ class Convolution:
         groups: int = 1,
         batch_block: int = 0,
         algorithm: str = "auto",
+        dilation_h: int = 1,
+        dilation_w: int = 1,
     ) -> None:
         """Lay out the index tables; `batch_block` images are worked on at a time (0: all)."""
 

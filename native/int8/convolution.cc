@@ -19,19 +19,23 @@ constexpr int kMaxPatchChannels = 4;
 const ConvShape& checked(const ConvShape& s) {
   const auto text = [](int value) { return std::to_string(value); };
   if (s.batch < 1 || s.in_h < 1 || s.in_w < 1 || s.in_c < 1 || s.out_c < 1 || s.kernel_h < 1 || s.kernel_w < 1 ||
-      s.stride_h < 1 || s.stride_w < 1 || s.pad_h < 0 || s.pad_w < 0 || s.groups < 1) {
-    refuse("sizes, strides and groups must be at least 1 and padding at least 0");
+      s.stride_h < 1 || s.stride_w < 1 || s.pad_h < 0 || s.pad_w < 0 || s.groups < 1 || s.dilation_h < 1 ||
+      s.dilation_w < 1) {
+    refuse("sizes, strides, dilation and groups must be at least 1 and padding at least 0");
   }
   if (std::max({s.batch, s.in_h, s.in_w, s.in_c, s.out_c, s.kernel_h, s.kernel_w, s.stride_h, s.stride_w, s.pad_h,
-                s.pad_w}) > kMostPerDimension) {
-    refuse("sizes, strides and padding must be at most " + text(kMostPerDimension));
+                s.pad_w, s.dilation_h, s.dilation_w}) > kMostPerDimension) {
+    refuse("sizes, strides, dilation and padding must be at most " + text(kMostPerDimension));
   }
   if (s.in_c % s.groups != 0 || s.out_c % s.groups != 0) {
     refuse(text(s.in_c) + " input and " + text(s.out_c) + " output channels cannot be split into " +
            text(s.groups) + " groups");
   }
-  if (s.in_h + 2 * s.pad_h < s.kernel_h || s.in_w + 2 * s.pad_w < s.kernel_w) {
-    refuse("a kernel of " + text(s.kernel_h) + "x" + text(s.kernel_w) + " does not fit into an input of " +
+  if (double(s.kernel_h) * s.dilation_h > kMostPerDimension || double(s.kernel_w) * s.dilation_w > kMostPerDimension) {
+    refuse("a dilated kernel must span at most " + text(kMostPerDimension) + " pixels");
+  }
+  if (s.in_h + 2 * s.pad_h < s.span_h() || s.in_w + 2 * s.pad_w < s.span_w()) {
+    refuse("a kernel of " + text(s.span_h()) + "x" + text(s.span_w()) + " does not fit into an input of " +
            text(s.in_h) + "x" + text(s.in_w) + " with padding " + text(s.pad_h) + "x" + text(s.pad_w));
   }
   constexpr double kMostElements = 1e12;
@@ -40,10 +44,9 @@ const ConvShape& checked(const ConvShape& s) {
       double(s.in_h) * s.in_w > 1e8 || double(s.out_h()) * s.out_w() > 1e8 || double(s.taps()) > 1e6) {
     refuse("the tensors would have more elements than any machine here can hold");
   }
-  const std::int64_t forward = std::int64_t(s.taps()) * s.group_in_c();
-  const std::int64_t backward = std::int64_t(s.taps()) * s.group_out_c();
-  if (std::max(forward, backward) > kMaxExactDepth) {
-    refuse("a sum of " + std::to_string(std::max(forward, backward)) + " products of int8 may leave int32; at most " +
+  const std::int64_t depth = std::max(s.forward_depth(), s.backward_depth());
+  if (depth > kMaxExactDepth) {
+    refuse("a sum of " + std::to_string(depth) + " products of int8 may leave int32; at most " +
            std::to_string(kMaxExactDepth) + " are exact");
   }
   return s;
@@ -197,9 +200,10 @@ Convolution::Convolution(const ConvShape& shape, int batch_block, Algorithm algo
   }
   if (algorithm == Algorithm::kWinograd && !winograd::possible(shape)) {
     const auto text = [](int value) { return std::to_string(value); };
-    refuse("Winograd needs a 3x3 kernel, stride 1, groups 1 and at most " + text(winograd::kMaxChannels) +
+    refuse("Winograd needs a 3x3 kernel, stride 1, dilation 1, groups 1 and at most " + text(winograd::kMaxChannels) +
            " channels, got a " + text(shape.kernel_h) + "x" + text(shape.kernel_w) + " kernel, stride " +
-           text(shape.stride_h) + "x" + text(shape.stride_w) + ", groups " + text(shape.groups) + ", " +
+           text(shape.stride_h) + "x" + text(shape.stride_w) + ", dilation " + text(shape.dilation_h) + "x" + text(shape.dilation_w) + ", groups " +
+           text(shape.groups) + ", " +
            text(shape.in_c) + " and " + text(shape.out_c) + " channels");
   }
 }

@@ -47,7 +47,7 @@ void for_each_product(const ConvShape& s, Visit visit) {
       for (int kh = 0; kh < s.kernel_h; ++kh)
         for (int kw = 0; kw < s.kernel_w; ++kw) {
           int ih, iw;
-          if (!tap_position(s, oh, ow, kh, kw, ih, iw)) continue;
+          if (!tap_position(s, oh, ow, kh * s.dilation_h, kw * s.dilation_w, ih, iw)) continue;
           for (int n = 0; n < s.batch; ++n)
             for (int oc = 0; oc < s.out_c; ++oc)
               for (int c = 0; c < s.group_in_c(); ++c) {

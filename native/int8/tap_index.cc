@@ -9,8 +9,8 @@ void for_each_tap_pair(const ConvShape& s, Visit visit) {
   for (int oh = 0; oh < s.out_h(); ++oh)
     for (int ow = 0; ow < s.out_w(); ++ow)
       for (int tap = 0; tap < s.taps(); ++tap) {
-        const int ih = oh * s.stride_h - s.pad_h + tap / s.kernel_w;
-        const int iw = ow * s.stride_w - s.pad_w + tap % s.kernel_w;
+        const int ih = oh * s.stride_h - s.pad_h + tap / s.kernel_w * s.dilation_h;
+        const int iw = ow * s.stride_w - s.pad_w + tap % s.kernel_w * s.dilation_w;
         if (ih < 0 || ih >= s.in_h || iw < 0 || iw >= s.in_w) continue;
         visit(ih * s.in_w + iw, tap, oh * s.out_w() + ow);
       }

@@ -435,7 +435,7 @@ int taps_inside(int in, int out, int pad) {
 }  // namespace
 
 bool possible(const ConvShape& s) {
-  return s.kernel_h == 3 && s.kernel_w == 3 && s.stride_h == 1 && s.stride_w == 1 && s.groups == 1 &&
+  return s.kernel_h == 3 && s.kernel_w == 3 && s.stride_h == 1 && s.stride_w == 1 && s.groups == 1 && !s.dilated() &&
          std::max(s.in_c, s.out_c) <= kMaxChannels;
 }
 

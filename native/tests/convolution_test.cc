@@ -50,9 +50,9 @@ struct ConvolutionCase {
   void equal(const char* function, const T* expected, const T* got, std::size_t size, int variant) {
     check.equal(function, expected, got, size,
                 "batch %d, in %dx%dx%d, out channels %d, kernel %dx%d, stride %dx%d, padding %dx%d, groups %d, "
-                "batch block %d, algorithm %d, threads %d, variant %d",
+                "dilation %dx%d, batch block %d, algorithm %d, threads %d, variant %d",
                 s.batch, s.in_h, s.in_w, s.in_c, s.out_c, s.kernel_h, s.kernel_w, s.stride_h, s.stride_w,
-                s.pad_h, s.pad_w, s.groups, batch_block, static_cast<int>(algorithm), pool.size(), variant);
+                s.pad_h, s.pad_w, s.groups, s.dilation_h, s.dilation_w, batch_block, static_cast<int>(algorithm), pool.size(), variant);
   }
 
   // `run(to)` as int32 and rounded, plain and masked, against the accumulators of the reference.
@@ -132,7 +132,8 @@ void convolutions(const Path& path, Checker& check) {
   Random random(11);
   ThreadPool one(1), three(3);
   ThreadPool* const pools[2] = {&one, &three};
-  // {batch, in_h, in_w, in_c, out_c, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, groups}
+  // {batch, in_h, in_w, in_c, out_c, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, groups, dilation_h,
+  //  dilation_w}
   const ConvShape chosen[] = {
       {1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 1},         // the smallest
       {1, 3, 3, 1, 1, 3, 3, 1, 1, 1, 1, 1},         // narrow
@@ -162,6 +163,10 @@ void convolutions(const Path& path, Checker& check) {
       {2, 5, 5, 6, 12, 3, 3, 1, 1, 1, 1, 6},        // depthwise of multiplier 2
       {3, 4, 4, 2, 2, 3, 3, 1, 1, 1, 1, 2},
       {1, 130, 2, 8, 8, 3, 1, 1, 1, 1, 0, 1},       // a tall image
+      {2, 9, 8, 17, 18, 3, 3, 1, 1, 2, 2, 1, 2, 2},  // dilation
+      {3, 9, 7, 3, 16, 3, 3, 2, 1, 2, 0, 1, 3, 2},   // dilation of a first layer
+      {2, 8, 8, 20, 20, 3, 3, 1, 1, 2, 2, 20, 2, 2}, // dilation, depthwise
+      {2, 7, 7, 8, 12, 2, 3, 2, 3, 2, 2, 4, 4, 2},   // dilation beyond the stride, groups
   };
   for (const ConvShape& s : chosen) test_convolution(path, check, random, pools, s, 0);
   const ConvShape extremes[] = {
@@ -181,6 +186,9 @@ void convolutions(const Path& path, Checker& check) {
     if (index % 7 == 0) s.groups = s.out_c = s.in_c;
     s.kernel_h = std::min(s.kernel_h, s.in_h + 2 * s.pad_h);
     s.kernel_w = std::min(s.kernel_w, s.in_w + 2 * s.pad_w);
+    if (index % 4 == 1) s.dilation_h = random.between(1, 3), s.dilation_w = random.between(1, 3);
+    while (s.span_h() > s.in_h + 2 * s.pad_h) --s.dilation_h;
+    while (s.span_w() > s.in_w + 2 * s.pad_w) --s.dilation_w;
     test_convolution(path, check, random, pools, s, index % 5 == 4 ? 4 : 0);
   }
 }

@@ -36,22 +36,27 @@ class KeepsState(CaptureFailed):
     """A call of a module changes a buffer, or an attribute that the next call reads, outside of the graph."""
 
 
-def follow(own: nn.Module, name: str, leaves: Set[str]) -> tuple[fx.Node, ...]:
+def follow(
+    own: nn.Module, name: str, leaves: Set[str], *, opaque: bool = False
+) -> tuple[fx.Node, ...]:
     """Return the operations of one call of a model, down to torch's own layers and `leaves`, in order.
 
-    The model may be left with symbols in its attributes, so it must be a copy. Raises CaptureFailed.
+    With `opaque`, a submodule that torch.fx cannot follow is one operation, as a leaf is. The model may be left with
+    symbols in its attributes, so it must be a copy. Raises CaptureFailed.
     """
-    return _followed(own, name, _Tracer(leaves))
+    return _followed(own, name, _Tracer(leaves, opaque=opaque))
 
 
-def follow_repeatable(own: nn.Module, name: str, leaves: Set[str]) -> tuple[fx.Node, ...]:
+def follow_repeatable(
+    own: nn.Module, name: str, leaves: Set[str], *, opaque: bool = False
+) -> tuple[fx.Node, ...]:
     """Return the operations of a model as `follow` does, if each call performs the same ones.
 
     Raises CaptureFailed for a model that draws random numbers without its input, and KeepsState.
     """
     attributes = {path: dict(vars(module)) for path, module in own.named_modules()}
     tensors = list(_held_tensors(own))
-    tracer, states = _Tracer(leaves), generator_states()
+    tracer, states = _Tracer(leaves, opaque=opaque), generator_states()
     nodes = _followed(own, name, tracer)
     tracer.note_draws(states, "")
     if tracer.draws_in is not None:
@@ -61,7 +66,8 @@ def follow_repeatable(own: nn.Module, name: str, leaves: Set[str]) -> tuple[fx.N
             f"forward of {_type_name(own, tracer.draws_in)} draws random numbers that do not depend on "
             "its input; draw them with torch.rand_like of a tensor that does",
         )
-    kept = _written(own, tensors) or _remembered(own, name, nodes, leaves, attributes)
+    again = _Tracer(leaves, opaque=opaque)
+    kept = _written(own, tensors) or _remembered(own, name, nodes, again, attributes)
     if kept is not None:
         module, what = kept
         raise KeepsState(name, module, f"forward of {_type_name(own, module)} {what}; {_AS_IT_IS}")
@@ -88,13 +94,13 @@ def _remembered(
     own: nn.Module,
     name: str,
     nodes: Sequence[fx.Node],
-    leaves: Set[str],
+    tracer: "_Tracer",
     before: Mapping[str, Mapping[str, Any]],
 ) -> tuple[str, str] | None:
     """Follow a second call; return the module and the reason if it has another graph than the first one."""
     form, num_nodes = _form(own, nodes), len(nodes)
     try:
-        is_same = _form(own, _followed(own, name, _Tracer(leaves))) == form
+        is_same = _form(own, _followed(own, name, tracer)) == form
     except CaptureFailed:
         is_same = False
     # A call that reads a symbol of the first one adds to the graph of the first one.
@@ -132,9 +138,10 @@ def same_value(one: Any, other: Any) -> bool:
 class _Tracer(fx.Tracer):
     """Stops at torch's own layers and at `leaves`; it keeps the module in which it failed, and the one that drew."""
 
-    def __init__(self, leaves: Set[str]) -> None:
+    def __init__(self, leaves: Set[str], *, opaque: bool = False) -> None:
         super().__init__()
-        self._leaves = leaves
+        self._leaves = set(leaves)
+        self._opaque = opaque
         self.failed_in = ""
         # The innermost module that drew while it was followed.
         self.draws_in: str | None = None
@@ -146,12 +153,22 @@ class _Tracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         states = generator_states()
+        last, stack = next(reversed(self.graph.nodes), None), self.module_stack.copy()
         try:
             result = super().call_module(m, forward, args, kwargs)
         except Exception:
             # The innermost module fails first.
-            self.failed_in = self.failed_in or self.path_of_module(m)
-            raise
+            path = self.path_of_module(m)
+            if not self._opaque or path in self._leaves:
+                self.failed_in = self.failed_in or path
+                raise
+            for node in reversed(self.graph.nodes):
+                if node is last:
+                    break
+                self.graph.erase_node(node)
+            self.module_stack = stack
+            self._leaves.add(path)
+            result = super().call_module(m, forward, args, kwargs)
         self.note_draws(states, self.path_of_module(m))
         return result
 

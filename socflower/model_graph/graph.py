@@ -173,20 +173,26 @@ class ModelGraph:
 
 
 def capture(
-    model: nn.Module, example: Example, *, name: str = "", leaves: Set[str] = frozenset()
+    model: nn.Module,
+    example: Example,
+    *,
+    name: str = "",
+    leaves: Set[str] = frozenset(),
+    opaque: bool = False,
 ) -> ModelGraph:
     """Return the graph of `model` in training mode, down to torch's own layers and the modules named by `leaves`.
 
-    Copies of the model are followed and run; the model itself and the random state are unchanged. Raises CaptureFailed
-    if torch.fx cannot follow `forward`, or its next call would have another graph, and ConfigError if the model takes
-    several inputs or fails for the example.
+    With `opaque`, a submodule that torch.fx cannot follow is one operation, as a leaf is. Copies of the model are
+    followed and run; the model itself and the random state are unchanged. Raises CaptureFailed if torch.fx cannot
+    follow `forward`, or its next call would have another graph, and ConfigError if the model takes several inputs or
+    fails for the example.
     """
     name = name or type(model).__name__
     samples = first_samples(model, example, name)
     with CAPTURE_LOCK.exclusive(), forked_generators(), torch.no_grad():
-        evaluation, in_evaluation = _in_evaluation(model, name, leaves)
+        evaluation, in_evaluation = _in_evaluation(model, name, leaves, opaque)
         own = copied(model, name).train()
-        nodes = follow_repeatable(own, name, leaves)
+        nodes = follow_repeatable(own, name, leaves, opaque=opaque)
         inputs = [node.name for node in nodes if node.op == "placeholder"]
         if len(inputs) != 1:
             raise NoParts(
@@ -203,7 +209,7 @@ def capture(
 
 
 def _in_evaluation(
-    model: nn.Module, name: str, leaves: Set[str]
+    model: nn.Module, name: str, leaves: Set[str], opaque: bool
 ) -> tuple[tuple[fx.Node, ...], dict[str, Any]]:
     """Return the operations in evaluation mode, and their constants; nothing if torch.fx cannot follow them.
 
@@ -211,7 +217,7 @@ def _in_evaluation(
     """
     own = copied(model, name).eval()
     with suppress(CaptureFailed):
-        nodes = follow(own, name, leaves)
+        nodes = follow(own, name, leaves, opaque=opaque)
         return nodes, constants_of(model, own, nodes)
     return (), {}
 

@@ -129,7 +129,7 @@ class NativeInt8Backend(Int8Backend):
         settings: EngineSettings | None = None,
         *,
         fp32_operators: Sequence[str] = (),
-        unsupported: Literal["refuse", "fp32"] = "refuse",
+        unsupported: Literal["refuse", "fp32"] = "fp32",
     ) -> None:
         if not isinstance(algorithm.update, OutsideUpdate | IntegerUpdate):
             raise ConfigError(

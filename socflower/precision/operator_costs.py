@@ -12,6 +12,7 @@ from torch import nn
 
 from socflower.plain_numbers import plain_numbers
 from socflower.precision.algorithm import NITI, TrainingAlgorithm
+from socflower.precision.fp32_equivalents import fp32_equivalent
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.batch_share import BatchShare
 from socflower.precision.int8.batch_splitting import median_seconds
@@ -49,8 +50,9 @@ def profile_operators(
 ) -> OperatorProfile:
     """Time forward and backward of every operator on both sides, and place the operators (F17).
 
-    An operator without an int8 kernel has infinite NPU latency. A fused ReLU counts towards the operator that it is
-    fused into. A switch is the time of converting the tensor between two operators to FP32 and its gradient to int8.
+    An operator without an int8 kernel has infinite NPU latency; one that is a part of a module is timed in the step,
+    with its conversions. A fused ReLU counts towards the operator that it is fused into. A switch is the time of
+    converting the tensor between two operators to FP32 and its gradient to int8.
     """
     # Rescaling is settled from the second batch on, and both sides use the same number of threads.
     settings = replace(settings or EngineSettings(), rescaling=RescalingPolicy(warm_up_batches=1))
@@ -62,15 +64,8 @@ def profile_operators(
     threads_before = torch.get_num_threads()
     torch.set_num_threads(settings.num_threads)
     try:
-        int8_s = _int8_seconds(model, batch, repeats)
-        latencies = [
-            OperatorLatency(
-                name=node.name,
-                cpu_s=_fp32_seconds(node, graph, modules, batch, repeats),
-                npu_s=int8_s[node.name],
-            )
-            for node in graph.nodes
-        ]
+        step_s = _step_seconds(model, batch, repeats)
+        latencies = [_latency(node, graph, modules, step_s, repeats, batch) for node in graph.nodes]
         before_last = graph.nodes[:-1]
         switches_s = tuple(_switch_seconds(node.shape, batch, repeats) for node in before_last)
     finally:
@@ -84,8 +79,34 @@ def profile_operators(
     )
 
 
-def _int8_seconds(model: Int8Model, batch: int, repeats: int) -> dict[str, float]:
-    """Return the median seconds of each operator in a training step; infinity for those in FP32."""
+def _latency(
+    node: ir.Node,
+    graph: ir.Graph,
+    modules: dict[str, nn.Module],
+    step_s: dict[str, float],
+    repeats: int,
+    batch: int,
+) -> OperatorLatency:
+    """Return the seconds of an operator on both sides; `step_s` are those in a step of the int8 model."""
+    in_step_s = step_s[node.name]
+    if not isinstance(node, ir.Fp32):
+        cpu_s = _fp32_seconds(node, graph, modules, batch, repeats)
+        return OperatorLatency(name=node.name, cpu_s=cpu_s, npu_s=in_step_s)
+    cpu_s = _fp32_seconds(node, graph, modules, batch, repeats) if node.path else in_step_s
+    return OperatorLatency(name=node.name, cpu_s=cpu_s, npu_s=math.inf)
+
+
+def island_share(model: Int8Model, batch: int, *, repeats: int = 3) -> float:
+    """Return the fraction of a training step that this machine spends in FP32 islands, conversions included.
+
+    It trains on random images, so the model must not be used afterwards.
+    """
+    step_s = _step_seconds(model, batch, repeats)
+    return sum(step_s[name] for name in model.islands) / sum(step_s.values())
+
+
+def _step_seconds(model: Int8Model, batch: int, repeats: int) -> dict[str, float]:
+    """Return the median seconds of each operator in a training step at a learning rate of 0."""
     graph = model.graph
     random = np.random.default_rng(0)
     images = random.standard_normal((batch, *graph.input_shape), dtype=np.float32)
@@ -96,11 +117,10 @@ def _int8_seconds(model: Int8Model, batch: int, repeats: int) -> dict[str, float
         model.train_step(images, labels, learning_rate=0.0, timings=timings, progress=0.0)
         runs.append(timings)
     # The first runs build graphs and search exponents.
-    seconds = {
-        node.name: statistics.median(run[node.name] for run in runs[3:]) for node in graph.nodes
+    return {
+        node.name: statistics.median(run.get(node.name, 0.0) for run in runs[3:])
+        for node in graph.nodes
     }
-    in_fp32 = [node.name for node in graph.nodes if isinstance(node, ir.Fp32)]
-    return seconds | dict.fromkeys(in_fp32, math.inf)
 
 
 def _fp32_seconds(
@@ -112,36 +132,13 @@ def _fp32_seconds(
         # In the layout that Fp32Operator gives a module.
         shape = (batch, *graph.shape_of(value))
         inputs.append(torch.randn(shape, generator=generator).requires_grad_())
+    compute = fp32_equivalent(node, graph, modules, batch)
 
     def step() -> None:
-        output = _run_fp32(node, modules, inputs)
+        output = compute(inputs)
         torch.autograd.backward(output, torch.ones_like(output))
 
     return median_seconds(step, repeats)
-
-
-def _run_fp32(
-    node: ir.Node, modules: dict[str, nn.Module], inputs: list[torch.Tensor]
-) -> torch.Tensor:
-    x = inputs[0]
-    match node:
-        case ir.Add():
-            output = x + inputs[1]
-        case ir.Relu():
-            output = torch.relu(x)
-        case ir.MaxPool():
-            output = nn.functional.max_pool2d(x, node.kernel, node.stride, node.padding)
-        case ir.AveragePool():
-            output = nn.functional.avg_pool2d(x, node.kernel, node.stride, node.padding)
-        case ir.Dropout(channelwise=True):
-            output = nn.functional.dropout2d(x, node.p)
-        case ir.Dropout():
-            output = nn.functional.dropout(x, node.p)
-        case ir.Convolution(linear=True):
-            output = modules[node.name](x.flatten(1))
-        case _:
-            output = modules[getattr(node, "path", node.name)](x)
-    return torch.relu(output) if getattr(node, "relu", False) else output
 
 
 def _switch_seconds(shape: ir.Shape, batch: int, repeats: int) -> float:

@@ -12,16 +12,18 @@ from socflower.model_graph.batch_form import pair_of
 from socflower.model_graph.torch_device import AUTO
 from socflower.precision import (
     EngineSettings,
+    Int8Model,
     NativeInt8Backend,
     RescalingPolicy,
     TrainingAlgorithm,
     int8_algorithm,
 )
+from socflower.precision.operator_costs import island_share
 from socflower.precision.processor_costs import MixedPricing
 from socflower.scenario.costs import mixing_note
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
-from socflower.scenario.workload import scenario_data
+from socflower.scenario.workload import image_shape, initial_model, scenario_data
 from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.training.int8 import Int8Trainer
 from socflower.training.mixed_precision import MixedPrecisionTrainer
@@ -62,9 +64,25 @@ def arithmetic_notes(scenario: Scenario) -> list[str]:
             + ", ".join(sorted(f"{device.name}'s {_int8_side(kind, device)}" for device in devices))
             + "."
         )
+        notes += _island_notes(scenario)
     if kind == "mixed":
         notes.append(mixing_note(scenario.precision.rule))
     return notes
+
+
+def _island_notes(scenario: Scenario) -> list[str]:
+    """Return what of the model ran in FP32 for lack of an int8 kernel, and its share of a step on this machine."""
+    is_whole = scenario.precision.arithmetic != "fp32" and scenario.edgecloud is None
+    if not is_whole or unsupported(scenario) == "refuse":
+        return []
+    model = Int8Model.from_module(initial_model(scenario), input_shape=image_shape(scenario))
+    if not model.islands:
+        return []
+    parts = ", ".join(f"{name} ({operator})" for name, operator in model.islands.items())
+    share = island_share(model, min(scenario.train.batch_size, 64))
+    return [
+        f"FP32 islands: int8 has no kernel for {parts}; they took {share:.0%} of an int8 step on this machine."
+    ]
 
 
 def _devices(scenario: Scenario) -> list[Device]:

@@ -70,7 +70,7 @@ class Int8Trainer:
     schedule: Annotated[str, OneOf(SCHEDULES)] = "cosine"
     settings: EngineSettings = field(default_factory=EngineSettings)
     fp32_operators: Sequence[str] = ()
-    unsupported: Literal["refuse", "fp32"] = "refuse"
+    unsupported: Literal["refuse", "fp32"] = "fp32"
     device: str = "cpu"
 
     def __post_init__(self) -> None:

@@ -34,7 +34,7 @@ class Int8Layers:
         output_shape: Sequence[int],
         *,
         seed: int = 0,
-        unsupported: Literal["refuse", "fp32"] = "refuse",
+        unsupported: Literal["refuse", "fp32"] = "fp32",
         input_gradient: bool = False,
         num_passes: int = 1,
         trackers: Sequence[Any] = (),

@@ -47,7 +47,7 @@ def values_like(draw_extreme, rng, shape, low=-127):
 
 @st.composite
 def convolutions(draw):
-    """Return (batch, in_h, in_w, in_c, out_c, kernel, stride, padding, groups) of every kind the engine takes."""
+    """Return (batch, in_h, in_w, in_c, out_c, kernel, stride, padding, groups, dilation) of every kind."""
     groups = draw(st.sampled_from([1, 1, 1, 2, 4]))
     in_c, out_c = (
         groups * draw(st.sampled_from([1, 3, 4, 5, 8, 15, 16, 17, 33])) for _ in range(2)
@@ -62,7 +62,11 @@ def convolutions(draw):
         draw(st.integers(1, min(4, s + 2 * p))) for s, p in zip(size, padding, strict=True)
     )
     stride = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
-    return draw(st.integers(1, 9)), *size, in_c, out_c, kernel, stride, padding, groups
+    dilation = tuple(
+        draw(st.integers(1, min(3, (s + 2 * p - 1) // max(1, k - 1)))) if k < s + 2 * p else 1
+        for s, p, k in zip(size, padding, kernel, strict=True)
+    )
+    return draw(st.integers(1, 9)), *size, in_c, out_c, kernel, stride, padding, groups, dilation
 
 
 def assert_rounded(run, exact, channels, shape, shift, rounding):
@@ -74,9 +78,10 @@ def assert_rounded(run, exact, channels, shape, shift, rounding):
 
 
 def check_convolution(shape, seed, batch_block, extreme, activations, algorithm="auto"):
-    batch, in_h, in_w, in_c, out_c, kernel, stride, padding, groups = shape
+    batch, in_h, in_w, in_c, out_c, kernel, stride, padding, groups, *dilation = shape
+    dilation = dilation[0] if dilation else (1, 1)
     rng = np.random.default_rng(seed)
-    geometry = {"stride": stride, "padding": padding, "groups": groups}
+    geometry = {"stride": stride, "padding": padding, "groups": groups, "dilation": dilation}
     x = values_like(extreme, rng, (in_h, in_w, batch, in_c), 0 if activations else -127)
     weight = values_like(extreme, rng, (*kernel, in_c // groups, out_c))
     bias = rng.integers(-(10**6), 10**6, out_c)
@@ -89,7 +94,7 @@ def check_convolution(shape, seed, batch_block, extreme, activations, algorithm=
     dw = nk.weight_gradient(x, dy, kernel, **geometry)
     shift, shift_x = (nk.shift_for(nk.largest_magnitude(each)) for each in (acc, dx))
     sizes = (batch, in_h, in_w, in_c, out_c, *kernel, *stride, *padding, groups)
-    plan = _int8.Convolution(*sizes, min(batch_block, batch), algorithm)
+    plan = _int8.Convolution(*sizes, min(batch_block, batch), algorithm, *dilation)
     assert plan.weight_shape == (*kernel, in_c // groups, stride_of(out_c))
     x8 = padded(x)
     weight8 = padded(weight)

@@ -117,6 +117,81 @@ def dropped():
     )  # fmt: skip
 
 
+class Squeezed(nn.Module):
+    """A mobile block: dilation, functions by table, squeeze-and-excitation, and a learned scale and offset."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.deep = (
+            nn.Conv2d(3, 12, 3),
+            nn.Conv2d(12, 12, 3, dilation=2, padding=2, groups=12),
+        )
+        self.norm = nn.BatchNorm2d(12)
+        self.down, self.up = nn.Conv2d(12, 4, 1), nn.Conv2d(4, 12, 1)
+        self.gain, self.shift = (
+            nn.Parameter(torch.ones(12, 1, 1)),
+            nn.Parameter(torch.zeros(1, 12, 8, 8)),
+        )
+        self.head = nn.Linear(12, CLASSES)
+
+    def forward(self, x):
+        x = nn.functional.silu(self.norm(self.deep(nn.functional.hardswish(self.stem(x)))))
+        gate = torch.sigmoid(self.up(nn.functional.relu6(self.down(x.mean((2, 3), keepdim=True)))))
+        return self.head((x * gate * self.gain + self.shift).mean((2, 3)))
+
+
+class Decoded(nn.Module):
+    """An encoder and a decoder: concatenation, transposed convolution, upsampling, padding, norms of a sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding="same"), nn.Conv2d(8, 16, 2, stride=2)
+        self.norms = nn.ModuleList([nn.GroupNorm(2, 8), nn.InstanceNorm2d(8, affine=True)])
+        self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
+        self.c = nn.Conv2d(16, 8, 3, padding=1, padding_mode="reflect")
+        self.pool, self.head = nn.AdaptiveAvgPool2d(3), nn.Linear(72, CLASSES)
+
+    def forward(self, x):
+        x = torch.relu(self.norms[0](self.a(x)))
+        y = self.up(nn.functional.leaky_relu(self.b(x), 0.1))
+        y = torch.relu(self.norms[1](self.c(torch.cat([x, y], 1))))
+        return self.head(self.pool(nn.functional.interpolate(y, scale_factor=2)).flatten(1))
+
+
+class Attentive(nn.Module):
+    """A small vision transformer with a class token."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch, self.token = nn.Conv2d(3, 16, 5, 5), nn.Parameter(torch.ones(1, 16, 1, 1))
+        self.positions = nn.Parameter(torch.randn(1, 4, 16) * 0.5)
+        layer = nn.TransformerEncoderLayer(
+            16, 2, 24, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(
+            layer, 2, norm=nn.LayerNorm(16), enable_nested_tensor=False
+        )
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x):
+        x = (self.patch(x) * self.token).flatten(2).transpose(1, 2)
+        return self.head(self.encoder(x + self.positions)[:, 0])
+
+
+def sequence():
+    """Return layers over one dimension: the pixels as a sequence."""
+    return nn.Sequential(
+        nn.Flatten(2), nn.Conv1d(3, 12, 5, stride=3), nn.BatchNorm1d(12), nn.GELU(), nn.MaxPool1d(2, ceil_mode=True),
+        nn.Conv1d(12, 12, 3, padding=1, groups=3, bias=False), nn.LayerNorm(16), nn.Tanh(),
+        nn.AdaptiveAvgPool1d(5), nn.Flatten(),
+        nn.Linear(60, 24), nn.LayerNorm(24), nn.ELU(), nn.Linear(24, CLASSES), nn.Softmax(1),
+    )  # fmt: skip
+
+
+REACH = {"squeezed": Squeezed, "decoded": Decoded, "attentive": Attentive, "sequence": sequence}
+"""Networks of the operators that the engine computes in NumPy, or by tables."""
+
+
 NETWORKS = {
     "plain": plain, "normalised": normalised, "separable": separable, "overlapping": overlapping, "residual": Residual,
 }  # fmt: skip
@@ -128,8 +203,8 @@ CORNERS = {"zero-branch": ZeroBranch, "rectified": rectified, "rectified-and-poo
 
 
 def build(name, seed=0):
-    """Return a network of `NETWORKS` or `CORNERS`; torch's global generator is as it was."""
-    return built((NETWORKS | CORNERS)[name], seed)
+    """Return a network of `NETWORKS`, `CORNERS` or `REACH`; torch's global generator is as it was."""
+    return built((NETWORKS | CORNERS | REACH)[name], seed)
 
 
 def batches(count, size=6, seed=0, image=IMAGE, classes=CLASSES):

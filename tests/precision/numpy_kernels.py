@@ -63,28 +63,34 @@ def shift_for(largest, bits=7):
     return max(0, len(f"{largest:b}") - bits)
 
 
-def taps(array, kernel, stride, padding):
+def taps(array, kernel, stride, padding, dilation=(1, 1)):
     """Yield (kh, kw, window): the pixels of (h, w, ...) under a tap for every output pixel, zeros outside."""
-    (kh, kw), (sh, sw), (ph, pw) = kernel, stride, padding
+    (kh, kw), (sh, sw), (ph, pw), (dh, dw) = kernel, stride, padding, dilation
     height, width = array.shape[:2]
-    out_h = (height + 2 * ph - kh) // sh + 1
-    out_w = (width + 2 * pw - kw) // sw + 1
+    out_h = (height + 2 * ph - dh * (kh - 1) - 1) // sh + 1
+    out_w = (width + 2 * pw - dw * (kw - 1) - 1) // sw + 1
     around = np.zeros((height + 2 * ph, width + 2 * pw, *array.shape[2:]), array.dtype)
     around[ph : ph + height, pw : pw + width] = array
     for h in range(kh):
         for w in range(kw):
-            yield h, w, around[h : h + sh * out_h : sh, w : w + sw * out_w : sw]
+            top, left = h * dh, w * dw
+            yield h, w, around[top : top + sh * out_h : sh, left : left + sw * out_w : sw]
 
 
-def spread(contributions, kernel, stride, padding, height, width):
+def spread(contributions, kernel, stride, padding, height, width, dilation=(1, 1)):
     """Return the transpose of `taps`: what contributions[kh][kw], one per output pixel, add up to per input pixel."""
-    (kh, kw), (sh, sw), (ph, pw) = kernel, stride, padding
+    (kh, kw), (sh, sw), (ph, pw), (dh, dw) = kernel, stride, padding, dilation
     first = contributions(0, 0)
     out_h, out_w = first.shape[:2]
-    around = np.zeros((height + 2 * ph + kh, width + 2 * pw + kw, *first.shape[2:]), np.int64)
+    around = np.zeros(
+        (height + 2 * ph + dh * kh, width + 2 * pw + dw * kw, *first.shape[2:]), np.int64
+    )
     for h in range(kh):
         for w in range(kw):
-            around[h : h + sh * out_h : sh, w : w + sw * out_w : sw] += contributions(h, w)
+            top, left = h * dh, w * dw
+            around[top : top + sh * out_h : sh, left : left + sw * out_w : sw] += contributions(
+                h, w
+            )
     return around[ph : ph + height, pw : pw + width]
 
 
@@ -96,11 +102,11 @@ def group_slices(in_channels, out_channels, groups):
         yield slice(g * per_in, (g + 1) * per_in), slice(g * per_out, (g + 1) * per_out)
 
 
-def convolution(x, weight, *, stride=(1, 1), padding=(0, 0), groups=1):
+def convolution(x, weight, *, stride=(1, 1), padding=(0, 0), groups=1, dilation=(1, 1)):
     """Return the accumulators of x (h, w, n, in) with weight (kh, kw, in / groups, out)."""
     out_channels = weight.shape[3]
     acc = None
-    for h, w, window in taps(x, weight.shape[:2], stride, padding):
+    for h, w, window in taps(x, weight.shape[:2], stride, padding, dilation):
         if acc is None:
             acc = np.zeros((*window.shape[:3], out_channels), np.int64)
         for ins, outs in group_slices(x.shape[3], out_channels, groups):
@@ -108,7 +114,9 @@ def convolution(x, weight, *, stride=(1, 1), padding=(0, 0), groups=1):
     return acc
 
 
-def input_gradient(dy, weight, in_shape, *, stride=(1, 1), padding=(0, 0), groups=1):
+def input_gradient(
+    dy, weight, in_shape, *, stride=(1, 1), padding=(0, 0), groups=1, dilation=(1, 1)
+):
     """Return the gradient with respect to x of shape (h, w, n, in)."""
 
     def contribution(h, w):
@@ -117,13 +125,15 @@ def input_gradient(dy, weight, in_shape, *, stride=(1, 1), padding=(0, 0), group
             part[..., ins] = exact_product(dy[..., outs], weight[h, w][:, outs].T)
         return part
 
-    return spread(contribution, weight.shape[:2], stride, padding, in_shape[0], in_shape[1])
+    return spread(
+        contribution, weight.shape[:2], stride, padding, in_shape[0], in_shape[1], dilation
+    )
 
 
-def weight_gradient(x, dy, kernel, *, stride=(1, 1), padding=(0, 0), groups=1):
+def weight_gradient(x, dy, kernel, *, stride=(1, 1), padding=(0, 0), groups=1, dilation=(1, 1)):
     """Return the gradient with respect to the weight, (kh, kw, in / groups, out)."""
     gradient = np.zeros((*kernel, x.shape[3] // groups, dy.shape[3]), np.int64)
-    for h, w, window in taps(x, kernel, stride, padding):
+    for h, w, window in taps(x, kernel, stride, padding, dilation):
         for ins, outs in group_slices(x.shape[3], dy.shape[3], groups):
             left = window[..., ins].reshape(-1, x.shape[3] // groups)
             gradient[h, w][:, outs] = exact_product(left.T, dy[..., outs].reshape(len(left), -1))

@@ -18,7 +18,7 @@ def network() -> nn.Module:
             nn.Conv2d(3, 16, 3, padding=1),
             nn.ReLU(),
             nn.MaxPool2d(2),
-            nn.GELU(),
+            nn.Tanhshrink(),
             nn.Dropout2d(0.5),
             nn.Flatten(),
             nn.Linear(256, 4),

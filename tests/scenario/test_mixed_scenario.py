@@ -169,7 +169,7 @@ def test_a_held_out_set_that_leaves_nothing_is_refused_with_both_numbers(
         "arithmetic = 'int8'\ngradient_bits = [8, 1, 0]",
         "arithmetic = 'mixed'\nalgorithm = 'adaptive-fixed-point'",
         "adaptive_rescaling = false",
-        "unsupported = 'fp32'",
+        "unsupported = 'refuse'",
         "arithmetic = 'int8'\nunsupported = 'drop'",
         "arithmetic = 'int8'\nalgorithm = 'adaptive-fixed-point'\ngradient_bits = [2, 1, 0]",
     ],
@@ -253,11 +253,11 @@ def test_momentum_is_what_the_update_has_where_nothing_is_said() -> None:
     assert momentum(precision=masters, train={"momentum": 0.5}) == 0.5
 
 
-GELU_NET = """
+ODD_NET = """
 from torch import nn
 
-def gelu_net():
-    return nn.Sequential(nn.Conv2d(1, 4, 5, stride=4), nn.GELU(), nn.Flatten(), nn.Linear(4 * 6**2, 10))
+def odd_net():
+    return nn.Sequential(nn.Conv2d(1, 4, 5, stride=4), nn.Tanhshrink(), nn.Flatten(), nn.Linear(4 * 6**2, 10))
 """
 
 
@@ -266,18 +266,18 @@ def test_a_model_that_int8_lacks_an_operator_for_is_refused_before_round_1_and_t
     arithmetic: str,
     tmp_path: Path,
 ) -> None:
-    (tmp_path / f"gelu_{arithmetic}.py").write_text(GELU_NET)
+    (tmp_path / f"odd_{arithmetic}.py").write_text(ODD_NET)
     path = tmp_path / "case.toml"
 
     def run(key: str) -> list[Any]:
         path.write_text(
-            f"[model]\nname = 'gelu-net'\nfactory = 'gelu_{arithmetic}:gelu_net'\n[train]\nepochs = 1\n"
+            f"[model]\nname = 'odd-net'\nfactory = 'odd_{arithmetic}:odd_net'\n[train]\nepochs = 1\n"
             f"[strategy]\nname = 'sgd'\n[precision]\narithmetic = '{arithmetic}'\n{key}\n"
         )
         rounds: list[Any] = []
         run_scenario(load_scenario(path), num_workers=0, on_round=rounds.append)
         return rounds
 
-    line = refused(lambda: run(""), "'gelu-net'", "GELU")
+    line = refused(lambda: run("unsupported = 'refuse'"), "'odd-net'", "Tanhshrink")
     advised = re.findall(r"set \[precision\] (unsupported = 'fp32')", line)
     assert run(advised[0])

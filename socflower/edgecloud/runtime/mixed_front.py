@@ -38,7 +38,7 @@ class MixedEdge:
     npu_ratios: Annotated[Sequence[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1)]
     rule: Annotated[str, OneOf(MIXING_RULES)] = "paper"
     held_out: Tensor | None = None
-    unsupported: Literal["refuse", "fp32"] = "refuse"
+    unsupported: Literal["refuse", "fp32"] = "fp32"
 
 
 class MixedFront(TorchFront):

@@ -53,6 +53,8 @@ class BatchShare:
 
     first = 0
     is_empty = False
+    # Whether it is the whole batch, so that no other member has to do what this one does.
+    is_whole = True
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
@@ -95,6 +97,8 @@ class JointShare(BatchShare):
     so for each tensor, and agree once at the end of the pass on whether it held: `held`. If not, the pass is repeated
     cautiously.
     """
+
+    is_whole = False
 
     def __init__(self, peers: BatchPeers, sizes: Sequence[int], *, cautious: bool) -> None:
         super().__init__(sum(sizes))

@@ -16,7 +16,8 @@ import numpy as np
 
 from socflower import _int8
 from socflower.plain_numbers import plain_numbers
-from socflower.precision.int8.network import Convolution, Geometry, Graph, convolution_geometry
+from socflower.precision.int8.network import Convolution, Graph, convolution_geometry
+from socflower.precision.int8.numpy_operators.weighted import convolution_plan, is_wide
 
 CANDIDATES = (0, 32, 16, 8)
 """Images at a time; 0 is the whole batch."""
@@ -45,17 +46,19 @@ def profile_batch_blocks(
 ) -> list[BlockProfile]:
     """Time every convolution of the graph, on random values, for every candidate smaller than the batch (F15)."""
     # Convolutions of one geometry are timed once.
-    timed: dict[Geometry, dict[int, float]] = {}
+    timed: dict[tuple[int, ...], dict[int, float]] = {}
     result = []
     for node in graph.nodes:
         if not isinstance(node, Convolution):
             continue
-        geometry = convolution_geometry(graph, node, batch)
+        geometry = (*convolution_geometry(graph, node, batch), *node.dilation)
+        if is_wide(graph, node):
+            continue
         if geometry not in timed:
             timed[geometry] = {}
             for block in CANDIDATES:
                 if block < batch:
-                    plan = _int8.Convolution(*geometry, block)
+                    plan = convolution_plan(graph, node, batch, block)
                     timed[geometry][block] = _step_seconds(plan, engine, repeats)
         result.append(BlockProfile(name=node.name, seconds=timed[geometry]))
     return result

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,36 @@ from socflower import _int8
 from socflower.errors import ConfigError
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.fixed_point import FloatArray, Int8Array
+from socflower.precision.int8.numpy_operators.embedding import Embedding, EmbeddingOperator
+from socflower.precision.int8.numpy_operators.layout import (
+    Concat,
+    ConcatOperator,
+    Rearrange,
+    RearrangeOperator,
+    Select,
+    SelectOperator,
+)
+from socflower.precision.int8.numpy_operators.parameter_value import (
+    ParameterValue,
+    ParameterValueOperator,
+)
+from socflower.precision.int8.numpy_operators.products import (
+    MatMul,
+    MatMulOperator,
+    Multiply,
+    MultiplyOperator,
+    Softmax,
+    SoftmaxOperator,
+)
+from socflower.precision.int8.numpy_operators.region_mean import RegionMean, RegionMeanOperator
+from socflower.precision.int8.numpy_operators.sample_norm import SampleNorm, SampleNormOperator
+from socflower.precision.int8.numpy_operators.tables import Table, TableOperator
+from socflower.precision.int8.numpy_operators.weighted import (
+    TransposedConvolutionOperator,
+    WideLinearOperator,
+    convolution_plan,
+    is_wide,
+)
 from socflower.precision.int8.operators import (
     AddOperator,
     AveragePoolOperator,
@@ -35,6 +66,24 @@ from socflower.precision.int8.operators import (
 from socflower.precision.int8.region_cache import RegionCache
 
 Fp32Factory = Callable[[ir.Fp32, Sequence[Tensor], Tensor], Operator[ir.Fp32]]
+
+_OPERATORS: dict[type[ir.Node], Callable[[Any, Sequence[Tensor], Tensor], Operator[Any]]] = {
+    ir.BatchNorm: BatchNormOperator,
+    ir.Relu: ReluOperator,
+    ir.Add: AddOperator,
+    Table: TableOperator,
+    Rearrange: RearrangeOperator,
+    Select: SelectOperator,
+    Concat: ConcatOperator,
+    RegionMean: RegionMeanOperator,
+    SampleNorm: SampleNormOperator,
+    Multiply: MultiplyOperator,
+    MatMul: MatMulOperator,
+    Softmax: SoftmaxOperator,
+    ParameterValue: ParameterValueOperator,
+    Embedding: EmbeddingOperator,
+}
+"""The operators that a node, its inputs and its output are enough to build."""
 
 _MAX_PATCH_CHANNELS = 4
 """A first convolution with at most this many input channels runs over patches, which are gathered once per step."""
@@ -119,8 +168,8 @@ class BoundGraph:
         self.workspace_bytes = 64
         self.accumulator_size = 16
         if self._patched is not None:
-            geometry = ir.convolution_geometry(graph, self._patched, batch)
-            self._images = _int8.Convolution(*geometry, self._batch_block(self._patched))
+            block = self._batch_block(self._patched)
+            self._images = convolution_plan(graph, self._patched, batch, block)
             self.workspace_bytes = _int8.patch_images_bytes(self._images)
         for place in self._places:
             operator = self._operator(place)
@@ -135,6 +184,7 @@ class BoundGraph:
         tensor = self.tensors[ir.INPUT]
         tensor.data = self._acquire(self._input)
         tensor.exponent = exponent
+        tensor.real = images
         if self._patched is not None:
             _int8.quantise_patches(
                 self._engine, self._images, images, tensor.data, workspace, exponent
@@ -291,42 +341,44 @@ class BoundGraph:
     def _operator_bytes(self, node: ir.Node) -> int:
         """Return the bytes of an operator's index tables, argmax and gate."""
         output = int(np.prod(self.tensors[node.name].array_shape))
-        if isinstance(node, ir.Convolution | ir.MaxPool | ir.AveragePool):
+        if isinstance(node, ir.Weighted | ir.MaxPool | ir.AveragePool):
             pairs = math.prod((*node.kernel, *node.shape[1:]))
             return 24 * pairs + (output if isinstance(node, ir.MaxPool) else 0)
         return output if isinstance(node, ir.Dropout) else 0
 
-    def _plan(self, node: ir.Convolution) -> _int8.Convolution:
-        geometry = ir.convolution_geometry(self.graph, node, self.batch)
+    def _plan(self, node: ir.Weighted, batch: int) -> _int8.Convolution:
+        """Return the kernels of a convolution for so many samples."""
+        block = min(self._batch_block(node), batch)
         if node is self._patched:
             # Pointwise over patches, which are the channels.
             channels, height, width = self.tensors[ir.INPUT].shape
-            sizes = (self.batch, height, width, channels, node.shape[0])
-            geometry = (*sizes, 1, 1, 1, 1, 0, 0, 1)
-        return _int8.Convolution(*geometry, self._batch_block(node))
+            sizes = (batch, height, width, channels, node.shape[0])
+            return _int8.Convolution(*sizes, 1, 1, batch_block=block)
+        return convolution_plan(self.graph, node, batch, block)
 
-    def _batch_block(self, node: ir.Convolution) -> int:
+    def _batch_block(self, node: ir.Weighted) -> int:
         return min(self._batch_blocks.get(node.name, 0), self.batch)
 
     def _build(self, node: ir.Node) -> Operator[Any]:
         inputs = [self.tensors[value] for value in node.inputs]
         output = self.tensors[node.name]
+        if (made := _OPERATORS.get(type(node))) is not None:
+            return made(node, inputs, output)
         match node:
+            case ir.Convolution() if is_wide(self.graph, node):
+                return WideLinearOperator(node, inputs, output)
             case ir.Convolution():
-                plan = self._plan(node)
-                return ConvolutionOperator(
+                plan_of = partial(self._plan, node)
+                return ConvolutionOperator(node, inputs, output, plan_of, self._engine)
+            case ir.TransposedConvolution():
+                plan = self._plan(node, self.batch)
+                return TransposedConvolutionOperator(
                     node, inputs, output, plan, plan.workspace_bytes(self._engine)
                 )
-            case ir.BatchNorm():
-                return BatchNormOperator(node, inputs, output)
-            case ir.Relu():
-                return ReluOperator(node, inputs, output)
             case ir.MaxPool():
                 return MaxPoolOperator(node, inputs, output, self._pooling(node))
             case ir.AveragePool():
                 return AveragePoolOperator(node, inputs, output, self._pooling(node))
-            case ir.Add():
-                return AddOperator(node, inputs, output)
             case ir.Dropout():
                 return DropoutOperator(node, inputs, output, self.graph.nodes.index(node))
             case ir.Fp32() if self._fp32_factory is not None:
@@ -354,8 +406,9 @@ def _patched_convolution(graph: ir.Graph) -> ir.Convolution | None:
     if len(readers) != 1 or not isinstance(readers[0], ir.Convolution):
         return None
     node = readers[0]
-    few = graph.input_shape[0] <= _MAX_PATCH_CHANNELS and node.groups == 1 and node.kernel != (1, 1)
-    return node if few else None
+    few = graph.input_shape[0] <= _MAX_PATCH_CHANNELS
+    plain = node.groups == 1 and node.kernel != (1, 1) and node.dilation == (1, 1)
+    return node if few and plain and not is_wide(graph, node) else None
 
 
 def _tensors(graph: ir.Graph, batch: int, patched: ir.Convolution | None) -> dict[str, Tensor]:
@@ -371,18 +424,20 @@ def _tensors(graph: ir.Graph, batch: int, patched: ir.Convolution | None) -> dic
     tensors = {ir.INPUT: Tensor(shape=input_shape, batch=batch)}
     for node in graph.nodes:
         tensor = tensors[node.name] = Tensor(shape=node.shape, batch=batch)
-        x = tensors[node.inputs[0]]
+        read = [tensors[value] for value in node.inputs]
+        keeps_sign = node.keeps_sign and all(x.activations for x in read)
+        tensor.activations = node.non_negative or keeps_sign
         match node:
             case ir.Convolution(relu=True) | ir.Add(relu=True) | ir.Relu():
                 tensor.activations = tensor.masked = True
             case ir.BatchNorm(relu=True):
                 # BatchNorm masks its gradient itself.
                 tensor.activations = True
+            case Table():
+                tensor.activations = node.is_non_negative
             case ir.MaxPool():
-                tensor.activations = x.activations
+                x = read[0]
                 if x.masked and len(graph.consumers(node.inputs[0])) == 1:
                     tensor.masked = True
                     x.masked = False
-            case ir.AveragePool() | ir.Dropout():
-                tensor.activations = x.activations
     return tensors

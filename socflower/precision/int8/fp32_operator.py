@@ -1,4 +1,4 @@
-"""Operators on the FP32 side: torch between two int8 tensors, with gradients through autograd."""
+"""Operators on the FP32 side: torch between int8 tensors, with gradients through autograd."""
 
 from __future__ import annotations
 
@@ -31,26 +31,32 @@ def fp32_factory(modules: Mapping[str, nn.Module]) -> Fp32Factory:
 
 
 class Fp32Operator(Operator[ir.Fp32]):
-    """A torch module that reads and writes int8 tensors: the switch between sides in the placement (F17)."""
+    """A torch module that reads int8 tensors and writes one: the switch between sides in the placement (F17)."""
 
     def __init__(
         self, node: ir.Fp32, module: nn.Module, inputs: Sequence[Tensor], output: Tensor
     ) -> None:
         super().__init__(node, inputs, output)
         self._module = module
-        self._source: torch.Tensor
+        self._sources: list[torch.Tensor]
         self._result: torch.Tensor
 
     def forward(self, step: StepContext) -> None:
-        """Run the module on the real values of the input, and round its output."""
-        x = self.inputs[0]
+        """Run the module on the real values of the inputs, and round its output."""
         training = step.training
         self._load_parameters(step)
         self._module.train(training)
-        self._source = torch.from_numpy(to_real(x.data, x.exponent, x.shape))
-        self._source.requires_grad_(training)
+        self._sources = []
+        for x in self.inputs:
+            source = torch.from_numpy(to_real(x.data, x.exponent, x.shape))
+            self._sources.append(source.requires_grad_(training))
         with torch.set_grad_enabled(training):
-            self._result = self._module(self._source.flatten(1) if self.node.flat else self._source)
+            self._result = self._module(
+                *(
+                    source.reshape(len(source), *form)
+                    for source, form in zip(self._sources, self.node.forms, strict=True)
+                )
+            )
         if training and not step.replay and not step.share.is_empty:
             named = self._module.named_buffers()
             buffers = [(name, buffer.detach().clone()) for name, buffer in named]
@@ -60,24 +66,25 @@ class Fp32Operator(Operator[ir.Fp32]):
         output.exponent = to_int8(self.node.name, step.share, made, output.shape, output.data)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
-        """Run autograd from the real gradient, round the input's gradient, and update the parameters by plain SGD.
+        """Run autograd from the real gradient, round the inputs' gradients, and update the parameters by plain SGD.
 
         Under an outside update the gradients of the parameters are stored for the trainer, which updates them.
         """
         real = to_real(self.gradient, self.output.gradient_exponent, self.output.shape)
-        x = self.inputs[0]
-        target = into[0]
         parameters = self._module.named_parameters()
         trained = {name: part for name, part in parameters if part.requires_grad}
+        needed = [index for index, target in enumerate(into) if target is not None]
         made = torch.autograd.grad(
             self._result,
-            [*trained.values(), *([] if target is None else [self._source])],
+            [*trained.values(), *(self._sources[index] for index in needed)],
             torch.from_numpy(real).reshape(self._result.shape),
             materialize_grads=True,
         )
-        exponent = 0
-        if target is not None:
-            exponent = to_int8(self.node.name, step.share, made[-1], x.shape, target)
+        exponents = [0] * len(self.inputs)
+        for index, gradient in zip(needed, made[len(trained) :], strict=True):
+            x, target = self.inputs[index], into[index]
+            assert target is not None
+            exponents[index] = to_int8(self.node.name, step.share, gradient, x.shape, target)
             if x.mask is not None:
                 np.multiply(target, x.mask > 0, out=target)
         rate = step.mean_learning_rate
@@ -85,14 +92,14 @@ class Fp32Operator(Operator[ir.Fp32]):
             for name, gradient in zip(trained, made, strict=False):
                 out = step.parameters.fp32_gradients[f"{self.node.name}.{name}"]
                 np.multiply(gradient.numpy(), np.float32(rate), out=out)
-            return [exponent]
+            return exponents
         for parameter, gradient in zip(trained.values(), made, strict=False):
             step.share.add(gradient.numpy(), partial(self._descend, parameter, rate))
         # Store each parameter under all its names: one shared within the module has several in a state_dict.
         every = self._module.named_parameters(remove_duplicate=False)
         named = [(name, part) for name, part in every if part.requires_grad]
         step.share.change(lambda: self._store(step, named))
-        return [exponent]
+        return exponents
 
     @staticmethod
     def _descend(parameter: torch.Tensor, rate: float, gradient: FloatArray) -> None:
@@ -110,7 +117,8 @@ class Fp32Operator(Operator[ir.Fp32]):
         first_names = {id(part): name for name, part in self._module.named_parameters()}
         for name, part in self._module.named_parameters(remove_duplicate=False):
             state[name] = state[first_names[id(part)]]
-        self._module.load_state_dict(state)
+        # Constants of `forward`, and buffers that are in no state_dict, are state of an island but not of the model.
+        self._module.load_state_dict(state, strict=False)
 
     def _store(self, step: StepContext, values: Iterable[tuple[str, torch.Tensor]]) -> None:
         for part, value in values:

@@ -1,13 +1,12 @@
 """Conversion of a captured torch module to a network of the integer engine.
 
-A module that runs in FP32 is a leaf of the capture: torch.fx does not capture its inside, so it may compute anything
-that returns one tensor for one tensor.
+The module is captured once. An operation without an int8 kernel becomes an *island*: the operator `Fp32`, which runs
+it in torch. Neighbouring ones become one island. A module that `fp32_operators` names, or that torch.fx cannot follow,
+is an island as a whole.
 """
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -16,32 +15,21 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from socflower._int8 import MAX_EXACT_DEPTH
 from socflower.errors import ConfigError
 from socflower.model_graph.following import CaptureFailed
-from socflower.model_graph.graph import ModelGraph, Operation, caller_of, capture
+from socflower.model_graph.graph import ModelGraph, Operation, caller_of, capture, module_of
 from socflower.precision.int8 import network as ir
+from socflower.precision.int8.conversion import value_layout as layouts
+from socflower.precision.int8.conversion.graph_builder import GraphBuilder, NoKernel, Value, form_of
+from socflower.precision.int8.conversion.module_call import ModuleCall
+from socflower.precision.int8.conversion.torch_functions import DROPOUTS, add_function
+from socflower.precision.int8.conversion.torch_modules import add_module
 from socflower.precision.int8.fixed_point import FloatArray
 from socflower.precision.int8.network import UnsupportedOperator
+from socflower.precision.int8.numpy_operators.embedding import Embedding
 
-MAX_WINDOW = 256
-"""Pixels of a pooling window: the engine stores the position of a maximum in a byte."""
-
-_WITHOUT_PARAMETERS = ("relu", "max-pool", "average-pool", "add", "dropout")
-_RELUS = (torch.relu, nn.functional.relu, "relu")
-_ADDS = (operator.add, torch.add, "add")
-_FLATTENS = (torch.flatten, "flatten", "view", "reshape", torch.reshape)
-_DROPOUTS = (nn.functional.dropout, nn.functional.dropout2d)
-_SETTINGS: dict[type[nn.Module], dict[str, tuple[Any, ...]]] = {
-    nn.Conv2d: {"dilation": (1, (1, 1)), "padding_mode": ("zeros",)},
-    nn.BatchNorm2d: {"affine": (True,), "track_running_stats": (True,)},
-    nn.MaxPool2d: {"dilation": (1, (1, 1)), "ceil_mode": (False,), "return_indices": (False,)},
-    nn.AvgPool2d: {"ceil_mode": (False,), "divisor_override": (None,)},
-}
-"""The values of settings with which the int8 kernels compute the same as the module."""
-
-# Functions that read a size for `view`: their result is no tensor, so they need no operator.
-_SIZES = ("size", getattr, operator.getitem)
+# Functions whose result is no tensor: what reads it decides what becomes of it.
+_OF_NUMBERS = ("size", "dim", "numel", "getattr")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,43 +43,41 @@ class CapturedNetwork:
 
 def capture_network(
     module: nn.Module,
-    input_shape: ir.Shape | tuple[int],
+    input_shape: ir.Shape | tuple[int, ...],
     *,
     fp32_operators: Sequence[str] = (),
-    unsupported: Literal["refuse", "fp32"] = "refuse",
+    unsupported: Literal["refuse", "fp32"] = "fp32",
 ) -> CapturedNetwork:
     """Return the network of `module` for (n, *input_shape) inputs, ReLUs fused into the operators before them.
 
-    If the module takes (n, features), the network takes images of one pixel with as many channels.
+    If the module takes (n, features), the network takes images of one pixel with as many channels; (n, channels,
+    length) is an image of one row.
 
-    Raises ConfigError if torch.fx cannot capture the module. Raises UnsupportedOperator, with module and operator, for
-    an operator without an int8 kernel that `fp32_operators` does not list; with `unsupported` "fp32" only if it is
-    called by the network itself and not inside a submodule.
+    Raises ConfigError if torch.fx cannot capture the module, and UnsupportedOperator, with module and operator, for an
+    operator without an int8 kernel that `fp32_operators` does not list: with `unsupported` "fp32" only if torch cannot
+    run it alone either.
     """
     leaves = set(fp32_operators)
-    image_shape = (input_shape[0], 1, 1) if len(input_shape) == 1 else input_shape
     while True:
         try:
             captured = _captured(module, input_shape, leaves)
-            builder = _Builder(module, captured, image_shape, leaves, unsupported)
-            for operation in _needed(captured):
-                builder.add(operation)
-            _require_untied(module, builder.in_fp32)
+            conversion = _Conversion(module, captured, leaves)
+            conversion.run()
+            _require_untied(module, conversion)
             break
-        except UnsupportedOperator as error:
+        except _NotAlone as found:
+            if "" in found.modules or found.modules <= leaves:
+                raise UnsupportedOperator(found.why, "", must_move=True) from None
             if unsupported == "refuse":
-                # Capture the rest as well, so that one error lists every such module.
-                rest = capture_network(
-                    module, input_shape, fp32_operators=fp32_operators, unsupported="fp32"
-                )
-                raise UnsupportedOperator(
-                    error.what, error.module, _fp32_paths(rest.graph.nodes)
-                ) from None
-            if error.module in ("", *leaves):
-                raise
-            # The operator is in the `forward` of a user's module: that whole module becomes a leaf.
-            leaves.add(error.module)
-    unknown = sorted(set(fp32_operators).difference(builder.in_fp32))
+                paths = sorted(found.modules)
+                raise UnsupportedOperator(found.why, paths[0], paths) from None
+            # Whole modules become leaves: they compute something else in evaluation, or share a parameter.
+            leaves |= found.modules
+    refused = conversion.refused
+    if unsupported == "refuse" and refused:
+        what, where = refused[0]
+        raise UnsupportedOperator(what, where, [path for _, path in dict.fromkeys(refused) if path])
+    unknown = sorted(set(fp32_operators).difference(conversion.named_in_fp32))
     if unknown:
         called = [one.module for one in captured.operations if one.module is not None]
         raise ConfigError(
@@ -99,43 +85,80 @@ def capture_network(
         )
     tensors = module.state_dict().items()
     state = {name: tensor.detach().cpu().float().numpy() for name, tensor in tensors}
-    graph = ir.fuse_relu(ir.Graph(input_shape=image_shape, nodes=tuple(builder.nodes)))
-    return CapturedNetwork(graph=graph, state=state, modules=builder.modules)
+    graph = ir.Graph(input_shape=conversion.input_shape, nodes=tuple(conversion.nodes))
+    kept = {node.name for node in graph.nodes}
+    modules = {name: made for name, made in conversion.modules.items() if name in kept}
+    return CapturedNetwork(graph=ir.fuse_relu(graph), state=state, modules=modules)
 
 
-def _fp32_paths(nodes: Sequence[ir.Node]) -> list[str]:
-    """Return the paths of the modules that run in FP32, each once."""
-    return list(dict.fromkeys(node.path for node in nodes if isinstance(node, ir.Fp32)))
+class _NotAlone(Exception):
+    """Modules that must run in FP32 as a whole; "" is the network itself."""
+
+    def __init__(self, why: str, modules: Set[str]) -> None:
+        self.why, self.modules = why, set(modules)
+        super().__init__(why)
 
 
 def _captured(
-    module: nn.Module, input_shape: ir.Shape | tuple[int], leaves: Set[str]
+    module: nn.Module, input_shape: ir.Shape | tuple[int, ...], leaves: Set[str]
 ) -> ModelGraph:
+    has_rows = any(isinstance(part, nn.Embedding) for part in module.modules())
     try:
-        captured = capture(module, input_shape, leaves=leaves)
+        try:
+            captured = capture(module, input_shape, leaves=leaves, opaque=True)
+        except CaptureFailed:
+            raise
+        except ConfigError:
+            if not has_rows:
+                raise
+            # An embedding takes whole numbers.
+            numbers = torch.zeros((1, *input_shape), dtype=torch.int64)
+            captured = capture(module, numbers, leaves=leaves, opaque=True)
     except CaptureFailed as failed:
         if not failed.module:
             raise
-        raise UnsupportedOperator(f"{failed.module}: {failed.why}", failed.module) from None
+        raise _NotAlone(f"{failed.module}: {failed.why}", {failed.module}) from None
     training = [operation.node for operation in captured.operations]
-    for one, other in zip_longest(training, captured.evaluation):
-        if one is None or other is None or not _is_same_call(one, other):
-            found = [node for node in (one, other) if node is not None]
-            # The innermost of both callers.
-            at = max(found, key=lambda node: caller_of(node).count("."))
-            raise UnsupportedOperator(
-                f"{at.name}: in int8 only dropout and BatchNorm may differ between training and evaluation",
-                caller_of(at),
-            )
+    if not all(map(_is_same_call, *_of_equal_length(training, captured.evaluation))):
+        differing = _differing_callers(training, captured.evaluation)
+        where = max(differing, key=lambda path: path.count(".")) or type(module).__name__
+        raise _NotAlone(
+            f"{where}: in int8 only dropout and BatchNorm may differ between training and evaluation",
+            differing - {""} or {""},
+        )
     return captured
 
 
-def _is_same_call(one: fx.Node, other: fx.Node) -> bool:
+def _of_equal_length(
+    one: Sequence[fx.Node], other: Sequence[fx.Node]
+) -> tuple[list[fx.Node | None], list[fx.Node | None]]:
+    pairs = list(zip_longest(one, other))
+    return [first for first, _ in pairs], [second for _, second in pairs]
+
+
+def _is_same_call(one: fx.Node | None, other: fx.Node | None) -> bool:
     """Whether training and evaluation call the same; a function of dropout may get other arguments."""
-    if (one.op, one.target) != (other.op, other.target):
+    if one is None or other is None or (one.op, one.target) != (other.op, other.target):
         return False
     arguments = [repr((node.args, node.kwargs)) for node in (one, other)]
-    return one.target in _DROPOUTS or arguments[0] == arguments[1]
+    return one.target in DROPOUTS or arguments[0] == arguments[1]
+
+
+def _differing_callers(training: Sequence[fx.Node], evaluation: Sequence[fx.Node]) -> set[str]:
+    """Return the modules whose own calls differ between training and evaluation; the network if none does."""
+    calls: dict[str, tuple[list[Any], list[Any]]] = {}
+    for side, nodes in enumerate((training, evaluation)):
+        for node in nodes:
+            arguments = () if node.target in DROPOUTS else _without_names(node)
+            calls.setdefault(caller_of(node), ([], []))[side].append(
+                (node.op, node.target, repr(arguments))
+            )
+    return {path for path, (one, other) in calls.items() if one != other} or {""}
+
+
+def _without_names(node: fx.Node) -> Any:
+    """Return the arguments of a call with one symbol for every value."""
+    return fx.node.map_arg((node.args, node.kwargs), lambda _: "%")
 
 
 def _needed(captured: ModelGraph) -> list[Operation]:
@@ -149,8 +172,8 @@ def _needed(captured: ModelGraph) -> list[Operation]:
     return [operation for operation in captured.operations if operation in needed]
 
 
-def _require_untied(module: nn.Module, in_fp32: Sequence[str]) -> None:
-    """Raise UnsupportedOperator for operators that share a parameter, unless one FP32 operator holds them all.
+def _require_untied(module: nn.Module, conversion: _Conversion) -> None:
+    """Raise for operators that share a parameter, unless one FP32 operator holds them all.
 
     Each operator of the engine has its own weights, so tied weights would diverge.
     """
@@ -159,14 +182,13 @@ def _require_untied(module: nn.Module, in_fp32: Sequence[str]) -> None:
         if parameter.numel():
             # By address, not by identity: a parameter made from another's tensor shares its memory as well.
             by_address.setdefault(parameter.data_ptr(), []).append(name)
+    held = [set(names) for names in conversion.parameters_in_fp32()]
     for names in by_address.values():
-        around = _innermost_common_module(names)
-        is_inside = any(f"{around}.".startswith(f"{path}.") for path in in_fp32)
-        if len(names) > 1 and not is_inside:
-            raise UnsupportedOperator(
+        if len(names) > 1 and not any(set(names) <= island for island in held):
+            raise _NotAlone(
                 f"{' and '.join(names)} are one parameter, and int8 operators share no weights: give each "
                 "layer its own, train with FP32Trainer, or run in FP32 what shares it",
-                around,
+                {_innermost_common_module(names)},
             )
 
 
@@ -180,376 +202,299 @@ def _innermost_common_module(names: Sequence[str]) -> str:
     return ".".join(common)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A captured call of a module that int8 may run: the name of its node and of the value it reads."""
+@dataclass(slots=True)
+class _Island:
+    """An operator on the FP32 side: its operations, the last of which makes its value, and those that it reads."""
 
-    operation: Operation
-    module: Any
-    name: str
-    x: str
-
-    def require(self, fits: bool, how: str = "") -> None:
-        """Raise UnsupportedOperator, with `how` the module is set, unless it fits."""
-        if not fits:
-            what = f"{type(self.module).__name__} {how}".rstrip()
-            operation = self.operation
-            where = operation.layer if _fits_fp32(operation) else operation.caller
-            raise UnsupportedOperator(f"{operation.module}: int8 training has no {what}", where)
-
-    def require_settings(self) -> None:
-        """Raise UnsupportedOperator for a setting that the int8 kernels do not have."""
-        for kind, needed in _SETTINGS.items():
-            for name, fitting in needed.items() if isinstance(self.module, kind) else ():
-                value = getattr(self.module, name)
-                self.require(value in fitting, f"with {name} = {value!r}")
-
-    def require_window(self, window: ir.Pair) -> None:
-        """Raise UnsupportedOperator for a window whose positions do not fit a byte."""
-        small = window[0] * window[1] <= MAX_WINDOW
-        self.require(
-            small, f"with windows of {window[0]}x{window[1]}, more than {MAX_WINDOW} pixels"
-        )
+    node: str
+    operations: list[Operation]
+    reads: list[Operation]
 
 
-class _Builder:
-    """Turns captured operations into nodes, one by one."""
+class _Conversion:
+    """The conversion of captured operations, one by one."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        captured: ModelGraph,
-        input_shape: ir.Shape,
-        fp32_operators: Set[str],
-        unsupported: str,
-    ) -> None:
-        self._modules = dict(module.named_modules())
+    def __init__(self, module: nn.Module, captured: ModelGraph, leaves: Set[str]) -> None:
         self._captured = captured
-        self._values: dict[Operation, str] = {}
-        self._shapes: dict[str, ir.Shape] = {ir.INPUT: input_shape}
-        self._fp32_operators = fp32_operators
-        self._unsupported = unsupported
+        self._leaves = leaves
+        self._module = module
+        source = next(one for one in captured.operations if one.node.op == "placeholder")
+        self._input = Value(ir.INPUT, layouts.images(form_of(source)))
+        self._reads_numbers = source.dtype == torch.int64
+        self.input_shape = self._input.layout.shape
+        self._builder = GraphBuilder(module, captured, self.input_shape)
+        self._islands: dict[Operation, _Island] = {}
         # In a model in training mode, layers in evaluation mode are so on purpose.
         self._in_evaluation = {
-            path for path, part in self._modules.items() if module.training and not part.training
+            path
+            for path, part in self._builder.submodules.items()
+            if module.training and not part.training
         }
-        self._with_parameters = {
-            name for name, part in self._modules.items() if list(part.parameters(recurse=False))
-        }
-        self.nodes: list[ir.Node] = []
+        self._storage: dict[Operation, int] = {}
+        self._is_view: dict[Operation, bool] = {}
         self.modules: dict[str, nn.Module] = {}
+        # Of the operations without a kernel: what is missing, and the module around it.
+        self.refused: list[tuple[str, str]] = []
+        self.nodes: list[ir.Node] = []
+        # Paths of the modules that are called in FP32.
+        self.named_in_fp32: set[str] = set()
 
-    @property
-    def in_fp32(self) -> list[str]:
-        """Paths of the modules that run in FP32."""
-        return _fp32_paths(self.nodes)
+    def parameters_in_fp32(self) -> list[list[str]]:
+        """Return for each island the names of its parameters in the module, all names of a shared one included."""
+        found = []
+        for node in self.nodes:
+            if isinstance(node, ir.Fp32):
+                names = self.modules[node.name].named_parameters(remove_duplicate=False)
+                prefix = f"{node.path}." if node.path else ""
+                found.append([prefix + name for name, _ in names])
+        return found
 
-    def add(self, operation: Operation) -> None:
-        """Add the operators of a captured operation."""
-        node = operation.node
-        if node.op == "placeholder":
-            self._values[operation] = ir.INPUT
-        elif operation.module is not None:
-            self._add_called(operation, operation.module)
-        elif node.op in ("call_function", "call_method"):
-            self._add_function(operation)
-        elif node.op == "output":
-            self._require_logits_at_end(operation)
-        else:
-            # A submodule may read a tensor of its parent, so the error names the module that reads the value.
-            readers = {reader.caller for reader in self._captured.readers[operation]}
-            where = readers.pop() if len(readers) == 1 else ""
-            raise UnsupportedOperator(
-                f"{node.name}: int8 training cannot read the tensor {node.target} of the module",
-                where,
-            )
+    def run(self) -> None:
+        """Convert all operations."""
+        for operation in _needed(self._captured):
+            node = operation.node
+            if node.op == "placeholder":
+                self._builder.values[operation] = self._input
+            elif node.op == "output":
+                self._end(operation)
+            elif node.op != "get_attr":
+                self._add(operation)
+            self._note_overwriting(operation)
 
-    def _require_logits_at_end(self, operation: Operation) -> None:
-        if not isinstance(operation.node.args[0], fx.Node):
-            raise ConfigError("the network returns several values; return the logits alone")
-        last = self.nodes[-1].name if self.nodes else "nothing"
-        if self._values[operation.inputs[0]] != last:
-            raise ConfigError(f"the network computes {last} after its logits")
+    def _add(self, operation: Operation) -> None:
+        """Add an operation in int8, or in FP32 if it is named or has no kernel.
 
-    def _add_called(self, operation: Operation, name: str) -> None:
-        """Add the call of a module: in int8, or in FP32 if it is listed there or has no kernel."""
-        module = self._modules[name]
-        if name in self._fp32_operators:
-            self._add_fp32(operation, module, name)
+        What has no entry for each sample (sizes, tuples, functions of parameters) is left to the operation that reads
+        it: it runs in FP32 together with that one.
+        """
+        path = operation.module
+        if operation.is_constant:
+            return
+        if path is not None and (
+            path in self._leaves or not _is_torchs(self._builder.submodules[path])
+        ):
+            if path not in self._leaves:
+                self.refused.append((f"{path}: torch.fx cannot follow it", path))
+            self._add_island(operation, NoKernel(f"module {path}"))
             return
         try:
-            self._add_module(_Call(operation, module, name, self._values[operation.inputs[0]]))
-        except UnsupportedOperator as error:
-            if self._unsupported == "refuse" or error.module != name:
-                raise
-            self._add_fp32(operation, module, name)
+            with self._builder.attempt():
+                value = self._in_int8(operation)
+                if value is not None:
+                    self._builder.values[operation] = value
+        except NoKernel as missing:
+            name = operation.node.name if path is None else path
+            if not operation.is_of_samples:
+                return
+            self.refused.append((f"{name}: int8 training has no {missing}", operation.layer))
+            self._add_island(operation, missing)
 
-    def _add_module(self, call: _Call) -> None:
-        call.require_settings()
-        match call.module:
-            case nn.Conv2d():
-                self._add_convolution(call)
-            case nn.Linear():
-                self._add_linear(call)
-            case nn.BatchNorm2d():
-                self._add_batch_norm(call)
-            case nn.ReLU():
-                self._put(call.operation, ir.Relu, call.name, [call.x])
-            case nn.MaxPool2d() | nn.AvgPool2d():
-                self._add_pool(call)
-            case nn.AdaptiveAvgPool2d():
-                self._add_adaptive_average(call)
-            case nn.Flatten():
-                self._flatten(call.operation, call.x)
-            case nn.Identity():
-                self._values[call.operation] = call.x
-            case nn.Dropout() | nn.Dropout2d():
-                self._add_dropout_module(call)
-            case _:
-                call.require(False)
-
-    def _add_convolution(self, call: _Call) -> None:
-        module = call.module
-        shape = _output_shape(call.operation)
-        _require_plain_parameters(call)
-        call.require(not isinstance(module.padding, str), "with padding by name")
-        kernel = _pair(module.kernel_size)
-        self._require_exact(call, shape, kernel, module.groups)
-        self._put(
-            call.operation,
-            ir.Convolution,
-            call.name,
-            [call.x],
-            shape,
-            kernel=kernel,
-            stride=_pair(module.stride),
-            padding=_pair(module.padding),
-            groups=module.groups,
-            bias=module.bias is not None,
-        )
-
-    def _add_linear(self, call: _Call) -> None:
-        """Add a linear layer as a convolution whose kernel covers the image."""
-        module = call.module
-        _require_plain_parameters(call)
-        kernel = self._shapes[call.x][1:]
-        covers = module.in_features == math.prod(self._shapes[call.x])
-        call.require(covers, "over the last dimension of an image")
-        shape = (module.out_features, 1, 1)
-        self._require_exact(call, shape, kernel, 1)
-        self._put(
-            call.operation,
-            ir.Convolution,
-            call.name,
-            [call.x],
-            shape,
-            kernel=kernel,
-            bias=module.bias is not None,
-            linear=True,
-        )
-
-    def _add_batch_norm(self, call: _Call) -> None:
-        module = call.module
-        call.require(module.momentum is not None, "without momentum")
-        _require_plain_parameters(call)
-        self._put(
-            call.operation,
-            ir.BatchNorm,
-            call.name,
-            [call.x],
-            eps=module.eps,
-            momentum=module.momentum,
-        )
-
-    def _add_pool(self, call: _Call) -> None:
-        module = call.module
-        kind = ir.MaxPool if isinstance(module, nn.MaxPool2d) else ir.AveragePool
-        padding = _pair(module.padding)
-        counts = padding == (0, 0) or getattr(module, "count_include_pad", True)
-        call.require(counts, "with padding that does not count")
-        window = _pair(module.kernel_size)
-        call.require_window(window)
-        self._put(
-            call.operation,
-            kind,
-            call.name,
-            [call.x],
-            _output_shape(call.operation),
-            kernel=window,
-            stride=_pair(module.stride),
-            padding=padding,
-        )
-
-    def _add_adaptive_average(self, call: _Call) -> None:
-        _, height, width = self._shapes[call.x]
-        _, out_h, out_w = shape = _output_shape(call.operation)
-        even = height % out_h == 0 and width % out_w == 0
-        call.require(even, f"from {height}x{width} to {out_h}x{out_w}, in windows of two sizes")
-        window = (height // out_h, width // out_w)
-        call.require_window(window)
-        self._put(
-            call.operation, ir.AveragePool, call.name, [call.x], shape, kernel=window, stride=window
-        )
-
-    def _add_dropout_module(self, call: _Call) -> None:
-        p = 0.0 if call.name in self._in_evaluation else call.module.p
-        channelwise = isinstance(call.module, nn.Dropout2d)
-        fits = p == 0.0 or not channelwise or _rank(call.operation) == 4
-        call.require(fits, "of anything but (n, c, h, w)")
-        self._add_dropout(call.operation, call.name, call.x, p, channelwise=channelwise)
-
-    def _add_function(self, operation: Operation) -> None:
-        node = operation.node
-        arguments = [
-            each for each in (*node.args, *node.kwargs.values()) if isinstance(each, fx.Node)
-        ]
-        read = [self._values.get(self._captured.by_node[each], "") for each in arguments]
-        if node.target in _RELUS and len(read) == 1:
-            self._put(operation, ir.Relu, node.name, read)
-        elif node.target in _DROPOUTS and len(read) == 1:
-            self._add_functional_dropout(operation, read[0])
-        elif node.target in _ADDS and len(read) == 2 and len(node.args) == 2 and not node.kwargs:
-            first, second = (self._shapes[value] for value in read)
-            if first != second:
-                raise _refused_function(operation, f"adds equal shapes, got {first} and {second}")
-            self._put(operation, ir.Add, node.name, read)
-        elif node.target in _FLATTENS and read:
-            self._flatten(operation, read[0])
-        elif node.target not in _SIZES or operation.shape is not None:
-            target = getattr(node.target, "__name__", str(node.target))
-            raise _refused_function(operation, f"has no operator {target!r}")
-
-    def _add_functional_dropout(self, operation: Operation, x: str) -> None:
-        node = operation.node
-        p, drops = _dropout_settings(node)
-        channelwise = node.target is nn.functional.dropout2d
-        if not drops:
-            p = 0.0
-        elif _dropout_settings(self._captured.evaluation[operation.position])[1]:
-            raise _refused_function(
-                operation, "has no dropout in evaluation: give it training=self.training"
+    def _in_int8(self, operation: Operation) -> Value | None:
+        """Add the nodes of an operation and return its value, None for one that is no tensor."""
+        if operation.module is not None:
+            called = self._builder.submodules[operation.module]
+            if len(operation.node.args) != 1 or operation.node.kwargs:
+                raise NoKernel(f"{type(called).__name__} of several inputs")
+            call = ModuleCall(
+                self._builder,
+                called,
+                operation.module,
+                operation,
+                self._builder.value_of(operation.node.args[0]),
+                operation.module in self._in_evaluation,
             )
-        elif channelwise and _rank(operation) != 4:
-            raise _refused_function(operation, "has no dropout2d of anything but (n, c, h, w)")
-        self._add_dropout(operation, node.name, x, p, channelwise=channelwise)
+            return add_module(call)
+        if operation.function in _OF_NUMBERS and operation.shape is None:
+            return None
+        return add_function(self._builder, operation)
 
-    def _add_dropout(
-        self, operation: Operation, name: str, x: str, p: float, *, channelwise: bool
-    ) -> None:
-        if p == 0.0:
-            self._values[operation] = x
-        else:
-            self._put(operation, ir.Dropout, name, [x], p=p, channelwise=channelwise)
+    # ------------------------------------------------------------------------------------------------ overwriting
 
-    def _require_exact(self, call: _Call, shape: ir.Shape, kernel: ir.Pair, groups: int) -> None:
-        """Raise UnsupportedOperator for a sum, forward or backward, that may leave int32."""
-        channels = max(self._shapes[call.x][0], shape[0])
-        depth = math.prod(kernel) * channels // groups
-        how = f"with sums of {depth} products, more than the {MAX_EXACT_DEPTH} that fit int32"
-        call.require(depth <= MAX_EXACT_DEPTH, how)
+    def _note_overwriting(self, operation: Operation) -> None:
+        """Let later readers of an overwritten value read the new one.
 
-    def _add_fp32(self, operation: Operation, module: nn.Module, name: str) -> None:
-        if not _fits_fp32(operation):
-            around = operation.caller
+        Raises ConfigError if what is overwritten is a view of a value that is read later in another form.
+        """
+        if not operation.inputs or operation.node.op == "output":
+            return
+        source = operation.inputs[0]
+        if operation.writes_in_place:
+            storage = self._storage.setdefault(source, source.position)
+            self._storage[operation] = storage
+            self._is_view[operation] = self._is_view.get(source, False)
+            value = self._builder.values.get(operation)
+            for other, other_storage in list(self._storage.items()):
+                is_read = any(
+                    reader.position > operation.position for reader in self._captured.readers[other]
+                )
+                if other_storage != storage or other is operation or not is_read:
+                    continue
+                if self._is_view.get(other, False) or self._is_view[operation] or value is None:
+                    raise ConfigError(
+                        f"{operation.node.name}: overwrites {other.node.name}, which is read later in another "
+                        "form; write the result to a new tensor"
+                    )
+                self._builder.values[other] = value
+        elif _is_view(operation):
+            self._storage[operation] = self._storage.setdefault(source, source.position)
+            self._is_view[operation] = True
+
+    # ---------------------------------------------------------------------------------------------------- islands
+
+    def _add_island(self, operation: Operation, missing: NoKernel) -> None:
+        """Add an operation in FP32, together with the islands that only it reads."""
+        if operation.node.target in DROPOUTS:
+            # Its arguments say whether it drops, in training and in evaluation, and an island has one graph.
+            raise ConfigError(f"{operation.node.name}: int8 training has no {missing}")
+        if operation.module is not None:
+            self.named_in_fp32.add(operation.module)
+        included: list[Operation] = []
+        reads: list[Operation] = []
+        self._collect(operation, included, reads)
+        included.sort(key=lambda one: one.position)
+        for one in included:
+            island = self._islands.pop(one, None)
+            if island is not None:
+                self._builder.nodes = [
+                    node for node in self._builder.nodes if node.name != island.node
+                ]
+                self.modules.pop(island.node)
+                self._builder.values.pop(one)
+        try:
+            form = form_of(operation)
+            values = [self._builder.in_torch_order(self._builder.value_of(one)) for one in reads]
+        except NoKernel:
+            name = operation.module or operation.node.name
             raise ConfigError(
-                f"{name}: {type(module).__name__} does not make one tensor (n, c, h, w) or (n, features) of "
-                f"one; put it into a module that does, and list that: fp32_operators=[{around or '...'!r}]"
+                f"{name}: int8 training has no {missing}, and torch cannot run it alone, because it does not make one "
+                "tensor with an entry for each sample; let a module make one, and name it in fp32_operators"
+            ) from None
+        layout = layouts.images(form)
+        alone = operation.module if len(included) == 1 and len(reads) == 1 else None
+        plain = alone is not None and len(operation.node.args) == 1 and not operation.node.kwargs
+        if plain and alone is not None:
+            made = self._builder.submodules[alone]
+            # A module without state shares nothing, so it may run in several places.
+            name = alone if list(made.state_dict()) else self._builder.free_name(alone)
+            outside: tuple[ir.OutsideName, ...] = ()
+        else:
+            made = self._graph_module(operation, included, reads)
+            name = self._builder.free_name(operation.node.name)
+            outside = tuple(
+                (key, key, tuple(tensor.shape)) for key, tensor in made.state_dict().items()
             )
-        if not list(module.state_dict()):
-            # Without state it shares nothing, so it may run in several places.
-            name = self._free_name(name)
-        self.modules[name] = module
-        self._put(
-            operation,
+        parameters = dict(made.named_parameters())
+        value = self._builder.put(
             ir.Fp32,
             name,
-            [self._values[operation.inputs[0]]],
-            _output_shape(operation),
-            operator=type(module).__name__,
-            path=str(operation.module),
-            flat=_rank(operation.inputs[0]) == 2,
-            own=tuple(name for name, _ in module.named_parameters()),
+            values,
+            layout,
+            operator=_described(self._builder, included),
+            path=alone if plain and alone is not None else "",
+            own=tuple(parameters),
+            frozen=tuple(key for key, part in parameters.items() if not part.requires_grad),
+            outside=outside,
+            forms=tuple(value.form for value in values),
         )
+        self.modules[name] = made
+        self._builder.values[operation] = value
+        self._islands[operation] = _Island(name, included, reads)
 
-    def _flatten(self, operation: Operation, x: str) -> None:
-        """Add nothing for a flatten to (n, c*h*w): the linear layer that follows covers the image."""
-        flat = (math.prod(self._shapes[x]),)
-        if operation.shape is None or operation.shape[1:] != flat:
-            raise _refused_function(operation, "flattens (n, c, h, w) to (n, c*h*w) only")
-        self._values[operation] = x
-
-    def _free_name(self, name: str) -> str:
-        while name in self._shapes or name in self._with_parameters:
-            name += "_"
-        return name
-
-    def _put(
-        self,
-        operation: Operation,
-        kind: type[ir.Node],
-        name: str,
-        inputs: Sequence[str],
-        shape: ir.Shape | None = None,
-        **settings: Any,
+    def _collect(
+        self, operation: Operation, included: list[Operation], reads: list[Operation]
     ) -> None:
-        """Add a node; it has the shape of its first input unless `shape` is given."""
-        is_taken = name in self._shapes or name in self._with_parameters
-        if is_taken and kind.kind in _WITHOUT_PARAMETERS:
-            # A ReLU or a pool may run in several places.
-            name = self._free_name(operation.node.name)
-        if operation.module is not None:
-            parameters = self._modules[operation.module].named_parameters()
-            settings["frozen"] = tuple(part for part, each in parameters if not each.requires_grad)
-        made = kind(
-            name=name, inputs=tuple(inputs), shape=shape or self._shapes[inputs[0]], **settings
-        )
-        self.nodes.append(made)
-        self._values[operation] = made.name
-        self._shapes[made.name] = made.shape
+        """Add an operation to an island: inputs that have no value in int8, or are islands that only it reads, too."""
+        if operation in included:
+            return
+        included.append(operation)
+        for one in operation.inputs:
+            island = self._islands.get(one)
+            only_reader = set(self._captured.readers[one]) <= set(included)
+            if island is not None and only_reader and not self._is_named(island):
+                self._collect(one, included, reads)
+            elif one in self._builder.values and one.node.op != "get_attr":
+                if one not in reads:
+                    reads.append(one)
+            else:
+                self._collect(one, included, reads)
+
+    def _is_named(self, island: _Island) -> bool:
+        """Whether the user has named the island's module."""
+        return any(one.module in self._leaves for one in island.operations if one.module)
+
+    def _graph_module(
+        self, operation: Operation, included: Sequence[Operation], reads: Sequence[Operation]
+    ) -> nn.Module:
+        """Return a module that computes the operations, with the layers and parameters of the model."""
+        graph = fx.Graph()
+        made: dict[fx.Node, fx.Node] = {
+            one.node: graph.placeholder(f"read_{index}") for index, one in enumerate(reads)
+        }
+        for one in included:
+            made[one.node] = graph.node_copy(one.node, made.__getitem__)
+        graph.output(made[operation.node])
+        return module_of(self._module, graph, self._captured.constants)
+
+    # ---------------------------------------------------------------------------------------------------- the end
+
+    def _end(self, operation: Operation) -> None:
+        returned = operation.node.args[0]
+        if not isinstance(returned, fx.Node):
+            raise ConfigError("the network returns several values; return the logits alone")
+        source = operation.inputs[0]
+        if source not in self._builder.values and source.shape is None:
+            raise ConfigError(
+                f"the network returns {source.node.name}, which is no tensor; return the logits"
+            )
+        try:
+            value = self._builder.in_torch_order(self._builder.value_of(source))
+        except NoKernel as missing:
+            raise ConfigError(
+                f"{source.node.name}: int8 training has no {missing}; the network must return logits (n, classes)"
+            ) from None
+        if value.name == ir.INPUT:
+            raise ConfigError("the network returns its input; there is nothing to train")
+        self.nodes = self._builder.pruned(value.name)
+        for node in self.nodes:
+            if self._reads_numbers and ir.INPUT in node.inputs and not isinstance(node, Embedding):
+                raise ConfigError(
+                    f"{node.name}: reads whole numbers, and int8 training has only embeddings for them"
+                )
+        _require_called_once(self.nodes)
 
 
-def _require_plain_parameters(call: _Call) -> None:
-    """Raise for a layer whose weight or bias torch computes from other parameters before each call."""
-    own = dict(call.module.named_parameters(recurse=False))
-    for name in ("weight", "bias"):
-        is_plain = name in own or getattr(call.module, name) is None
-        call.require(
-            is_plain,
-            f"whose {name} is computed from other parameters, as by weight_norm or pruning; take that off",
-        )
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn")
 
 
-def _refused_function(operation: Operation, how: str) -> UnsupportedOperator:
-    return UnsupportedOperator(f"{operation.node.name}: int8 training {how}", operation.caller)
+def _is_view(operation: Operation) -> bool:
+    views = ("view", "reshape", "flatten", "permute", "transpose", "getitem", "chunk", "split", "squeeze",
+             "unsqueeze", "t", "narrow", "unbind", "expand", "detach", "swapaxes", "movedim")  # fmt: skip
+    return operation.function in views
 
 
-def _rank(operation: Operation) -> int:
-    return len(operation.shape or ())
+def _described(builder: GraphBuilder, operations: Sequence[Operation]) -> str:
+    """Return what the operations of an island call, each once."""
+    names = [
+        type(builder.submodules[one.module]).__name__
+        if one.module
+        else one.function or str(one.node.target)
+        for one in operations
+        if one.node.op != "get_attr"
+    ]
+    return ", ".join(dict.fromkeys(names))
 
 
-def _fits_fp32(operation: Operation) -> bool:
-    """Return whether a called module maps one image or feature tensor to one such tensor."""
-    node = operation.node
-    one_tensor = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
-    return one_tensor and {_rank(operation.inputs[0]), _rank(operation)} <= {2, 4}
-
-
-def _dropout_settings(node: fx.Node) -> tuple[float, bool]:
-    """Return the probability of a functional dropout and whether it is on."""
-    given: dict[str, Any] = dict(zip(("input", "p", "training"), node.args, strict=False))
-    given.update(node.kwargs)
-    return float(given.get("p", 0.5)), bool(given.get("training", True))
-
-
-def _pair(value: Any) -> ir.Pair:
-    return (value, value) if isinstance(value, int) else (value[0], value[1])
-
-
-def _output_shape(operation: Operation) -> ir.Shape:
-    if operation.shape is None:
-        raise ConfigError(
-            f"{operation.node.name}: yields several values, and int8 training passes one tensor on; wrap "
-            "it in a module that returns one of them"
-        )
-    channels, height, width = (*operation.shape[1:], 1, 1)[:3]
-    return channels, height, width
+def _require_called_once(nodes: Sequence[ir.Node]) -> None:
+    """Raise ConfigError for parameters that two operators read, such as those of a module that is called twice."""
+    owners: dict[str, str] = {}
+    for node in nodes:
+        outside = {part: name for part, name, _ in node.outside}
+        for part in dict.fromkeys((*node.parameters, *node.vectors)):
+            name = outside.get(part, f"{node.name}.{part}")
+            if name in owners:
+                raise ConfigError(
+                    f"{owners[name]}: runs twice, and int8 operators share no weights; make a module for each call, "
+                    "or list the module around them in fp32_operators"
+                )
+            owners[name] = node.name

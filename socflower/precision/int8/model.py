@@ -11,6 +11,7 @@ For example::
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,7 +42,8 @@ from socflower.precision.int8.fixed_point import (
     exponent_for,
     to_real,
 )
-from socflower.precision.int8.network import Convolution, Dropout, Graph, Shape
+from socflower.precision.int8.network import Convolution, Dropout, Fp32, Graph, Shape
+from socflower.precision.int8.numpy_operators.embedding import Embedding
 from socflower.precision.int8.operators import StepContext
 from socflower.precision.int8.parameters import (
     Parameters,
@@ -169,6 +171,7 @@ class Int8Model:
         self.trackers = ScaleTrackers(settings.rescaling)
         self._fp32_factory = fp32_factory
         self._input_gradient = input_gradient
+        self._reads_numbers = any(isinstance(node, Embedding) for node in graph.nodes)
         self._clear_memory()
 
     def _clear_memory(self) -> None:
@@ -189,7 +192,7 @@ class Int8Model:
         algorithm: TrainingAlgorithm = NITI,
         settings: EngineSettings | None = None,
         fp32_operators: Sequence[str] = (),
-        unsupported: Literal["refuse", "fp32"] = "refuse",
+        unsupported: Literal["refuse", "fp32"] = "fp32",
         exponents: Mapping[str, int] | None = None,
         head: bool = True,
         input_gradient: bool = False,
@@ -200,8 +203,8 @@ class Int8Model:
 
         The modules that `fp32_operators` names run in torch FP32 between the int8 ones;
         `operator_costs.profile_operators` predicts which ones should. `exponents` are earlier exponents of the weights
-        (`Parameters.exponents`). A module without an int8 kernel raises ConfigError, or runs in FP32 too if
-        `unsupported` is "fp32".
+        (`Parameters.exponents`). Operators without an int8 kernel run in FP32 too, which `islands` and a warning
+        report; with `unsupported` "refuse" they raise ConfigError.
         """
         from socflower.precision.int8.fp32_operator import fp32_factory
         from socflower.precision.int8.from_torch import capture_network
@@ -213,7 +216,7 @@ class Int8Model:
         parameters = import_parameters(
             captured.graph, captured.state, keep_master=keep_master, exponents=exponents
         )
-        return cls(
+        model = cls(
             captured.graph,
             parameters,
             algorithm=algorithm,
@@ -222,6 +225,18 @@ class Int8Model:
             head=head,
             input_gradient=input_gradient,
         )
+        unasked = [
+            f"{name} ({operator})"
+            for name, operator in model.islands.items()
+            if name not in fp32_operators
+        ]
+        if unasked:
+            warnings.warn(
+                f"int8 training has no kernel for {', '.join(unasked)}: this part runs in torch FP32; "
+                "profile_operators times it, and unsupported='refuse' refuses it",
+                stacklevel=2,
+            )
+        return model
 
     def twin(self) -> Int8Model:
         """Return a model of the same parameters, trackers and threads, with memory of its own.
@@ -233,6 +248,11 @@ class Int8Model:
         other = copy.copy(self)
         other._clear_memory()
         return other
+
+    @property
+    def islands(self) -> dict[str, str]:
+        """The operators that run in torch FP32, by name: what each of them computes."""
+        return {node.name: node.operator for node in self.graph.nodes if isinstance(node, Fp32)}
 
     @property
     def draws(self) -> bool:
@@ -561,6 +581,8 @@ class Int8Model:
 
     def _checked_images(self, images: FloatArray) -> FloatArray:
         images = np.asarray(images.detach() if hasattr(images, "detach") else images)
+        if images.dtype.kind in "iu" and self._reads_numbers:
+            images = images.astype(np.float32)
         needed = self.graph.input_shape
         if images.dtype != np.float32 or images.shape[1:] != needed or len(images) == 0:
             raise ConfigError(

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ from socflower.precision.int8.parameters import Parameters, Weight
 from socflower.precision.int8.requantisation import (
     ScaleTracker,
     ScaleTrackers,
+    fit_int32,
     round_elementwise,
     round_product,
 )
@@ -59,6 +60,8 @@ class Tensor:
     masked: bool = False
     gradient: Int8Array | None = None
     gradient_exponent: int = 0
+    # Of the images only, (batch, channels, h, w): what an embedding reads.
+    real: FloatArray | None = None
 
     @property
     def array_shape(self) -> tuple[int, int, int, int]:
@@ -153,8 +156,135 @@ class Operator(ABC, Generic[NodeT]):
         name = self.node.name
         return round_elementwise(name, step.share, step.tracker(name, role), acc_exponent, run, out)
 
+    def _round_sums(
+        self,
+        step: StepContext,
+        role: str,
+        acc_exponent: int,
+        sums: npt.NDArray[np.integer[Any]],
+        out: Int8Array,
+        *,
+        most: int,
+        mask: Int8Array | None = None,
+    ) -> int:
+        """Store exact integers (h, w, batch, channels), rounded to int8 (F14), and return the exponent.
 
-class ConvolutionOperator(Operator[ir.Convolution]):
+        `most` is a bound of their magnitudes. The rounding is that of the pass, "forward" or "backward", that the role
+        begins with.
+        """
+        wide = step.wide(out.shape)
+        acc_exponent += fit_int32(step.share, sums, most, wide)
+        is_forward = role.startswith("forward")
+        algorithm = step.algorithm
+        rounding = (algorithm.forward if is_forward else algorithm.backward).rounding
+
+        def run(into: Int8Array | None, shift: int) -> int:
+            return _int8.requantise(step.engine, wide, into, shift, rounding, False, mask)
+
+        return self._round(step, role, acc_exponent, run, out)
+
+
+class WideOperator(Operator[NodeT]):
+    """An operator whose NumPy code makes int32 accumulators of an output or of an input's gradient."""
+
+    def __init__(self, node: NodeT, inputs: Sequence[Tensor], output: Tensor) -> None:
+        super().__init__(node, inputs, output)
+        tensors = (*self.inputs, output)
+        self.accumulator_size = max(math.prod(tensor.array_shape) for tensor in tensors)
+
+
+WeightedT = TypeVar("WeightedT", bound=ir.Weighted)
+
+
+class WeightedOperator(Operator[WeightedT]):
+    """An operator with a weight and a bias, and what their updates have in common.
+
+    `weight_shape` is that of the weight in memory: over patches (bound_graph.py) that of a pointwise convolution.
+    """
+
+    def __init__(
+        self,
+        node: WeightedT,
+        inputs: Sequence[Tensor],
+        output: Tensor,
+        weight_shape: tuple[int, int, int, int],
+    ) -> None:
+        super().__init__(node, inputs, output)
+        self._weight_shape = weight_shape
+        self._sums = np.zeros((2, output.array_shape[3]), dtype=np.int64)
+        shapes = (self.inputs[0].array_shape, self.output.array_shape, weight_shape)
+        self.accumulator_size = max(math.prod(shape) for shape in shapes)
+
+    def _weight(self, step: StepContext) -> Weight:
+        return step.parameters.weights[f"{self.node.name}.weight"]
+
+    def _input_exponent(self) -> int:
+        """Return the exponent of what the output's gradient is multiplied by in the weight's gradient."""
+        return self.inputs[0].exponent
+
+    def _integer_bias(self, step: StepContext, acc_exponent: int, room: int) -> Int32Array:
+        """Return the bias at the accumulator's scale; TrainingFailed if its magnitude is above `room`."""
+        real = step.parameters.vectors[f"{self.node.name}.bias"].data.astype(np.float64)
+        scaled = np.rint(np.ldexp(real, -acc_exponent))
+        if not np.abs(scaled).max() <= room:
+            worst = float(np.abs(real).max())
+            raise TrainingFailed(
+                f"{self.node.name}: a bias of {worst:.4g} in units of 2^{acc_exponent} leaves int32; lower "
+                "the learning rate"
+            )
+        return scaled.astype(np.int32)
+
+    def _update_bias(self, step: StepContext) -> None:
+        dy = self.gradient
+        exponent = self.output.gradient_exponent
+        _int8.channel_sums(step.engine, dy, dy, None, self._sums[0], self._sums[1])
+        bias = step.parameters.vectors[f"{self.node.name}.bias"]
+
+        def update(sums: DoubleArray) -> None:
+            gradient = np.ldexp(sums, exponent).astype(np.float32)
+            update_vector(step.algorithm, bias, gradient, step.mean_learning_rate)
+
+        step.share.add(self._sums[0].astype(np.float64), update)
+
+    def _update_weight(
+        self, step: StepContext, compute: Callable[[Int32Array], tuple[int, int]]
+    ) -> None:
+        """Update by the gradient that `compute` writes, in units of x times dy.
+
+        It returns the largest magnitude and how far the gradient was shifted right, or raises OverflowError.
+        """
+        weight = self._weight(step)
+        gradient = step.wide(self._weight_shape)
+        drop = 0
+        try:
+            own_largest, drop = compute(gradient)
+        except OverflowError as error:
+            own_largest = step.share.overflowed(error)
+        scale = 2.0 ** (self._input_exponent() + self.output.gradient_exponent + drop)
+
+        def update(total: Int32Array, largest: int) -> None:
+            update_weight(
+                self.node.name,
+                step.engine,
+                step.algorithm,
+                weight,
+                total.reshape(weight.data.shape),
+                largest=largest,
+                gradient_scale=scale,
+                learning_rate=step.mean_learning_rate,
+                progress=step.progress,
+                scratch=step.scratch,
+            )
+
+        step.share.add_integers(gradient, own_largest, update)
+
+
+def room_beside(depth: int) -> int:
+    """Return how large an integer may be that is added to a sum of `depth` products, so that int32 holds the result."""
+    return 2**31 - 1 - min(depth, _int8.MAX_EXACT_DEPTH) * 127 * 127
+
+
+class ConvolutionOperator(WeightedOperator[ir.Convolution]):
     """Convolution or linear layer, with bias and ReLU fused."""
 
     def __init__(
@@ -162,27 +292,23 @@ class ConvolutionOperator(Operator[ir.Convolution]):
         node: ir.Convolution,
         inputs: Sequence[Tensor],
         output: Tensor,
-        plan: _int8.Convolution,
-        workspace_bytes: int,
+        plan_of: Callable[[int], _int8.Convolution],
+        engine: _int8.Engine,
     ) -> None:
-        super().__init__(node, inputs, output)
-        self.workspace_bytes = workspace_bytes
-        self._plan = plan
-        self._sums = np.zeros((2, output.array_shape[3]), dtype=np.int64)
-        # Over patches (bound_graph.py) the same memory is the weight of a pointwise convolution.
-        self._weight_shape = plan.weight_shape
-        self._depth = math.prod(self._weight_shape[:3])
-        shapes = (self.inputs[0].array_shape, self.output.array_shape, self._weight_shape)
-        self.accumulator_size = max(math.prod(shape) for shape in shapes)
+        self._plan_of = plan_of
+        self._plan = plan_of(output.batch)
+        super().__init__(node, inputs, output, self._plan.weight_shape)
+        self.workspace_bytes = self._plan.workspace_bytes(engine)
+        self._room = room_beside(math.prod(self._weight_shape[:3]))
 
     def forward(self, step: StepContext) -> None:
         """Multiply, add the bias at the accumulator's scale, apply the ReLU, round."""
         x = self.inputs[0]
         node = self.node
-        weight = step.parameters.weights[f"{node.name}.weight"]
+        weight = self._weight(step)
         weight_data = weight.data.reshape(self._weight_shape)
         acc_exponent = x.exponent + weight.exponent
-        bias = self._integer_bias(step, acc_exponent) if node.bias else None
+        bias = self._integer_bias(step, acc_exponent, self._room) if node.bias else None
         rounding = step.algorithm.forward.rounding
 
         def run(destination: Int8Array | Int32Array, shift: int) -> int:
@@ -211,28 +337,53 @@ class ConvolutionOperator(Operator[ir.Convolution]):
             rounding,
         )
 
-    def _integer_bias(self, step: StepContext, acc_exponent: int) -> Int32Array:
-        real = step.parameters.vectors[f"{self.node.name}.bias"].data.astype(np.float64)
-        scaled = np.rint(np.ldexp(real, -acc_exponent))
-        room = 2**31 - 1 - self._depth * 127 * 127
-        if not np.abs(scaled).max() <= room:
-            worst = float(np.abs(real).max())
-            raise TrainingFailed(
-                f"{self.node.name}: a bias of {worst:.4g} in units of 2^{acc_exponent} leaves int32; lower "
-                "the learning rate"
-            )
-        return scaled.astype(np.int32)
-
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Compute the input gradient with the weights of the forward pass, then the weight gradient, then update."""
-        node = self.node
-        weight = step.parameters.weights[f"{node.name}.weight"]
-        exponent = 0 if into[0] is None else self._input_gradient(step, weight, into[0])
-        if "weight" in node.trained:
-            self._update_weight(step, weight)
-        if "bias" in node.trained:
+        x = self.inputs[0]
+        exponent = 0 if into[0] is None else self._input_gradient(step, self._weight(step), into[0])
+        if "weight" in self.node.trained:
+
+            def compute(gradient: Int32Array) -> tuple[int, int]:
+                try:
+                    return self._plan.weight_gradient(
+                        step.engine, x.data, self.gradient, gradient, step.workspace, x.activations
+                    ), 0
+                except OverflowError:
+                    if not step.share.is_whole:
+                        raise
+                    return self._split_gradient(step, gradient)
+
+            self._update_weight(step, compute)
+        if "bias" in self.node.trained:
             self._update_bias(step)
         return [exponent]
+
+    def _split_gradient(self, step: StepContext, gradient: Int32Array) -> tuple[int, int]:
+        """Write a gradient that may leave int32, from exact sums over parts of the batch, rounded to 30 bits."""
+        sums = self._sum_of_parts(step, 0, self.output.batch)
+        drop = fit_int32(step.share, sums, 2**62, gradient)
+        return max(int(gradient.max()), -int(gradient.min())), drop
+
+    def _sum_of_parts(self, step: StepContext, first: int, end: int) -> npt.NDArray[np.int64]:
+        """Return the gradient of some samples; OverflowError if that of a single one may leave int32."""
+        x = self.inputs[0]
+        plan = self._plan_of(end - first)
+        sums = np.empty(self._weight_shape, dtype=np.int32)
+        try:
+            plan.weight_gradient(
+                step.engine,
+                np.ascontiguousarray(x.data[:, :, first:end]),
+                np.ascontiguousarray(self.gradient[:, :, first:end]),
+                sums,
+                np.empty(plan.workspace_bytes(step.engine), np.uint8),
+                x.activations,
+            )
+        except OverflowError:
+            if end - first == 1:
+                raise
+            middle = (first + end) // 2
+            return self._sum_of_parts(step, first, middle) + self._sum_of_parts(step, middle, end)
+        return sums.astype(np.int64)
 
     def _input_gradient(self, step: StepContext, weight: Weight, into: Int8Array) -> int:
         """Write the gradient of the input and return its exponent."""
@@ -264,47 +415,6 @@ class ConvolutionOperator(Operator[ir.Convolution]):
             step.wide(x.array_shape),
             rounding,
         )
-
-    def _update_bias(self, step: StepContext) -> None:
-        dy = self.gradient
-        exponent = self.output.gradient_exponent
-        _int8.channel_sums(step.engine, dy, dy, None, self._sums[0], self._sums[1])
-        bias = step.parameters.vectors[f"{self.node.name}.bias"]
-
-        def update(sums: DoubleArray) -> None:
-            gradient = np.ldexp(sums, exponent).astype(np.float32)
-            update_vector(step.algorithm, bias, gradient, step.mean_learning_rate)
-
-        step.share.add(self._sums[0].astype(np.float64), update)
-
-    def _update_weight(self, step: StepContext, weight: Weight) -> None:
-        x = self.inputs[0]
-        node = self.node
-        dy = self.gradient
-        gradient = step.wide(self._weight_shape)
-        try:
-            own_largest = self._plan.weight_gradient(
-                step.engine, x.data, dy, gradient, step.workspace, x.activations
-            )
-        except OverflowError as error:
-            own_largest = step.share.overflowed(error)
-        scale = 2.0 ** (x.exponent + self.output.gradient_exponent)
-
-        def update(total: Int32Array, largest: int) -> None:
-            update_weight(
-                node.name,
-                step.engine,
-                step.algorithm,
-                weight,
-                total.reshape(weight.data.shape),
-                largest=largest,
-                gradient_scale=scale,
-                learning_rate=step.mean_learning_rate,
-                progress=step.progress,
-                scratch=step.scratch,
-            )
-
-        step.share.add_integers(gradient, own_largest, update)
 
 
 class BatchNormOperator(Operator[ir.BatchNorm]):
@@ -451,7 +561,7 @@ class ReluOperator(Operator[ir.Relu]):
         """Copy the gradient, which the readers of the output have already masked."""
         if into[0] is not None:
             x = self.inputs[0]
-            _copy_masked(self.gradient, x.mask, into[0])
+            copy_masked(self.gradient, x.mask, into[0])
         return [self.output.gradient_exponent]
 
 
@@ -619,12 +729,28 @@ class DropoutOperator(Operator[ir.Dropout]):
         )
 
 
-def _copy_masked(gradient: Int8Array, mask: Int8Array | None, into: Int8Array) -> None:
-    """Copy a gradient, with 0 for elements whose mask is not positive."""
+def copy_masked(gradient: Int8Array, mask: Int8Array | None, into: Int8Array) -> None:
+    """Copy a gradient, which may be `into` itself, with 0 for elements whose mask is not positive."""
     if mask is None:
-        np.copyto(into, gradient)
+        if gradient is not into:
+            np.copyto(into, gradient)
     else:
         np.multiply(gradient, mask > 0, out=into)
+
+
+def aligned(share: BatchShare, *tensors: tuple[Int8Array, int]) -> tuple[int, list[int]]:
+    """Return a common exponent of (int8, exponent) tensors, and how far each is shifted left to get there.
+
+    If the exponents differ by more than 20, nothing of the smaller values remains in 8 bits; a shift is at most 20.
+    """
+    exponents = [exponent for _, exponent in tensors]
+    if max(exponents) - min(exponents) > MAX_ADD_SHIFT:
+        # Rare. The exponent of an all-zero tensor is arbitrary, so it must not hide the other ones.
+        found = [e for data, e in tensors if share.most(float(data.any()))]
+        # Zeros keep any exponent within those of the others.
+        exponents = [min(max(e, min(found)), max(found)) for e in exponents] if found else exponents
+    low = max(min(exponents), max(exponents) - MAX_ADD_SHIFT)
+    return low, [max(exponent - low, 0) for exponent in exponents]
 
 
 def add_tensors(
@@ -639,20 +765,8 @@ def add_tensors(
     relu: bool = False,
     mask: Int8Array | None = None,
 ) -> int:
-    """Write a + b, two (int8, exponent) tensors, and return the exponent of the sum.
-
-    If the exponents differ by more than 20, nothing of the smaller operand remains in 8 bits; the shift is at most 20.
-    """
-    if abs(a[1] - b[1]) > MAX_ADD_SHIFT:
-        # Rare. The exponent of an all-zero tensor is arbitrary, so it must not hide the other one.
-        if not step.share.most(float(a[0].any())):
-            a = (a[0], b[1])
-        elif not step.share.most(float(b[0].any())):
-            b = (b[0], a[1])
-    lower, higher = sorted((a[1], b[1]))
-    low = max(lower, higher - MAX_ADD_SHIFT)
-    shift_a = max(a[1] - low, 0)
-    shift_b = max(b[1] - low, 0)
+    """Write a + b, two (int8, exponent) tensors, and return the exponent of the sum; see `aligned`."""
+    low, (shift_a, shift_b) = aligned(step.share, a, b)
 
     def run(into: Int8Array | None, shift: int) -> int:
         return _int8.add(
@@ -683,5 +797,5 @@ class AddOperator(Operator[ir.Add]):
         """Copy the gradient to both inputs."""
         for x, target in zip(self.inputs, into, strict=True):
             if target is not None:
-                _copy_masked(self.gradient, x.mask, target)
+                copy_masked(self.gradient, x.mask, target)
         return [self.output.gradient_exponent] * 2

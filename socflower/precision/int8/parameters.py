@@ -18,7 +18,7 @@ from socflower.precision.int8.fixed_point import (
     quantise,
     require_finite,
 )
-from socflower.precision.int8.network import BatchNorm, Convolution, Fp32, Graph, Node
+from socflower.precision.int8.network import BatchNorm, Fp32, Graph, Node, Weighted
 from socflower.precision.int8.requantisation import exponent_within_float32
 
 
@@ -93,9 +93,9 @@ def import_parameters(
     shape or is unknown, and if values are not finite.
     """
     parameters = Parameters()
-    left = dict(state)
+    left = graph.inward(state)
     for node in graph.nodes:
-        if isinstance(node, Convolution):
+        if isinstance(node, Weighted):
             name = f"{node.name}.weight"
             real = _take(left, name, graph.module_weight_shape(node))
             keep = keep_master or "weight" in node.frozen
@@ -125,7 +125,7 @@ def export_parameters(graph: Graph, parameters: Parameters) -> dict[str, AnyArra
     """
     state: dict[str, AnyArray] = {}
     for node in graph.nodes:
-        if isinstance(node, Convolution):
+        if isinstance(node, Weighted):
             weight = parameters.weights[f"{node.name}.weight"]
             real = weight.master
             if real is None:
@@ -139,7 +139,7 @@ def export_parameters(graph: Graph, parameters: Parameters) -> dict[str, AnyArra
         if isinstance(node, BatchNorm):
             tracked = parameters.num_batches_tracked[node.name]
             state[f"{node.name}.num_batches_tracked"] = np.array(tracked, dtype=np.int64)
-    return state
+    return graph.outward(state)
 
 
 def export_velocities(graph: Graph, parameters: Parameters) -> dict[str, FloatArray]:
@@ -152,21 +152,22 @@ def export_velocities(graph: Graph, parameters: Parameters) -> dict[str, FloatAr
             velocities[name] = holder.velocity[: node.shape[0]].copy()
         else:
             velocities[name] = _to_module(graph, node, holder.velocity)
-    return velocities
+    return graph.outward(velocities)
 
 
 def import_velocities(
     graph: Graph, parameters: Parameters, velocities: Mapping[str, FloatArray]
 ) -> None:
     """Set the momentum of FP32 updates from the result of `export_velocities`; others stay without."""
+    given = graph.inward(velocities, complete=False)
     for node, name, holder in _trained(graph, parameters):
-        if name not in velocities:
+        if name not in given:
             continue
-        inside = velocities[name]
-        if isinstance(node, Convolution) and isinstance(holder, Weight):
+        inside = given[name]
+        if isinstance(node, Weighted) and isinstance(holder, Weight):
             inside = inside.reshape(graph.weight_shape(node)).transpose(2, 3, 1, 0)
         holder.velocity = np.zeros_like(holder.data, dtype=np.float32)
-        holder.velocity[..., : node.shape[0]] = inside
+        holder.velocity[..., : inside.shape[-1]] = inside
 
 
 def _trained(graph: Graph, parameters: Parameters) -> Iterator[tuple[Node, str, Weight | Vector]]:
@@ -179,8 +180,8 @@ def _trained(graph: Graph, parameters: Parameters) -> Iterator[tuple[Node, str, 
 
 def _to_module(graph: Graph, node: Node, array: FloatArray) -> FloatArray:
     """Return a weight (kh, kw, in, channel stride) in the shape that it has in the module."""
-    assert isinstance(node, Convolution)
-    outward = array[..., : node.shape[0]].transpose(3, 2, 0, 1)
+    assert isinstance(node, Weighted)
+    outward = array[..., : graph.weight_shape(node)[0]].transpose(3, 2, 0, 1)
     return np.ascontiguousarray(outward).reshape(graph.module_weight_shape(node))
 
 
@@ -227,9 +228,9 @@ def array_shapes(graph: Graph, *, keep_master: bool) -> dict[str, tuple[type, tu
     needed: dict[str, tuple[type, tuple[int, ...]]] = {}
     for node in graph.nodes:
         stride = channel_stride(node.shape[0])
-        if isinstance(node, Convolution):
-            _, in_channels, *kernel = graph.weight_shape(node)
-            shape = (*kernel, in_channels, stride)
+        if isinstance(node, Weighted):
+            outs, in_channels, *kernel = graph.weight_shape(node)
+            shape = (*kernel, in_channels, channel_stride(outs))
             needed[f"weight/{node.name}.weight"] = (np.int8, shape)
             if keep_master or "weight" in node.frozen:
                 needed[f"master/{node.name}.weight"] = (np.float32, shape)
@@ -260,8 +261,9 @@ def take_weights(
     The direction of each rounding depends on `seed` alone. Running statistics that `state` leaves out are unchanged.
     Raises ConfigError if an array is missing or has a wrong shape, TrainingFailed if a value is not finite.
     """
+    state = graph.inward(state)
     for index, node in enumerate(graph.nodes):
-        if isinstance(node, Convolution):
+        if isinstance(node, Weighted):
             name = f"{node.name}.weight"
             weight = parameters.weights[name]
             # The value passed in replaces that of a frozen weight.
@@ -303,12 +305,12 @@ def start_gradients(graph: Graph, parameters: Parameters) -> dict[str, FloatArra
                 padded = np.zeros(channel_stride(node.shape[0]), dtype=np.float32)
                 parameters.vectors[name].gradient = padded
                 views[name] = padded[: node.shape[0]]
-            elif isinstance(node, Convolution):
+            elif isinstance(node, Weighted):
                 outs, ins, height, width = graph.weight_shape(node)
                 gradient = np.zeros((outs, height, width, ins), dtype=np.float32)
                 parameters.weights[name].gradient = gradient
                 views[name] = gradient.transpose(0, 3, 1, 2)
-    return views
+    return graph.outward(views)
 
 
 def as_channels_last(array: AnyArray, shape: tuple[int, int, int, int]) -> FloatArray:

@@ -10,6 +10,8 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 
 from socflower import _int8
@@ -133,6 +135,7 @@ class ScaleTrackers:
         }
 
 
+_INT32_MAX = 2**31 - 1
 MAX_SHIFT = 30
 MAX_EXPONENT = 90
 """Beyond 2^90 float32 arithmetic on the scales would overflow; networks that converge stay far below."""
@@ -198,6 +201,27 @@ def round_product(
     shift = shift_for(largest)
     _int8.requantise(engine, accumulators, out, shift, rounding)
     return _record_exponent(name, tracker, acc_exponent + shift, largest)
+
+
+def fit_int32(
+    share: BatchShare, sums: npt.NDArray[np.integer[Any]], most: int, out: Int32Array
+) -> int:
+    """Write exact integers (..., channels) to (..., channel stride) int32; return how far they were shifted right.
+
+    Integers of more than 31 bits, which only a bound `most` beyond them allows, are rounded to 30 bits of magnitude,
+    half away from zero.
+    """
+    drop = 0
+    if most > _INT32_MAX:
+        magnitudes = np.abs(sums)
+        own_bits = int(magnitudes.max(initial=0)).bit_length()
+        drop = max(0, int(share.most(float(own_bits))) - 30)
+    if drop:
+        sums = np.sign(sums) * ((magnitudes + (1 << (drop - 1))) >> drop)
+    channels = sums.shape[-1]
+    out[..., :channels] = sums
+    out[..., channels:] = 0
+    return drop
 
 
 def _known_shift(tracker: ScaleTracker | None, acc_exponent: int) -> int | None:

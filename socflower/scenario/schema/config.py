@@ -314,11 +314,10 @@ class PrecisionConfig(Table):
         ),
     )
     unsupported: Annotated[str, OneOf(("refuse", "fp32"))] = Field(
-        "refuse",
+        "fp32",
         description=(
-            "of int8 and mixed training, what becomes of operators that int8 lacks: `refuse` "
-            "the model before round 1, or "
-            "run them in `fp32`"
+            "of int8 and mixed training, what becomes of operators that int8 lacks: run them in "
+            "`fp32`, or `refuse` the model before round 1"
         ),
     )
 

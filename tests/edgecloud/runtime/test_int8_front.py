@@ -245,13 +245,18 @@ def test_named_halves_have_no_int8() -> None:
 
 
 def test_an_operator_without_an_integer_form_counts_only_before_the_cut() -> None:
-    layers = [nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.GELU()]
+    layers = [nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Tanhshrink()]
     split = capture_split(nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 5)), IMAGE)
-    front_of(split, 0).forward(0)
-    refused(lambda: front_of(split, 1), "3", "GELU", "unsupported='fp32'")
+    strict = Int8Trainer(unsupported="refuse")
+
+    def without_fp32(cut: int) -> Int8Front:
+        return Int8Front(split.copy(), cut, source, strict, progress=lambda batch: 0.0, loss=LOSS)
+
+    without_fp32(0).forward(0)
+    refused(lambda: without_fp32(1), "3", "Tanhshrink", "unsupported='fp32'")
 
     def with_fp32(cut: int, **loss: Any) -> Int8Front:
-        trainer = Int8Trainer(unsupported="fp32")
+        trainer = Int8Trainer()
         return Int8Front(split.copy(), cut, source, trainer, progress=lambda batch: 0.0, **loss)
 
     one_batch(with_fp32(1), back_of(split, 1), 0)

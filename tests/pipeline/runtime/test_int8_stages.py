@@ -192,8 +192,6 @@ PIXELS = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 5))
     ("module", "example", "cuts", "named"),
     [
         (model(), IMAGE, "layers", ("2 ", "layer 1", "'blocks'")),
-        (sequential(nn.GELU()), IMAGE, "layers", ("layer 0 (0)", "2:", "GELU")),
-        (sequential(nn.GroupNorm(2, 4)), IMAGE, "layers", ("GroupNorm",)),
         (Tokens(), torch.zeros(2, 4, dtype=torch.int64), "layers", ("int64", "layer 0")),
         (PIXELS, (3, 6), "layers", ("layer 0",)),
         (sequential(), IMAGE, "operations", ("'operations'", "'layers'")),

@@ -19,6 +19,7 @@ from socflower.peers.transports.in_process import in_process_rings
 from socflower.precision import EngineSettings, Int8Model, RescalingPolicy, int8_algorithm
 from socflower.precision.int8.batch_share import BatchPeers, JointShare
 from tests.one_line import refused
+from tests.precision import networks
 from tests.precision.networks import assert_same
 from tests.seeded import built
 
@@ -117,6 +118,30 @@ def test_any_shares_give_the_step_of_the_whole_batch(
     np.testing.assert_allclose(np.sum(parts, axis=0), losses, rtol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["squeezed", "decoded", "attentive", "sequence"])
+@pytest.mark.parametrize("sizes", [(2, 2, 3), (0, 7, 0)])
+def test_any_shares_of_the_operators_in_numpy_give_the_step_of_the_whole_batch(
+    name: str, sizes: tuple[int, int, int]
+) -> None:
+    data = networks.batches(3, size=BATCH)
+    reference, *models = (networks.int8(name, rescaling=networks.SELDOM) for _ in range(4))
+
+    def member(peers: BatchPeers) -> None:
+        own = slice(sum(sizes[: peers.rank]), sum(sizes[: peers.rank + 1]))
+        for images, labels in data:
+            begun = models[peers.rank].begin_joint_step(
+                images[own], labels[own], peers, learning_rate=0.05, progress=0.0
+            )
+            begun.exchange()
+            begun.apply()
+
+    for images, labels in data:
+        reference.train_step(images, labels, learning_rate=0.05, progress=0.0)
+    on_ring(3, member)
+    for model in models:
+        require_same(model, reference)
+
+
 def test_members_search_again_together_where_one_of_them_saturates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -145,7 +170,7 @@ def test_members_run_operators_of_the_fp32_side_on_the_same_weights() -> None:
     """Their gradients are sums of floats, so they equal those of the whole batch up to rounding."""
 
     def module() -> nn.Module:
-        layers = [nn.Conv2d(2, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(64, 4)]
+        layers = [nn.Conv2d(2, 4, 3), nn.Tanhshrink(), nn.Flatten(), nn.Linear(64, 4)]
         return nn.Sequential(*layers)
 
     options = {"fp32_operators": ["3"], "unsupported": "fp32"}

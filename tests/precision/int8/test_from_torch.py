@@ -1,5 +1,6 @@
 """From torch modules to graphs: what is understood, and errors that name module and operator."""
 
+import warnings
 from functools import partial
 
 import numpy as np
@@ -8,12 +9,14 @@ import torch
 from torch import nn
 
 from socflower import _int8
+from socflower.model_graph.graph import capture
+from socflower.precision.int8 import from_torch
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.from_torch import (
-    MAX_EXACT_DEPTH,
     UnsupportedOperator,
     capture_network,
 )
+from socflower.precision.operator_costs import island_share
 from socflower.workloads.models.built_in import model_names
 from socflower.workloads.models.classifiers import build_model
 from tests.one_line import refused
@@ -30,19 +33,15 @@ from tests.precision.networks import (
     train,
 )
 
-WITHOUT_INT8 = ("mobilenet-v2", "efficientnet-b1")
+REFUSE = {"unsupported": "refuse"}
+MAX_EXACT_DEPTH = _int8.MAX_EXACT_DEPTH
 
 
-def test_a_model_with_other_activations_is_refused():
-    module = build_model("mobilenet-v2", in_channels=3, image_size=32, num_classes=10, seed=1)
-    refused(lambda: int8(module, shape=(3, 32, 32)), "ReLU6", error=UnsupportedOperator)
-
-
-@pytest.mark.parametrize("name", [name for name in model_names() if name not in WITHOUT_INT8])
-def test_every_other_model_of_the_workloads_trains_a_step(name):
+@pytest.mark.parametrize("name", model_names())
+def test_every_model_of_the_workloads_trains_a_step_in_int8_alone(name):
     module = build_model(name, in_channels=3, image_size=32, num_classes=10, seed=1)
     before = {key: value.clone() for key, value in module.state_dict().items()}
-    model = int8(module, shape=(3, 32, 32))
+    model = int8(module, shape=(3, 32, 32), options=REFUSE)
     (loss,) = train(model, batches(1, size=2, image=(3, 32, 32), classes=10))
     assert np.isfinite(loss)
     state = model.state_dict()
@@ -87,29 +86,29 @@ def test_capturing_leaves_the_module_and_torchs_generator_as_they_were(training)
 @pytest.mark.parametrize(
     ("operator", "how"),
     [
-        (nn.Conv2d(8, 8, 3, dilation=2, padding=2), "dilation"),
-        (nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"), "padding_mode = 'reflect'"),
-        (nn.Conv2d(8, 8, 3, padding="same"), "padding by name"),
-        (nn.GELU(), ""),
+        (nn.Tanhshrink(), ""),
         (nn.BatchNorm2d(8, affine=False), "affine"),
         (nn.BatchNorm2d(8, track_running_stats=False), "track_running_stats = False"),
         (nn.BatchNorm2d(8, momentum=None), "momentum"),
         (nn.AlphaDropout(0.5), ""),
-        (nn.MaxPool2d(2, ceil_mode=True), "ceil_mode"),
         (nn.MaxPool2d(2, dilation=2), "dilation"),
-        (nn.AvgPool2d(2, ceil_mode=True), "ceil_mode"),
-        (nn.AvgPool2d(2, divisor_override=3), "divisor_override = 3"),
-        (nn.AvgPool2d(3, padding=1, count_include_pad=False), "padding that does not count"),
-        (nn.AdaptiveAvgPool2d(3), "from 10x10 to 3x3"),
-        (nn.Linear(10, 10), "over the last dimension"),
-        (nn.ConvTranspose2d(8, 8, 1), ""),
+        (nn.AdaptiveMaxPool2d(3), "from 10x10 to 3x3"),
+        (nn.InstanceNorm2d(8, track_running_stats=True), "track_running_stats"),
+        (nn.ConstantPad2d(1, 3.0), "value of 3.0"),
+        (nn.Upsample(scale_factor=2, mode="bilinear"), "mode = 'bilinear'"),
+        (nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 8, 1)), "whose weight is computed"),
     ],
 )
-def test_an_operator_that_int8_has_not_is_named(operator, how):
+def test_an_operator_that_int8_has_not_is_named_or_runs_in_fp32(operator, how):
     front = [nn.Conv2d(3, 8, 3, padding=1), operator]
     back = [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     module = nn.Sequential(*front, *back, nn.Linear(8, CLASSES))
-    refused(lambda: int8(module), "1: ", type(operator).__name__, how, "fp32_operators")
+    named = ("1: ", type(operator).__name__, how, "fp32_operators")
+    refused(lambda: int8(module, options=REFUSE), *named, error=UnsupportedOperator)
+    model = int8(module)
+    assert [node.kind for node in model.graph.nodes].count("fp32") == 1
+    train(model, batches(1))
+    module.load_state_dict(model.state_dict())
 
 
 class Function(nn.Module):
@@ -139,43 +138,145 @@ def head(m, x):
 @pytest.mark.parametrize(
     ("function", "named"),
     [
-        (lambda m, x: head(m, torch.sigmoid(m.conv(x))), "'sigmoid'"),
-        (lambda m, x: m.head(m.conv(x).mean((2, 3))), "'mean'"),
-        (lambda m, x: head(m, m.conv(x) + 1.0), "'add'"),
-        (lambda m, x: head(m, torch.add(m.conv(x), m.conv(x), alpha=2)), "'add'"),
-        (lambda m, x: head(m, m.norm(m.conv(x)) + m.mean(m.conv(x))), "(8, 1, 1)"),
-        (lambda m, x: head(m, m.conv(x) * m.scale), "tensor scale"),
+        (lambda m, x: head(m, m.norm(torch.erf(m.conv(x)))), "'erf'"),
+        (lambda m, x: head(m, m.norm(m.conv(x).cumsum(1))), "'cumsum'"),
+        (lambda m, x: head(m, torch.add(m.norm(m.conv(x)), x[:, :1], alpha=2)), "'add'"),
+        (lambda m, x: head(m, m.norm(m.conv(x)).pow(3)), "power of 3"),
+        (lambda m, x: head(m, m.norm(m.conv(x)) * x.size(0)), "reads the value size"),
+    ],
+)  # fmt: skip
+def test_a_function_that_int8_has_not_is_named_or_runs_in_fp32(function, named):
+    module = Function(function)
+    del module.scale
+    refused(lambda: int8(module, options=REFUSE), named, error=UnsupportedOperator)
+    train(int8(module), batches(1))
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
         (lambda m, x: (head(m, m.conv(x)), x), "several values"),
-        (lambda m, x: torch.flatten(m.conv(x)), "flatten: "),
-        (lambda m, x: m.conv(x).flatten(2), "flattens"),
-        (lambda m, x: m.conv(x).view(x.size(0), 1, 800), "view: "),
-        (lambda m, x: m.conv(x).permute(0, 2, 3, 1).reshape(x.size(0), -1), "'permute'"),
-        (lambda m, x: m.conv(x)[:, :8].flatten(1), "'getitem'"),
         (lambda m, x: head(m, m.conv(x)) if x.sum() > 0 else x, "cannot follow Function"),
-        (lambda m, x: x, "nothing after its logits"),
+        (lambda m, x: x, "returns its input"),
         (lambda m, x: head(m, m.conv(x) + m.conv(x)), "conv: runs twice"),
-        (lambda m, x: head(m, overwritten(m.conv(x))), "'mul_'"),
+        (lambda m, x: torch.flatten(m.conv(x)), "flatten: "),
     ],
 )
-def test_a_function_that_int8_has_not_is_named(function, named):
+def test_what_cannot_train_is_refused(function, named):
     refused(lambda: int8(Function(function)), named)
 
 
-def overwritten(x):
-    """Overwrite a value by an operation whose result nobody reads."""
-    x.mul_(2.0)
-    return x
+def test_what_runs_in_fp32_unasked_is_reported():
+    layers = [nn.Conv2d(3, 8, 3), nn.Tanhshrink(), nn.Flatten(), nn.Linear(512, CLASSES)]
+    with pytest.warns(UserWarning, match=r"1 \(Tanhshrink\)") as caught:
+        model = int8(nn.Sequential(*layers))
+    assert len(caught) == 1
+    assert model.islands == {"1": "Tanhshrink"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        named = int8(nn.Sequential(*layers), options={"fp32_operators": ["1"]})
+        assert named.islands == model.islands
+        assert int8(nn.Sequential(layers[0], *layers[2:])).islands == {}
+    assert 0.0 < island_share(model, 8) < 1.0
 
 
-def test_a_module_that_yields_several_values_is_refused():
-    module = Function(lambda m, x: m.head(m.states(x)[0]))
+def test_neighbouring_functions_without_a_kernel_are_one_island():
+    def function(m, x):
+        x = torch.erf(m.conv(x))
+        return head(m, torch.sinh(x * 0.5) * m.scale)
+
+    module = Function(function)
+    del module.norm
+    model = int8(module)
+    islands = [node for node in model.graph.nodes if node.kind == "fp32"]
+    assert [node.operator for node in islands] == ["erf", "sinh"]
+
+    def longer(m, x):
+        x = torch.erf(m.conv(x))
+        return head(m, torch.sinh(x).cos() * m.scale)
+
+    module = Function(longer)
+    del module.norm
+    model = int8(module)
+    islands = [node for node in model.graph.nodes if node.kind == "fp32"]
+    assert [node.operator for node in islands] == ["erf, sinh, cos"]
+    train(model, batches(1))
+    module.load_state_dict(model.state_dict())
+
+
+def test_an_island_of_several_inputs_trains_the_parameters_in_it():
+    def function(m, x):
+        x = m.conv(x)
+        return head(m, torch.atan2(x, m.other(x)) * torch.sinh(m.scale))
+
+    module = Function(function, other=nn.Conv2d(8, 8, 1))
+    del module.norm
+    model = int8(module)
+    (island,) = [node for node in model.graph.nodes if node.kind == "fp32"]
+    assert island.inputs == ("conv", "other")
+    train(model, batches(3), rate=0.5)
+    state = model.state_dict()
+    assert not torch.equal(state["scale"], module.scale)
+    module.load_state_dict(state)
+    train(model, batches(1))
+
+
+def test_a_module_that_torch_cannot_follow_is_an_island_and_the_network_is_captured_once(
+    monkeypatch,
+):
+    class Branching(nn.Module):
+        def forward(self, x):
+            return x * 2 if x.sum() > 0 else x
+
+    captures = []
+
+    def counted(*given, **more):
+        captures.append(given)
+        return capture(*given, **more)
+
+    monkeypatch.setattr(from_torch, "capture", counted)
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), *(Branching() for _ in range(5)), nn.Flatten(),
+                           nn.Linear(8 * 64, CLASSES))  # fmt: skip
+    model = int8(module)
+    assert [node.kind for node in model.graph.nodes].count("fp32") == 1
+    assert len(captures) == 1
+    refused(
+        lambda: int8(module, options=REFUSE), "1: torch.fx cannot follow", error=UnsupportedOperator
+    )
+
+
+def test_modules_that_differ_in_evaluation_are_found_together(monkeypatch):
+    class Identity(nn.Module):
+        def forward(self, x):
+            return x + torch.erf(x) if self.training else x
+
+    captures = []
+
+    def counted(*given, **more):
+        captures.append(given)
+        return capture(*given, **more)
+
+    monkeypatch.setattr(from_torch, "capture", counted)
+    layers = [nn.Sequential(nn.Conv2d(8, 8, 1), Identity()) for _ in range(6)]
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), *layers, nn.Flatten(), nn.Linear(8 * 64, CLASSES))
+    model = int8(module)
+    assert [node.kind for node in model.graph.nodes].count("fp32") == 6
+    assert len(captures) == 2
+    train(model, batches(1))
+
+
+def test_a_module_that_yields_several_values_runs_in_fp32_with_what_reads_it():
+    module = Function(lambda m, x: m.head(m.states(x)[0].mean(1)))
     module.states, module.head = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 3)
-    for options, remedy in (
-        ({"unsupported": "fp32"}, "move it into a module"),
-        ({"fp32_operators": ["states"]}, "put it into a module"),
-    ):
-        call = partial(capture_network, module, (5, 4), **options)
-        refused(call, "states: ", "LSTM", remedy)
+    del module.scale, module.conv, module.norm
+    model = int8(module, shape=(5, 4))
+    kinds = [node.kind for node in model.graph.nodes]
+    assert kinds.count("fp32") == 1
+    images = np.ones((6, 5, 1, 4), np.float32)
+    train(model, [(images, np.zeros(6, np.int32))])
+    module.load_state_dict(model.state_dict())
+    call = partial(capture_network, module, (5, 4), unsupported="refuse")
+    refused(call, "getitem: ", "LSTM", error=UnsupportedOperator)
 
 
 def test_inputs_that_the_module_does_not_take_are_named():
@@ -276,47 +377,43 @@ def pooled(pool, channels=3):
     return nn.Sequential(pool, nn.Flatten(), nn.Linear(channels, CLASSES))
 
 
-DEEP = nn.Sequential(nn.Flatten(), nn.Linear(MAX_EXACT_DEPTH + 1, 2))
-
-
 @pytest.mark.parametrize(
-    ("module", "shape", "named"),
+    ("pool", "size"),
     [
-        (
-            pooled(nn.AdaptiveAvgPool2d(1)),
-            (3, 17, 17),
-            ("0: ", "AdaptiveAvgPool2d", "17x17", "256"),
-        ),
-        (pooled(nn.AvgPool2d(17)), (3, 20, 20), ("0: ", "AvgPool2d", "17x17", "256")),
-        (pooled(nn.MaxPool2d(17)), (3, 20, 20), ("0: ", "MaxPool2d", "17x17", "256")),
-        (DEEP, (MAX_EXACT_DEPTH + 1, 1, 1), ("1: ", "Linear", "131072", "131071")),
-        (
-            nn.Sequential(nn.Conv2d(1, 2048, 8), *pooled(nn.AdaptiveAvgPool2d(1), 2048)),
-            (1, 10, 10),
-            ("0: ", "Conv2d", "131072"),  # of the gradient of the input
-        ),
+        (nn.AdaptiveAvgPool2d(1), 17), (nn.AvgPool2d(17), 20), (nn.MaxPool2d(17), 20),
+        (nn.AvgPool2d(300), 300), (nn.MaxPool2d(200), 200),
     ],
-)
-def test_what_is_too_wide_or_too_deep_is_refused_by_name_and_runs_in_fp32(module, shape, named):
-    refused(lambda: int8(module, shape=shape), *named, error=UnsupportedOperator)
-    train(int8(module, shape=shape, options={"unsupported": "fp32"}), ones(shape))
+)  # fmt: skip
+def test_pooling_of_any_size_trains(pool, size):
+    shape = (3, size, size)
+    train(int8(pooled(pool), shape=shape, options=REFUSE), ones(shape))
+
+
+@pytest.mark.parametrize("depth", [MAX_EXACT_DEPTH, MAX_EXACT_DEPTH + 1, 150_528])
+def test_linear_layers_of_any_width_train(depth):
+    """Also where their sums leave int32 and are split."""
+    module = nn.Sequential(nn.Flatten(), nn.Linear(depth, 3))
+    train(int8(module, shape=(depth, 1, 1), options=REFUSE), ones((depth, 1, 1)))
+
+
+def test_the_bound_of_a_layer_counts_the_products_that_meet():
+    """The gradient of an input pixel of a linear layer is a sum over the outputs, not over pixels times outputs."""
+    module = nn.Sequential(
+        nn.Flatten(), nn.Linear(64 * 7 * 7, 4096), nn.ReLU(), nn.Linear(4096, 10)
+    )
+    train(int8(module, shape=(64, 7, 7), options=REFUSE), ones((64, 7, 7)))
+    deep = nn.Sequential(nn.Conv2d(1024, 1, 12), *pooled(nn.AdaptiveAvgPool2d(1), 1))
+    shape = (1024, 13, 13)
+    named = ("0: ", "Conv2d", "147456", "131071")
+    refused(lambda: int8(deep, shape=shape, options=REFUSE), *named, error=UnsupportedOperator)
+    train(int8(deep, shape=shape), ones(shape))
 
 
 def ones(shape):
     return [(np.ones((1, *shape), np.float32), np.zeros(1, np.int32))]
 
 
-@pytest.mark.parametrize("size", [1, 16])
-def test_a_window_of_256_pixels_and_the_deepest_exact_sum_train(size):
-    train(int8(pooled(nn.AvgPool2d(16), size), shape=(size, 16, 16)), ones((size, 16, 16)))
-    assert MAX_EXACT_DEPTH == _int8.MAX_EXACT_DEPTH
-    shape = (MAX_EXACT_DEPTH, 1, 1)
-    train(
-        int8(nn.Sequential(nn.Flatten(), nn.Linear(MAX_EXACT_DEPTH, 3)), shape=shape), ones(shape)
-    )
-
-
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, "squeezed", "decoded", "sequence"])
 def test_predictions_agree_with_torch_on_the_exported_weights(name):
     module = build(name)
     model = int8(name)

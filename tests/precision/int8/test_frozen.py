@@ -101,8 +101,8 @@ def test_nothing_is_computed_for_what_is_frozen_nor_below_the_lowest_that_trains
     calls = set()
     init = ConvolutionOperator.__init__
 
-    def noted(self, node, x, output, plan, workspace_bytes):
-        init(self, node, x, output, Noted(plan, node.name, calls), workspace_bytes)
+    def noted(self, node, x, output, plan_of, engine):
+        init(self, node, x, output, lambda batch: Noted(plan_of(batch), node.name, calls), engine)
 
     monkeypatch.setattr(ConvolutionOperator, "__init__", noted)
     train(int8(all_but("3.weight"), algorithm), batches(2))

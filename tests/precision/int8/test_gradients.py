@@ -9,7 +9,7 @@ from torch import nn
 
 from socflower.precision import ADAPTIVE_FIXED_POINT
 from socflower.precision.algorithm import BackwardRule
-from tests.precision.networks import CLASSES, NETWORKS, batches, build, int8
+from tests.precision.networks import CLASSES, NETWORKS, REACH, batches, build, int8
 from tests.seeded import built
 
 FP32_LOSS = dataclasses.replace(ADAPTIVE_FIXED_POINT, backward=BackwardRule(loss="fp32"))
@@ -50,10 +50,10 @@ SWALLOWED = {"separable": {"1.weight", "1.bias"}}
 
 @pytest.mark.parametrize(
     ("name", "algorithm"),
-    [*((name, ADAPTIVE_FIXED_POINT) for name in NETWORKS), ("plain", FP32_LOSS)],
+    [*((name, ADAPTIVE_FIXED_POINT) for name in [*NETWORKS, *REACH]), ("plain", FP32_LOSS)],
 )
 def test_the_mean_gradient_of_some_batches_points_where_autograd_does(name, algorithm):
-    assert_means_agree(name, algorithm, 0.95 if name in SWALLOWED else 0.98)
+    assert_means_agree(name, algorithm, 0.95 if name in SWALLOWED or name in REACH else 0.98)
 
 
 def assert_means_agree(name, algorithm, least_cosine):
@@ -67,7 +67,9 @@ def assert_means_agree(name, algorithm, least_cosine):
         if np.abs(expected).max() < 1e-5 or parameter in SWALLOWED.get(name, ()):
             continue
         assert cosine(got, expected) > least_cosine, parameter
-        assert np.linalg.norm(got) == pytest.approx(np.linalg.norm(expected), rel=0.15), parameter
+        # The gradients of a gate are small, and so is what averages out of their rounding.
+        close = pytest.approx(np.linalg.norm(expected), rel=0.3 if name in REACH else 0.15)
+        assert np.linalg.norm(got) == close, parameter
 
 
 @pytest.mark.parametrize("name", ["rectified", "rectified-and-pooled"])

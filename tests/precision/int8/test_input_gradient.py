@@ -9,7 +9,7 @@ from socflower.precision.algorithm import HANDED_OUT_GRADIENTS
 from socflower.precision.int8.parameters import start_gradients
 from tests.one_line import refused
 from tests.precision.int8.test_gradients import cosine
-from tests.precision.networks import IMAGE, NETWORKS, assert_same, batches, build, int8
+from tests.precision.networks import IMAGE, NETWORKS, REACH, assert_same, batches, build, int8
 from tests.seeded import built
 
 
@@ -36,7 +36,7 @@ def rounded(module, model):
     return module.train()
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, *REACH])
 def test_the_gradient_of_the_images_points_where_autograd_does(name):
     """And with it, no bit of the rest is another one."""
     images = batches(1, size=48, seed=3)[0][0]

@@ -22,6 +22,7 @@ from tests.precision.networks import (
     CLASSES,
     MOMENTUM,
     NETWORKS,
+    REACH,
     SELDOM,
     assert_same,
     batches,
@@ -39,11 +40,11 @@ def velocities_of(model):
 @pytest.mark.parametrize(
     ("algorithm", "rate"), [(NITI, 0.1), (ADAPTIVE_FIXED_POINT, 0.3), (MOMENTUM, 0.1)]
 )
-@pytest.mark.parametrize("name", ["normalised", "residual"])
+@pytest.mark.parametrize("name", ["normalised", "residual", *REACH])
 def test_the_loss_falls(name, algorithm, rate):
     model = int8(name, algorithm)
     losses = train(model, batches(60, size=32), rate)
-    assert np.mean(losses[-5:]) < 0.6 * losses[0]
+    assert np.mean(losses[-5:]) < (0.75 if name in REACH else 0.6) * losses[0]
     images, labels = batches(1, size=200, seed=7)[0]
     result = model.evaluate(images, labels)
     assert result.accuracy > 0.5
@@ -177,7 +178,7 @@ def test_input_in_any_layout_and_integer_type_is_taken():
         assert np.isfinite(train(int8("normalised"), [(images * np.float32(scale), labels)]))
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, *REACH])
 def test_black_images_train(name):
     images, labels = batches(1)[0]
     assert np.isfinite(train(int8(name), [(np.zeros_like(images), labels)]))
@@ -187,7 +188,7 @@ def test_black_images_train(name):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, *REACH])
 def test_int8_to_torch_to_int8_is_the_identity(name, algorithm):
     model = int8(name, algorithm)
     other = int8(name, algorithm)
@@ -268,7 +269,7 @@ def test_an_exponent_at_which_a_weight_does_not_fit_is_not_kept():
 
 
 @pytest.mark.parametrize("algorithm", [NITI, MOMENTUM], ids=["niti", "momentum"])
-@pytest.mark.parametrize("name", ["normalised", "residual"])
+@pytest.mark.parametrize("name", ["normalised", "residual", *REACH])
 def test_training_taken_up_in_another_model_goes_on_bit_for_bit(name, algorithm):
     """Parameters, exponents, momentum and what is known of scales are all that a model is."""
     model = int8(name, algorithm, rescaling=SELDOM)

@@ -7,7 +7,7 @@ import pytest
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.from_torch import capture_network
 from tests.one_line import refused
-from tests.precision.networks import IMAGE, NETWORKS, build
+from tests.precision.networks import IMAGE, NETWORKS, REACH, build
 
 S = (4, 2, 2)
 
@@ -24,7 +24,7 @@ def graph(*nodes):
     return ir.Graph(input_shape=S, nodes=nodes)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, *REACH])
 def test_json_round_trip_is_the_identity(name):
     original = capture_network(build(name), IMAGE).graph
     assert ir.Graph.from_json(json.loads(json.dumps(original.to_json()))) == original

@@ -14,7 +14,7 @@ from socflower.errors import TrainingFailed
 from socflower.precision.algorithm import HANDED_OUT_GRADIENTS
 from socflower.precision.int8.parameters import as_channels_last, start_gradients, take_weights
 from tests.one_line import refused
-from tests.precision.networks import NETWORKS, assert_same, int8, state_of, trained_of
+from tests.precision.networks import NETWORKS, REACH, assert_same, int8, state_of, trained_of
 
 few = settings(max_examples=10)
 seeds = st.integers(0, 2**32 - 1)
@@ -31,7 +31,7 @@ def model_of(name, **settings_):
     return int8(name, HANDED_OUT_GRADIENTS, **settings_)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, "squeezed", "decoded", "sequence"])
 def test_no_weight_is_a_quantum_away_and_vectors_are_taken_over_exactly(name):
     state = state_of(name, seed=5)
     model = model_of(name)
@@ -105,7 +105,7 @@ def test_zeros_and_the_least_of_all_weights_are_taken():
 # ------------------------------------------------------------------------------------- what decides a rounding
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, "squeezed", "decoded", "sequence"])
 def test_the_seed_alone_decides_on_every_path_and_number_of_threads(name):
     state = state_of(name)
     expected = model_of(name)
@@ -177,7 +177,7 @@ def test_no_two_layers_round_alike_nor_one_a_few_elements_after_another():
 # ------------------------------------------------------------------------------------------ what is refused
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, *REACH])
 def test_running_statistics_are_taken_over_only_where_they_are_given(name):
     model = model_of(name)
     others = state_of(name)
@@ -190,7 +190,7 @@ def test_running_statistics_are_taken_over_only_where_they_are_given(name):
             np.testing.assert_array_equal(got[key], expected[key])
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, *REACH])
 def test_an_array_that_is_missing_or_of_another_shape_is_refused(name):
     state = state_of(name)
     model = model_of(name)
@@ -231,7 +231,7 @@ def test_weights_beyond_2_to_90_fail_training():
 # ------------------------------------------------------------------------------------------------ gradients
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, *REACH])
 def test_every_trained_parameter_and_nothing_else_gets_a_gradient_of_zeros(name):
     model = model_of(name)
     state = trained_of(state_of(name))

@@ -26,6 +26,7 @@ from tests.precision.networks import (
     ALGORITHMS,
     ALWAYS,
     NETWORKS,
+    REACH,
     assert_same,
     batches,
     int8,
@@ -48,7 +49,7 @@ def trained(name="normalised", algorithm=NITI, steps=3):
 
 
 @pytest.mark.parametrize("algorithm", ALL.values(), ids=ALL)
-@pytest.mark.parametrize("name", [*NETWORKS, "dropped"])
+@pytest.mark.parametrize("name", [*NETWORKS, *REACH, "dropped"])
 def test_a_loaded_model_goes_on_bit_for_bit(name, algorithm, tmp_path):
     model = trained(name, algorithm)
     path = tmp_path / "model.npz"

@@ -19,6 +19,7 @@ from tests.precision.networks import (
     IMAGE,
     MOMENTUM,
     NETWORKS,
+    REACH,
     SELDOM,
     assert_same,
     batches,
@@ -120,7 +121,7 @@ def assert_steps_equal_numpy(name, algorithm, policy, data):
         assert_numpys_parameters(model, trainer)
 
 
-@pytest.mark.parametrize("name", [*NETWORKS, "dropped"])
+@pytest.mark.parametrize("name", [*NETWORKS, *REACH, "dropped"])
 def test_no_setting_of_the_machine_changes_a_bit(name):
     data = batches(4, size=7)
     expected = int8(name, rescaling=SELDOM)
@@ -138,7 +139,7 @@ def test_no_setting_of_the_machine_changes_a_bit(name):
 
 
 @pytest.mark.parametrize("algorithm", [NITI, MOMENTUM], ids=["niti", "momentum"])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, *REACH])
 def test_a_tight_memory_budget_evicts_and_changes_no_bit(name, algorithm):
     data = batches(4)
     expected = int8(name, algorithm)

@@ -1,0 +1,1 @@
+"""Operators of the integer engine that NumPy computes, exactly."""
