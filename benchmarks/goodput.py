@@ -2,8 +2,9 @@
 
 32 Snapdragon 865 on 7 boards train VGG-11 from midnight to midnight. Games come and go in the daily pattern of
 SoCFlow+'s users and take half of a SoC; SoCs fail on average every two days and are away for half an hour. All methods
-meet the same trace, with the settings at which an undisturbed epoch of theirs is shortest at equal samples a step, and
-may re-balance shares. Real strategies plan, address and price every round by the clock; nodes answer without training.
+meet the same trace, with the settings at which an undisturbed epoch of theirs is shortest at equal samples a step. They
+may re-balance shares, and SoCs that a method leaves idle stand in for busy ones. Real strategies plan, address and
+price every round by the clock; nodes answer without training.
 
 Goodput is the samples that a method trained, as a part of those that it trains in an undisturbed day. Users and
 failures leave a part of the processors' time (`limit`): who trains on all SoCs and is bound by processors cannot do
@@ -201,10 +202,13 @@ def _setting(name: str, seed: int) -> Scenario:
     settings, _ = best_epoch(asked, scenario_cluster(asked), STEP_SAMPLES)
     changed = asked.replaced(seed=seed, strategy=asked.strategy.replaced(**settings))
     batch_size = max(1, STEP_SAMPLES // _num_groups(changed))
+    num_socs, num_slots = settings.get("socs"), scenario_cluster(changed).num_socs
+    takes_one = group_strategy(name).num_socs == 1
+    has_spares = takes_one or (num_socs is not None and num_socs < num_slots)
     return changed.replaced(
         # More than any day has.
         train=changed.train.replaced(batch_size=batch_size, epochs=5000),
-        strategy=changed.strategy.replaced(rebalance="both"),
+        strategy=changed.strategy.replaced(rebalance="both", use_spares=has_spares),
         background_load=USERS,
     )
 

@@ -288,7 +288,9 @@ def predicted_s(problem: PipelineProblem, plan: Plan) -> float:
 def _eight_bits(model: PipelineModel) -> PipelineModel:
     return replace(
         model,
-        layers=tuple(replace(layer, output_bytes=layer.output_bytes / 4) for layer in model.layers),
+        layers=tuple(
+            replace(layer, crossing_bytes=layer.crossing_bytes / 4) for layer in model.layers
+        ),
     )
 
 
@@ -465,7 +467,7 @@ def _overlap(quick: bool) -> Row:
     """Measure passes alone, choose the rate at which transfers take as long, then measure transfers alone and both."""
     plan, cores = _overlap_plan(), (0.6, 0.6)
     first = WIDE.read(WIDE.build()).model.layers[plan.stages[0].last_layer]
-    message_bytes = int(plan.micro_batch_size * first.output_bytes)
+    message_bytes = int(plan.micro_batch_size * first.crossing_bytes)
     updates = 2
     with Devices(rack(1_000_000_000, 2), cores) as devices:
         passes_s = (

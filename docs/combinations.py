@@ -163,6 +163,11 @@ server_interval = 2
             says="[strategy]\ndispatch = true",
             is_in=lambda s: s.strategy.dispatch,
         ),
+        "spares": Capability(
+            label="spare SoCs",
+            says="[strategy]\nsocs = 3\nuse_spares = true",
+            is_in=lambda s: s.strategy.use_spares,
+        ),
         "whole": Capability(
             label="preemption of whole groups",
             says='[strategy]\npreemption = "groups"\n' + _PREEMPTION.says,

@@ -83,7 +83,7 @@ _EXPORTS = {
         "SplitProgram",
         "cut_shapes",
     ),
-    "edgecloud.runtime.half_optimizer": ("torch_schedule",),
+    "training.schedules": ("torch_schedule",),
     "edgecloud.samples": ("CodeSamples", "FeatureSamples", "ImageTargets"),
     "edgecloud.plan.decision": ("WindowSchedule", "adaptive_party"),
     "edgecloud.plan.device_costs": ("split_costs",),

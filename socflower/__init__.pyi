@@ -15,7 +15,6 @@ from socflower.edgecloud.cloud.operator_calls import CloudOperator as CloudOpera
 from socflower.edgecloud.links.profile_generator import generate_bandwidth_profile as generate_bandwidth_profile
 from socflower.edgecloud.plan.decision import WindowSchedule as WindowSchedule, adaptive_party as adaptive_party
 from socflower.edgecloud.plan.device_costs import split_costs as split_costs
-from socflower.edgecloud.runtime.half_optimizer import torch_schedule as torch_schedule
 from socflower.edgecloud.runtime.mixed_front import MixedEdge as MixedEdge
 from socflower.edgecloud.samples import CodeSamples as CodeSamples, FeatureSamples as FeatureSamples, ImageTargets as ImageTargets
 from socflower.edgecloud.split_program import HalvesProgram as HalvesProgram, JoinedProgram as JoinedProgram, LayeredProgram as LayeredProgram, SplitProgram as SplitProgram, cut_shapes as cut_shapes
@@ -73,6 +72,7 @@ from socflower.training.int8 import Int8Trainer as Int8Trainer
 from socflower.training.mixed_precision import MixedPrecisionTrainer as MixedPrecisionTrainer
 from socflower.training.model_state import frozen_digest as frozen_digest, load_trainable_state as load_trainable_state, trainable_state as trainable_state
 from socflower.training.muon import muon as muon
+from socflower.training.schedules import torch_schedule as torch_schedule
 from socflower.training.trainer import ExchangingSession as ExchangingSession, SessionResult as SessionResult, Trainer as Trainer, TrainingSession as TrainingSession, TrainingSpan as TrainingSpan
 from socflower.wire.message_keys import HEAT as HEAT, HeatReport as HeatReport
 from socflower.workloads.data_source import DataSource as DataSource

@@ -143,6 +143,8 @@ def test_the_blocks_of_a_page_run(
 
 
 @pytest.mark.slow
+# Trainings of minutes, of which a page may have several.
+@pytest.mark.timeout(2700)
 @pytest.mark.parametrize("page", pages_that_run("slow"))
 def test_the_slow_blocks_of_a_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

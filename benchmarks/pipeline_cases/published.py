@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from socflower.cluster import Board, Cluster, Device, Processor
+from socflower.cluster.cost_model import LayerProfile
 from socflower.pipeline.plan import PipelinePlan, Stage
 from socflower.pipeline.planner.allocation import class_shares
 from socflower.pipeline.problem import (
     LayerSeconds,
     PipelineDevice,
-    PipelineLayer,
     PipelineModel,
     PipelineProblem,
 )
@@ -207,15 +207,14 @@ def examples() -> tuple[Example, ...]:
     )
 
 
-def _layers(profile: Profile, batch: int) -> tuple[PipelineLayer, ...]:
+def _layers(profile: Profile, batch: int) -> tuple[LayerProfile, ...]:
     return tuple(
-        PipelineLayer(
+        LayerProfile(
             name=layer,
             forward_flops=0.0,
-            backward_flops=0.0,
             weight_bytes=float(weights),
-            activation_bytes=output / batch,
             output_bytes=output / batch,
+            crossing_bytes=output / batch,
         )
         for layer, _, _, output, weights in profile
     )

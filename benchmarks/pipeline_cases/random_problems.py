@@ -3,10 +3,10 @@
 import numpy as np
 
 from socflower.cluster import Board, Cluster, Device, Processor
+from socflower.cluster.cost_model import LayerProfile
 from socflower.pipeline.problem import (
     LayerSeconds,
     PipelineDevice,
-    PipelineLayer,
     PipelineModel,
     PipelineProblem,
 )
@@ -89,13 +89,12 @@ def _problem(
             )
         )
     layers = tuple(
-        PipelineLayer(
+        LayerProfile(
             name=f"layer {index}",
             forward_flops=0.0,
-            backward_flops=0.0,
             weight_bytes=float(weights[index]),
-            activation_bytes=float(3.0 * outputs[index]),
-            output_bytes=float(outputs[index]),
+            output_bytes=float(3.0 * outputs[index]),
+            crossing_bytes=float(outputs[index]),
         )
         for index in range(num_layers)
     )

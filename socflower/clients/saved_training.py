@@ -29,7 +29,7 @@ from socflower.wire.message_keys import (
 )
 from socflower.wire.saved_state import DamagedFile, StateKind, StateStore, UnreadableFile
 
-_TRAINER = StateKind(name="trainer state", schema=3, remedy="start a new training (--fresh)")
+_TRAINER = StateKind(name="trainer state", schema=4, remedy="start a new training (--fresh)")
 # A server resumes from its last checkpoint, or the one before if that is damaged; the group may be
 # a round ahead.
 _NUM_KEPT = 3

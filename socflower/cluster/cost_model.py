@@ -53,21 +53,37 @@ class Gradient:
 @plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerProfile:
-    """One layer, per sample. Multiply and add count as two operations."""
+    """One layer, per sample: a module, or operations of a graph. Multiply and add count as two operations."""
 
     name: str
-    kind: str
     forward_flops: float
+    # Results that it makes; if gradients pass through some of its operations only, the results of these.
     output_bytes: float
     # Bytes and number of the weights that are trained.
-    weight_bytes: float
-    num_tensors: int
+    weight_bytes: float = 0.0
+    num_tensors: int = 0
+    # The type of a module.
+    kind: str = ""
     # Of the weights that are not trained.
     frozen_bytes: float = 0.0
     # FLOPs of the backward pass for each of the forward pass.
     backward_to_forward: float = BACKWARD_TO_FORWARD
     # Whether gradients pass through it, so that its outputs are kept.
     in_backward: bool = True
+    # All tensors that cross a cut behind it, if it is a layer of a chain; a cut may follow any but the last.
+    crossing_bytes: float = 0.0
+    # Primitive operations, each of which has a fixed cost.
+    num_operations: int = 1
+
+    @property
+    def backward_flops(self) -> float:
+        """Operations of one sample's backward pass."""
+        return self.forward_flops * self.backward_to_forward
+
+    @property
+    def kept_bytes(self) -> float:
+        """Results that it keeps from its forward to its backward pass."""
+        return self.output_bytes if self.in_backward else 0.0
 
     @property
     def training_flops(self) -> float:
@@ -143,7 +159,7 @@ class ModelProfile:
     @property
     def activation_bytes(self) -> float:
         """Bytes of one sample's activations: those kept for the backward pass, and the largest of the others."""
-        kept = sum(layer.output_bytes for layer in self.layers if layer.in_backward)
+        kept = sum(layer.kept_bytes for layer in self.layers)
         passing = [layer.output_bytes for layer in self.layers if not layer.in_backward]
         return self.input_bytes + kept + max(passing, default=0.0)
 

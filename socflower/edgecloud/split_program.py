@@ -20,10 +20,9 @@ from socflower.cluster.cost_model import ModelProfile
 from socflower.edgecloud.plan.device_costs import CutShape
 from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import TorchFront
-from socflower.edgecloud.runtime.half_optimizer import Schedule, constant_rate
 from socflower.edgecloud.runtime.int8_front import Int8Front
 from socflower.edgecloud.runtime.mixed_front import MixedEdge, MixedFront
-from socflower.edgecloud.runtime.torch_half import HalfStep, Passes, require_loss, targets_from
+from socflower.edgecloud.runtime.torch_half import HalfStep, Passes, targets_from
 from socflower.edgecloud.samples import (
     LABELS,
     BatchSource,
@@ -40,9 +39,11 @@ from socflower.model_graph.model_copy import copied, reason
 from socflower.model_graph.random_state import build_exclusively, forked_generator
 from socflower.model_graph.torch_device import AUTO, resolve_device
 from socflower.plain_numbers import plain_numbers
-from socflower.training.fp32 import LossFn, OptimizerFn, sgd
+from socflower.training.fp32 import sgd
 from socflower.training.int8 import Int8Trainer
 from socflower.training.model_state import frozen_digest, trainable_state
+from socflower.training.schedules import Schedule, constant_rate
+from socflower.training.session import LossFn, OptimizerFn
 from socflower.training.trainer import require_trained_parameters
 
 ModelFn: TypeAlias = Callable[[], nn.Module]
@@ -533,7 +534,7 @@ class HalvesProgram(_NamedParts):
         top = self._back_part().model
         targets = targets_from(label_arrays(labels), features.device)
         try:
-            require_loss(self._passes.loss_of(top, features, targets), name)
+            self._passes.loss_of(top, features, targets, name)
         except ConfigError:
             raise
         except Exception as error:

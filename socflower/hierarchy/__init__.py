@@ -24,7 +24,7 @@ from socflower.hierarchy.group_count import (
 from socflower.hierarchy.interval_costs import Fragment, IntervalCosts, Phase
 from socflower.hierarchy.mapping.integrity_greedy import integrity_greedy, map_groups
 from socflower.hierarchy.mapping.placement import GroupPlacement
-from socflower.hierarchy.plan import Group, GroupPlan, plan_groups, plan_without
+from socflower.hierarchy.plan import Group, GroupPlan, plan_groups, plan_over
 from socflower.hierarchy.quorum import Quorum, run_to_quorum
 from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, reordered
 from socflower.hierarchy.task_graphs import (
@@ -69,7 +69,7 @@ __all__ = [
     "integrity_greedy",
     "map_groups",
     "plan_groups",
-    "plan_without",
+    "plan_over",
     "reordered",
     "run_to_quorum",
     "split_batch",

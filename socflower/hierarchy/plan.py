@@ -152,26 +152,22 @@ def _group(group_id: int, socs: Sequence[int], board_of: Mapping[int, int], serv
     )
 
 
-def plan_without(
-    whole: GroupPlan,
-    cluster: Cluster,
-    capacities: Sequence[float],
-    away: Collection[int],
+def plan_over(
+    whole: GroupPlan, cluster: Cluster, capacities: Sequence[float], socs: Collection[int]
 ) -> GroupPlan:
-    """Return a plan of the SoCs of `whole` that are not away, by the same rules (F5, F6); `whole` if none is away.
+    """Return a plan of these SoCs by the rules of `whole` (F5, F6): `whole` itself, if they are its own.
 
-    It has as many groups as `whole`, or one per SoC if there are fewer SoCs. SoCs that are idle in `whole` have no
-    nodes, so they stay idle. `capacities` has one entry for each SoC of the cluster. Raises `InfeasiblePlan` if all are
-    away.
+    They may be fewer than those of `whole`, or others; all other SoCs stay idle. The plan has as many groups as
+    `whole`, or one per SoC if there are fewer SoCs. `capacities` has one entry for each SoC of the cluster. Raises
+    `InfeasiblePlan` without any SoC.
     """
-    present = [soc for soc in whole.participants if soc not in away]
-    if len(present) == len(whole.participants):
+    used = set(socs)
+    if used == set(whole.participants):
         return whole
-    if not present:
+    if not used:
         raise InfeasiblePlan("no SoC is left to train: all have gone or are preempted")
-    left = set(present)
-    rates = [capacity if soc in left else 0.0 for soc, capacity in enumerate(capacities)]
-    return plan_groups(cluster, min(len(whole.groups), len(present)), None, rates)
+    rates = [capacity if soc in used else 0.0 for soc, capacity in enumerate(capacities)]
+    return plan_groups(cluster, min(len(whole.groups), len(used)), None, rates)
 
 
 def require_one_per_soc(where: str, cluster: Cluster, capacities: Sequence[float]) -> None:

@@ -27,7 +27,7 @@ from socflower.model_graph.graph import (
 from socflower.model_graph.model_copy import copied, reason
 from socflower.model_graph.parts import part_of, random_layers
 from socflower.model_graph.random_state import forked_generators
-from socflower.model_graph.tensor_arrays import layout_of, spec_of
+from socflower.model_graph.tensor_arrays import layout_of, spec_of, tensor_bytes
 
 _MODULES: tuple[type[nn.Module], ...] = (
     # torch lists attention under activations, but it returns two values.
@@ -484,14 +484,10 @@ def _cut_point(model: nn.Module, graph: ModelGraph, place: Operation) -> CutPoin
         layout=place.layout,
         front_layers=frozenset(layers),
         front_names=frozenset(entries),
-        front_weight_bytes=_num_bytes(tensors),
-        front_trained_bytes=_num_bytes(trained),
+        front_weight_bytes=float(tensor_bytes(tensors)),
+        front_trained_bytes=float(tensor_bytes(trained)),
         front_trains=bool(trained),
     )
-
-
-def _num_bytes(tensors: Iterable[torch.Tensor]) -> float:
-    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
 
 def _digest(model: nn.Module, graph: ModelGraph, cuts: Sequence[str], frozen_until: int) -> str:
@@ -569,8 +565,8 @@ def _point(
         layout=() if features is None else layout_of(features),
         front_layers=layers,
         front_names=frozenset(front),
-        front_weight_bytes=_num_bytes(front.values()),
-        front_trained_bytes=_num_bytes(trained),
+        front_weight_bytes=float(tensor_bytes(front.values())),
+        front_trained_bytes=float(tensor_bytes(trained)),
         front_trains=front_trains,
     )
 

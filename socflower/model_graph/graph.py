@@ -153,6 +153,16 @@ class ModelGraph:
             one: tuple(self.by_node[user] for user in one.node.users) for one in self.operations
         }
 
+    @property
+    def input(self) -> Operation:
+        """The model's input, a tensor."""
+        return next(one for one in self.operations if one.node.op == "placeholder")
+
+    @property
+    def results(self) -> tuple[Operation, ...]:
+        """The operations that make the tensors which the model returns."""
+        return tuple(one for one in self.operations[-1].inputs if one.shape)
+
     def name_of(self, operation: Operation) -> str:
         """Return the module's path (with `@n` for its n-th call, n > 1), or fx's name of a function call."""
         if operation.module is None:

@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -34,6 +34,7 @@ from socflower.model_graph.graph import (
 from socflower.model_graph.model_copy import copied, kept_results, reason
 from socflower.model_graph.operation_costs import AttentionAsFused, products_of
 from socflower.model_graph.random_state import forked_generators
+from socflower.model_graph.tensor_arrays import tensor_bytes
 from socflower.plain_numbers import plain_numbers
 
 ExampleBatch: TypeAlias = Batch | tuple[int, ...]
@@ -89,7 +90,7 @@ class _Recorder(TorchDispatchMode):
 
     def _end_call(self, name: str, module: nn.Module, _inputs: Any, output: Any) -> None:
         tally, returned = self._open.pop(), _tensors_in(output)
-        tally.output_bytes += _num_bytes(returned)
+        tally.output_bytes += tensor_bytes(returned)
         if _is_leaf(module):
             tally.in_backward |= any(tensor.requires_grad for tensor in returned)
             self._last_leaf = name
@@ -113,7 +114,7 @@ class _Recorder(TorchDispatchMode):
             tally.backward_flops += product.backward_flops
             tally.both_flops += product.flops * BACKWARD_TO_FORWARD
         if not self._is_fused:
-            self._make(_num_bytes(_new_tensors(result, given)))
+            self._make(tensor_bytes(_new_tensors(result, given)))
         return result
 
     def _make(self, num_bytes: int) -> None:
@@ -212,7 +213,7 @@ def profile_module(module: nn.Module, example_input: ExampleBatch, name: str) ->
     return ModelProfile(
         name=name,
         layers=layers,
-        input_bytes=_num_bytes(tensors_in(batch)) / size,
+        input_bytes=tensor_bytes(tensors_in(batch)) / size,
         ran_on=ran_on,
         gradients=_gradients(skeleton, layers, recorder.tallies),
     )
@@ -236,21 +237,10 @@ def _recorded_with_values(
     ) from failure.error
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OperationCost:
-    """The cost of one operation of a graph, per sample."""
-
-    forward_flops: float
-    backward_flops: float
-    output_bytes: float
-    # Whether gradients pass through it, so that its output is kept.
-    in_backward: bool
-
-
 def profile_operations(
     model: nn.Module, graph: ModelGraph, example: Example
-) -> dict[Operation, OperationCost]:
-    """Return the cost of each operation of a model's graph, by the rules of `profile_module`.
+) -> dict[Operation, LayerProfile]:
+    """Return each operation of a model's graph as a layer without weights, by the rules of `profile_module`.
 
     Sums over all operations are those of its layers. No values are computed.
     """
@@ -274,12 +264,8 @@ def profile_operations(
         tally = runner.recorder.tallies[operation.node.name]
         returns = operation.module is not None and _is_leaf(model.get_submodule(operation.module))
         num_bytes = tally.output_bytes if returns else tally.made_bytes.total()
-        costs[operation] = OperationCost(
-            forward_flops=tally.flops / len(samples),
-            backward_flops=tally.backward_flops / len(samples),
-            output_bytes=num_bytes / len(samples),
-            in_backward=tally.in_backward,
-        )
+        layer = _layer(graph.name_of(operation), "", tally, (), len(samples))
+        costs[operation] = replace(layer, output_bytes=num_bytes / len(samples))
     return costs
 
 
@@ -389,7 +375,8 @@ def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], size: int) -> tuple
         if not (runs or weights or tally.flops):
             unclaimed += tally.made_bytes
             continue
-        layers[name] = _layer(name, module, tally, weights, size)
+        kind = type(module).__name__
+        layers[name] = _layer(name or kind, kind, tally, weights, size)
         output_bytes[name] = made = tally.made_bytes.total()
         if is_leaf:
             # A layer of torch keeps what it returns; any other leaf may keep intermediate results.
@@ -404,20 +391,19 @@ def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], size: int) -> tuple
 
 
 def _layer(
-    name: str, module: nn.Module, tally: _Tally, weights: Sequence[nn.Parameter], size: int
+    name: str, kind: str, tally: _Tally, weights: Sequence[nn.Parameter], size: int
 ) -> LayerProfile:
     """Return a layer whose output bytes are not known yet."""
-    kind = type(module).__name__
     trained = [weight for weight in weights if weight.requires_grad]
     ratio = tally.backward_flops / tally.flops if tally.flops else BACKWARD_TO_FORWARD
     return LayerProfile(
-        name=name or kind,
+        name=name,
         kind=kind,
         num_tensors=len(trained),
         forward_flops=tally.flops / size,
         output_bytes=0.0,
-        weight_bytes=float(_num_bytes(trained)),
-        frozen_bytes=float(_num_bytes(weights) - _num_bytes(trained)),
+        weight_bytes=float(tensor_bytes(trained)),
+        frozen_bytes=float(tensor_bytes(weights) - tensor_bytes(trained)),
         in_backward=tally.in_backward,
         backward_to_forward=ratio,
     )
@@ -432,7 +418,7 @@ def _gradients(
     that never ran by itself, this is the layer around it; without one, rings send zeros after the pass.
     """
     done: dict[str, float] = {}
-    backward = {layer.name: layer.training_flops - layer.forward_flops for layer in layers}
+    backward = {layer.name: layer.backward_flops for layer in layers}
     total, so_far = sum(backward.values()), 0.0
     for number, layer in enumerate(reversed(layers), start=1):
         so_far += backward[layer.name]
@@ -446,10 +432,6 @@ def _gradients(
             key = owner or type(skeleton).__name__
             completed[weight] = max(completed.get(weight, 0.0), done.get(key, 1.0))
     return tuple(
-        Gradient(num_bytes=float(_num_bytes([weight])), done=share, shape=tuple(weight.shape))
+        Gradient(num_bytes=float(tensor_bytes([weight])), done=share, shape=tuple(weight.shape))
         for weight, share in reversed(completed.items())
     )
-
-
-def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

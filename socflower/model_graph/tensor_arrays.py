@@ -1,6 +1,6 @@
 """Conversion between tensors and the NumPy arrays that are sent, in the memory layout that the layers expect."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,11 @@ def to_tensor(
         return tensor
     inverse = sorted(range(len(layout)), key=lambda place: layout[place])
     return tensor.permute(*layout).contiguous().permute(*inverse)
+
+
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of tensors, also of those on the meta device."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -193,7 +193,7 @@ class PipelinePlan:
         """Return the bytes of one update that cross cuts, and of inputs from `samples_on`."""
         model, total = problem.model, 0.0
         for stage in self.stages[:-1]:
-            output_bytes = model.layers[stage.last_layer].output_bytes
+            output_bytes = model.layers[stage.last_layer].crossing_bytes
             total += problem.sent_part * self.num_samples * output_bytes
         if self.samples_on is None:
             return total

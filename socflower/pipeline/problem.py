@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from socflower.cluster import Cluster, Device
-from socflower.cluster.cost_model import UPDATE_PASSES
+from socflower.cluster.cost_model import UPDATE_PASSES, LayerProfile
 from socflower.errors import ConfigError, require_range
 from socflower.field_rules import checked
 
@@ -28,33 +28,12 @@ _Amount = Annotated[float, Field(ge=0)]
 _Count = Annotated[int, Field(ge=0)]
 
 
-@checked
-class PipelineLayer:
-    """One layer; figures are per sample, except those of weights. A cut may follow any layer but the last."""
-
-    name: str
-    # A multiplication and an addition are two operations.
-    forward_flops: _Amount
-    backward_flops: _Amount
-    # Trained weights; their gradients have as many bytes.
-    weight_bytes: _Amount
-    # Results that the layer keeps from its forward to its backward pass.
-    activation_bytes: _Amount
-    # All tensors that cross a cut behind the layer.
-    output_bytes: _Amount
-    frozen_bytes: _Amount = 0.0
-    # Trained tensors.
-    num_tensors: _Count = 0
-    # Primitive operations; each has a fixed cost.
-    num_operations: _Count = 1
-
-
 @dataclass(frozen=True, kw_only=True)
 class PipelineModel:
     """All layers of a model, in the order in which they run."""
 
     name: str
-    layers: tuple[PipelineLayer, ...]
+    layers: tuple[LayerProfile, ...]
     # Per sample, as `label_bytes`.
     input_bytes: float
     label_bytes: float = 0.0
@@ -78,7 +57,10 @@ class PipelineModel:
         """Digest of the layers' names, weights and outputs; equal digests mean the same model."""
         # Counts that a file gives as whole numbers are equal to those of a model, but are not written alike.
         parts = [
-            (layer.name, *map(float, (layer.weight_bytes, layer.frozen_bytes, layer.output_bytes)))
+            (
+                layer.name,
+                *map(float, (layer.weight_bytes, layer.frozen_bytes, layer.crossing_bytes)),
+            )
             for layer in self.layers
         ]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -96,17 +78,17 @@ class PipelineModel:
     @cached_property
     def activation_prefix(self) -> Floats:
         """Kept bytes of the first l layers for one sample."""
-        return _prefix([layer.activation_bytes for layer in self.layers])
+        return _prefix([layer.kept_bytes for layer in self.layers])
 
     @cached_property
     def entering_bytes(self) -> Floats:
         """Bytes that enter layer l for one sample; the last entry is the output of the last layer."""
-        return np.array([self.input_bytes, *(layer.output_bytes for layer in self.layers)])
+        return np.array([self.input_bytes, *(layer.crossing_bytes for layer in self.layers)])
 
     @cached_property
     def cut_bytes(self) -> Floats:
         """Bytes that cross a cut before layer l for one sample, for l from 0 to all; 0 at both ends."""
-        return np.array([0.0, *(layer.output_bytes for layer in self.layers[:-1]), 0.0])
+        return np.array([0.0, *(layer.crossing_bytes for layer in self.layers[:-1]), 0.0])
 
     def weight_bytes(self, first: int, last: int) -> float:
         """Return the trained bytes of layers `first` to `last`."""

@@ -124,7 +124,7 @@ def _shared_by(stage: Stage, present: Collection[int]) -> Stage | None:
 
 def _with_all_layers(stages: Sequence[Stage], model: PipelineModel) -> list[Stage]:
     """Return the stages with all layers of the model; each has about its former part of the operations."""
-    flops = [layer.forward_flops + layer.backward_flops for layer in model.layers]
+    flops = [layer.training_flops for layer in model.layers]
     capacity = [sum(flops[stage.first_layer : stage.last_layer + 1]) for stage in stages]
     total = sum(capacity) or float(len(stages))
     wanted, ends, done, layer = 0.0, [], 0.0, 0

@@ -24,10 +24,11 @@ from socflower.scenario.costs import mixing_note
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.workload import image_shape, initial_model, scenario_data
-from socflower.training.fp32 import FP32Trainer, OptimizerFn, cosine_annealing, sgd
+from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.training.int8 import Int8Trainer
 from socflower.training.mixed_precision import MixedPrecisionTrainer
 from socflower.training.muon import muon
+from socflower.training.session import OptimizerFn
 from socflower.training.trainer import Trainer
 from socflower.workloads.data_source import DataSource
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 from socflower.errors import ConfigError
 from socflower.pipeline.planner.baselines import Compared, compare
 from socflower.pipeline.planner.selection import OnStep, Planned, PlannerSettings, plan_pipeline
-from socflower.pipeline.problem import LayerSeconds, PipelineLayer, PipelineModel, PipelineProblem
+from socflower.pipeline.problem import LayerSeconds, PipelineModel, PipelineProblem
 from socflower.pipeline.profiler.estimates import Int8Socs, default_micro_batches, estimated_problem
 from socflower.pipeline.schedule.run import simulate_schedule
 from socflower.quantities import counted
@@ -23,7 +23,7 @@ from socflower.scenario.schema.pipeline import PEERS, PipelineConfig
 from socflower.scenario.schema.strategies import STRATEGIES
 from socflower.sim import EventClock, Trace
 from socflower.wire.saved_state import write_atomically
-from socflower.workloads.models.built_in import PIECES, built_in_pieces, model_names
+from socflower.workloads.models.built_in import built_in_pieces, model_names
 from socflower.workloads.sources import data_names, data_shape
 
 # Plans whose times differ by less than this factor count as equal.
@@ -158,13 +158,12 @@ def _model_by_layers(scenario: Scenario) -> tuple[PipelineModel, int]:
     is_as_shipped = name in model_names() and scenario.data.name in data_names()
     if not (scenario.factories or table.sample or table.int8_socs) and is_as_shipped:
         shape = data_shape(scenario.data.name)
-        rows = built_in_pieces(name, table.cuts, shape.channels, shape.size)
-        if rows:
+        layers = built_in_pieces(name, table.cuts, shape.channels, shape.size)
+        if layers:
             sizes = (shape.channels, shape.size, shape.size)
-            layers = [PipelineLayer(**dict(zip(PIECES, row, strict=True))) for row in rows]
             return PipelineModel(
                 name=name,
-                layers=tuple(layers),
+                layers=layers,
                 input_bytes=4.0 * math.prod(sizes),
                 label_bytes=8.0,
                 cuts=table.cuts,

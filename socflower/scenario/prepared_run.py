@@ -24,7 +24,7 @@ from socflower.scenario.planning import group_work
 from socflower.scenario.schema.config import INSIDE_GROUPS_OR_FIRST, Scenario, several_groups
 from socflower.scenario.schema.file import num_participants, scenario_cluster
 from socflower.scenario.schema.key_rules import is_set
-from socflower.scenario.schema.strategies import STRATEGIES
+from socflower.scenario.schema.strategies import STRATEGIES, group_strategy
 from socflower.scenario.split_setting import SplitSetting
 from socflower.workloads.sources import data_names, load_data
 from socflower.workloads.weights_file import read_weights
@@ -130,8 +130,10 @@ class PreparedRun:
                 f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; use "
                 "fewer"
             )
-        is_alone = groups == num_socs and several_groups(scenario.strategy.name)
+        if scenario.strategy.use_spares:
+            self._check_spares(num_socs)
         kind = STRATEGIES[scenario.strategy.name]
+        is_alone = groups == num_socs and several_groups(scenario.strategy.name)
         is_alone |= groups == "auto" and kind.is_alone
         unread = () if kind.is_synchronous_first else INSIDE_GROUPS_OR_FIRST
         for key in ("exchange", "compression", *unread):
@@ -146,6 +148,13 @@ class PreparedRun:
                 raise ConfigError(
                     f"{scenario.name} [[event]] soc = {event.soc}, but SoCs are 0 to {last}"
                 )
+
+    def _check_spares(self, num_socs: int) -> None:
+        """Raise if every SoC of the cluster takes part."""
+        num_training = group_strategy(self.scenario.strategy.name).num_socs or num_socs
+        if num_training == self.cluster.num_socs:
+            why = "all SoCs of the cluster take part, and none is spare; give socs, or leave it out"
+            raise self.scenario.mistake("strategy", "use_spares", why)
 
     def _check_memory(self, num_socs: int) -> None:
         """Raise for a device with too little memory for its part of a step; pipelines are planned within it."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from socflower.cluster import Cluster
 from socflower.engines.any_engine import (
     EngineApp,
     EngineSettings,
@@ -26,7 +27,7 @@ from socflower.scenario.jobs import Kept, run_job, run_job_to_folder
 from socflower.scenario.prepared_run import PreparedRun, prepare
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
 from socflower.scenario.schema.config import Scenario
-from socflower.scenario.schema.file import scenario_cluster, to_document
+from socflower.scenario.schema.file import num_nodes, num_participants, to_document
 from socflower.scenario.schema.strategies import group_strategy
 
 # Faults that would end this process if the client ran in it.
@@ -72,8 +73,8 @@ class ScenarioJob:
         return EngineApp(
             server_app=scenario_server_app(folder_of_run_config, self.run),
             client_app=AppReference(target="socflower.scenario.app.main:client_app"),
-            num_nodes=_num_nodes(scenario),
-            num_parallel=_num_parallel(scenario),
+            num_nodes=num_nodes(scenario, self.run.cluster),
+            num_parallel=_num_parallel(scenario, self.run.cluster),
             deployed=deployed_app(scenario),
         )
 
@@ -182,14 +183,11 @@ def checkpoint_folder(out: Path) -> CheckpointFolder:
     return CheckpointFolder(out / "checkpoint")
 
 
-def _num_nodes(scenario: Scenario) -> int:
-    return scenario.strategy.socs or scenario_cluster(scenario).num_socs
-
-
-def _num_parallel(scenario: Scenario) -> int:
+def _num_parallel(scenario: Scenario, cluster: Cluster) -> int:
     """Return how many clients can run at the same time."""
+    num_socs = num_participants(scenario, cluster)
     groups = None
     if scenario.has_groups:
         kind = group_strategy(scenario.strategy.name)
-        groups = kind.groups(scenario.strategy.groups, _num_nodes(scenario))
-    return groups if isinstance(groups, int) else _num_nodes(scenario)
+        groups = kind.groups(scenario.strategy.groups, num_socs)
+    return groups if isinstance(groups, int) else num_socs

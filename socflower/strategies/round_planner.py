@@ -7,8 +7,9 @@ from flwr.serverapp import Grid
 
 from socflower.cluster import Cluster, Usage, VirtualClock
 from socflower.errors import InfeasiblePlan, TrainingFailed
-from socflower.hierarchy import GroupPlan, Rebalancing, plan_without
+from socflower.hierarchy import GroupPlan, Rebalancing, plan_over
 from socflower.hierarchy.group_preemption import GROUPS, SOCS, plan_of_whole_groups
+from socflower.hierarchy.spare_socs import with_stand_ins
 from socflower.quantities import counted
 from socflower.strategies.balancer import Balancer
 from socflower.strategies.node_registry import NodeRegistry
@@ -21,6 +22,9 @@ class RoundPlanner:
     `rates` are the SoCs' nominal capacities. A SoC keeps its participant number, by which data and rings identify it,
     when groups are re-formed. With `preemption = "groups"` a SoC that is away takes its group with it, as long as there
     is another one; the SoCs of such a group are left in peace until the group is whole again.
+
+    `spares` are SoCs beyond those of the plan: they stand in for participants that are away and, if speeds are
+    measured, for slower ones.
     """
 
     def __init__(
@@ -30,12 +34,15 @@ class RoundPlanner:
         rates: Sequence[float],
         rebalancing: Rebalancing | None,
         preemption: str = SOCS,
+        spares: Sequence[int] = (),
     ) -> None:
         self.preemption = preemption
         self._cluster, self.rates = cluster, rates
         self.full_plan = self.plan = plan
-        self.participant_of = {soc: index for index, soc in enumerate(plan.participants)}
-        self.registry = NodeRegistry(cluster, plan.participants)
+        self._has_spares = bool(spares)
+        everyone = (*plan.participants, *spares)
+        self.participant_of = {soc: index for index, soc in enumerate(everyone)}
+        self.registry = NodeRegistry(cluster, sorted(everyone))
         self.balancer = Balancer(cluster, rates, rebalancing)
         self.events: list[ReplyEvent] = []  # since the last `drain_events`
         self._idle_usage = Usage()
@@ -43,8 +50,8 @@ class RoundPlanner:
 
     @property
     def planned_without(self) -> tuple[int, ...]:
-        """SoCs that the current round was planned without, ascending."""
-        return tuple(sorted(set(self.full_plan.participants) - set(self.plan.participants)))
+        """SoCs that the current round was planned without, ascending, be they away or spare."""
+        return tuple(sorted(self.participant_of.keys() - set(self.plan.participants)))
 
     def plan_round(
         self, grid: Grid, clock: VirtualClock | None, *, keep_groups: bool = False
@@ -61,7 +68,12 @@ class RoundPlanner:
                 self.events.append(
                     ReplyEvent(kind="no-answer", group_id=0, text=self.registry.left_out)
                 )
-        self._replan(self._wait_for_free_socs(self.registry.present(grid), clock))
+        free = self._wait_for_free_socs(self.registry.present(grid), clock)
+        if self._has_spares:
+            self.balancer.update_speeds(clock, free)
+            whole, training = self.full_plan.participants, self.plan.participants
+            free = with_stand_ins(self._cluster, whole, training, free, self._rate)
+        self._replan(free)
         self.balancer.update_speeds(clock, self.plan.participants)
         if not keep_groups:
             self.plan, events = self.balancer.rebalance_groups(self.plan)
@@ -139,26 +151,34 @@ class RoundPlanner:
                 return free
             self._idle_usage += clock.idle(self.full_plan.participants)
 
+    def _rate(self, soc: int) -> float:
+        """Return the rate of a SoC at the speed that was measured last; without re-balancing, the nominal one."""
+        return self.rates[soc] * self.balancer.in_use.part(soc)
+
     def _replan(self, present: Sequence[int]) -> None:
         """Plan for the SoCs that are present: fewer SoCs form fewer groups, each with more data and as many steps."""
         if set(present) == set(self.plan.participants):
             return
         try:
-            plan = self._plan_without(set(self.full_plan.participants).difference(present))
+            plan = self._plan_without(self.participant_of.keys() - set(present))
         except InfeasiblePlan as error:
             raise TrainingFailed(f"SoCFlow: {error}") from None
         if plan.participants == self.plan.participants:
             return
-        self.plan = plan
-        away, num_socs = self.planned_without, len(plan.participants)
+        before, self.plan = self.plan, plan
+        num_groups, num_socs = len(self.plan.groups), len(plan.participants)
+        planned = f"new plan: {counted(num_groups, 'group')} of {counted(num_socs, 'SoC')}"
         self.events.append(
-            ReplyEvent(
-                kind="replanned",
-                group_id=0,
-                text=f"new plan: {counted(len(self.plan.groups), 'group')} of {counted(num_socs, 'SoC')}"
-                + (f", without {', '.join(map(str, away))}" if away else ""),
-            )
+            ReplyEvent(kind="replanned", group_id=0, text=planned + self._left_out(before))
         )
+
+    def _left_out(self, before: GroupPlan) -> str:
+        """Return, for the event of a new plan, which SoCs it is without, and which ones stand in."""
+        used = set(self.plan.participants)
+        without = sorted(set(self.full_plan.participants) - used)
+        new = sorted(used.difference(before.participants, self.full_plan.participants))
+        text = f", without {', '.join(map(str, without))}" if without else ""
+        return text + (f", with {', '.join(map(str, new))} instead" if new else "")
 
     def _plan_without(self, away: Collection[int]) -> GroupPlan:
         """Return the plan without SoCs that are away, or without their groups; `InfeasiblePlan` if none is left."""
@@ -166,4 +186,5 @@ class RoundPlanner:
             whole = plan_of_whole_groups(self.full_plan, away)
             if whole is not None:
                 return whole
-        return plan_without(self.full_plan, self._cluster, self.rates, away)
+        left = self.participant_of.keys() - set(away)
+        return plan_over(self.full_plan, self._cluster, self.rates, left)

@@ -93,10 +93,15 @@ class TrainingSchedule:
 
 @checked
 class Grouping:
-    """How many groups are planned, and of how many of the cluster's slots; `num_socs` None is all of them."""
+    """How many groups are planned, and of how many of the cluster's slots; `num_socs` None is all of them.
+
+    With `use_spares` the SoCs beyond `num_socs` stand in for participants that are away and, with re-balancing, for
+    slower ones.
+    """
 
     num_groups: NumSocs = 1
     num_socs: NumSocs | None = None
+    use_spares: bool = False
 
 
 @checked

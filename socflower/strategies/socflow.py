@@ -20,6 +20,7 @@ from socflower.hierarchy import (
 )
 from socflower.hierarchy.group_preemption import GROUPS, PREEMPTIONS, SOCS
 from socflower.hierarchy.quorum import late_together
+from socflower.hierarchy.spare_socs import spares_fault
 from socflower.peers.ring.settings import RingSettings
 from socflower.plain_numbers import plain_numbers
 from socflower.precision.processor_costs import MixedPricing
@@ -142,9 +143,12 @@ class SoCFlow(GroupRoundStrategy):
         )
         model_name = costs.model_profile.name if costs.model_profile else ""
         rates = sustained_rates(cluster, model_name, costs.pricing)
+        spares: tuple[int, ...] = ()
         if not isinstance(groups, GroupPlan):
             counts = groups if isinstance(groups, Grouping) else Grouping(num_groups=groups)
             groups = plan_groups(cluster, counts.num_groups, counts.num_socs, rates)
+            if counts.use_spares:
+                spares = _spares(name, cluster, groups, schedule, preemption)
         steps_per_epoch, intervals = self._intervals(schedule, len(groups.groups))
         if outer is not None:
             _refuse_beside_outer(name, outer, average, schedule)
@@ -169,7 +173,7 @@ class SoCFlow(GroupRoundStrategy):
         method = self._method(
             cluster=cluster,
             schedule=schedule,
-            planner=RoundPlanner(cluster, groups, rates, rebalancing, preemption),
+            planner=RoundPlanner(cluster, groups, rates, rebalancing, preemption, spares),
             intervals=intervals,
             steps_per_epoch=steps_per_epoch,
             work=self._work,
@@ -277,6 +281,17 @@ def _refuse_beside_quorum(
             raise ConfigError(
                 f"{name}: quorum = {quorum.fraction} does not go with {why}; leave one of the two out"
             )
+
+
+def _spares(
+    name: str, cluster: Cluster, plan: GroupPlan, schedule: TrainingSchedule, preemption: str
+) -> tuple[int, ...]:
+    """Return the SoCs that are not in the plan; raise `ConfigError` if they cannot stand in."""
+    spares = tuple(sorted(set(range(cluster.num_socs)).difference(plan.participants)))
+    fault = spares_fault(len(spares), reshuffle=schedule.reshuffle, preemption=preemption)
+    if fault:
+        raise ConfigError(f"{name}: use_spares = True: {fault}")
+    return spares
 
 
 def _require_dispatch(

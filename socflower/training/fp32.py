@@ -1,9 +1,6 @@
 """FP32 training with any torch optimiser and scheduler, for one device or a whole group."""
 
-import inspect
-import math
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,15 +36,21 @@ from socflower.training.loss_weights import (
     trial_batches,
     weights_of,
 )
-from socflower.training.saved_values import from_bytes, plain, require_readable, to_bytes
+from socflower.training.saved_values import from_bytes, to_bytes
+from socflower.training.schedules import SchedulerFn
+from socflower.training.session import (
+    LossFn,
+    OptimizerFn,
+    TorchSession,
+    loss_between,
+    part_of_loss,
+    require_loss,
+)
 from socflower.training.trainer import Part, SessionResult, TrainingSpan, require_trained_parameters
 from socflower.workloads.data_source import DataSource
 
 REDUCTIONS = ("auto", "always", "ring")
 
-OptimizerFn: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-SchedulerFn: TypeAlias = Callable[[torch.optim.Optimizer, int], LRScheduler]
-LossFn: TypeAlias = Callable[[Any, Any], Tensor]
 TrainStep: TypeAlias = Callable[[nn.Module, Batch], Tensor]
 
 
@@ -179,18 +182,14 @@ class FP32Trainer:
             elif isinstance(batch, Mapping):
                 loss = self._own_loss(model, batch)
             elif isinstance(batch, tuple | list) and len(batch) == 2:
-                loss = self._pair_loss(model, *batch)
+                inputs, labels = batch
+                made = output_of(model, inputs)
+                loss = loss_between(self.loss, made, labels, "FP32Trainer")
             else:
                 raise ConfigError(
                     f"FP32Trainer: the loss of {form_of(batch)} is unknown; give FP32Trainer(train_step=...)"
                 )
-        is_scalar = isinstance(loss, Tensor) and not loss.dim()
-        if not is_scalar or (torch.is_grad_enabled() and not loss.requires_grad):
-            raise ConfigError(
-                f"FP32Trainer: the loss of a batch is {_described(loss)}; return the mean over samples, a "
-                "tensor without dimensions but with a gradient"
-            )
-        return loss
+        return require_loss(loss, "FP32Trainer", has_gradient=torch.is_grad_enabled())
 
     def _own_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
         """Return the loss that a model computes from a dict with labels."""
@@ -207,32 +206,42 @@ class FP32Trainer:
             )
         return loss
 
-    def _pair_loss(self, model: nn.Module, inputs: Any, labels: Any) -> Tensor:
-        made = output_of(model, inputs)
-        try:
-            return self.loss(made, labels)
-        except IndexError:
-            largest = int(labels.max())
-            is_of_classes = isinstance(made, Tensor) and made.dim() == 2
-            if not is_of_classes or largest < made.shape[1]:
-                raise
-            raise ConfigError(
-                f"FP32Trainer: the labels reach {largest}, but the model has {made.shape[1]} outputs; give "
-                "it one for each class"
-            ) from None
-
     def start(
         self, model: nn.Module, span: TrainingSpan, state: bytes | None = None
     ) -> "FP32Session":
         """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""
         require_trained_parameters(model)
-        session = FP32Session(self, model, span.num_members, span.total_steps)
+        return FP32Session(self, model, span, None if state is None else from_bytes(state))
+
+    def session(
+        self,
+        run: Callable[..., Any],
+        module: nn.Module,
+        span: TrainingSpan,
+        state: Mapping[str, Any] | None = None,
+        *,
+        seed: int | None = None,
+    ) -> TorchSession:
+        """Return a session of a module that `run` computes, a whole model or a part of one; see `TorchSession`.
+
+        It continues from `state`, or begins at the span's first step.
+        """
+        session = TorchSession(
+            run,
+            dict(module.named_parameters()),
+            self.optimizer,
+            where="FP32Trainer",
+            scheduler=self.scheduler,
+            total_steps=span.total_steps,
+            max_grad_norm=self.max_grad_norm,
+            seed=seed,
+        )
         session.stay_near(span.proximal_mu)
-        if state is None:
-            session.advance_schedule(span.first_step)
-            session.require_readable_settings()
-        else:
+        if state:
             session.restore(state)
+        else:
+            session.advance_schedule(span.first_step)
+            session.require_readable(session.state())
         return session
 
 
@@ -254,7 +263,11 @@ class FP32Session:
     """One model under FP32 training; see `TrainingSession`."""
 
     def __init__(
-        self, trainer: FP32Trainer, model: nn.Module, num_members: int, total_steps: int
+        self,
+        trainer: FP32Trainer,
+        model: nn.Module,
+        span: TrainingSpan,
+        state: Mapping[str, Any] | None,
     ) -> None:
         self._trainer = trainer
         self._weights = trainer.loss_weights
@@ -267,20 +280,18 @@ class FP32Session:
             # In a training model, layers in evaluation mode are intended, such as BatchNorm with frozen statistics.
             model.train()
         self._model = model
-        self._proximal_mu = 0.0
-        self._received: list[tuple[nn.Parameter, Tensor]] = []
         # Whether a state has been saved and read back.
-        self._is_read_back = False
-        self._optimizer = trainer.optimizer(model.parameters())
-        _require_trains(self._optimizer, model, scheduled=trainer.scheduler is not None)
-        # Before a state is restored, in which momentum may be disabled.
-        self._momentum = float(self._optimizer.param_groups[0].get("momentum", 0.0))
-        self._scheduler: LRScheduler | None = None
-        if trainer.scheduler is not None:
-            self._scheduler = trainer.scheduler(self._optimizer, total_steps)
+        self._is_read_back = state is not None
+        # Not a method: a cycle of references would keep the optimiser's memory.
+        run = partial(_part_loss, trainer, self._weights, model)
+        self._session = trainer.session(run, model, span, state)
+        assert self._session.optimizer is not None
+        self._optimizer = self._session.optimizer
+        # As made, since momentum may be disabled in a state.
+        self._momentum = float(self._session.first_settings[0].get("momentum", 0.0))
         self._buffers: MemberBuffers | None = None
-        if num_members > 1 and (trainer.reduction != "auto" or depends_on_batch(model)):
-            self._buffers = MemberBuffers(model, num_members)
+        if span.num_members > 1 and (trainer.reduction != "auto" or depends_on_batch(model)):
+            self._buffers = MemberBuffers(model, span.num_members)
 
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Do one synchronous step of the group; see `TrainingSession.step`."""
@@ -319,7 +330,7 @@ class FP32Session:
 
     def begin(self) -> None:
         """Clear the gradients of the last step."""
-        self._optimizer.zero_grad(set_to_none=True)
+        self._session.begin()
 
     def accumulate(
         self, parts: Sequence[Part], num_samples: int, weight: Callable[[], float] | None = None
@@ -352,44 +363,14 @@ class FP32Session:
             if self._buffers is not None:
                 self._buffers.activate(each.member, each.num_samples)
             for micro, weight in each.micro_batches:
-                loss = loss + self._backward(micro, weight, total or (lambda: own))
+                (part,) = self._session.forward(0, micro, weight, total or (lambda: own))
+                self._session.backward(0)
+                loss = loss + part
         return loss
-
-    def _backward(self, batch: Batch, weight: float, total: Callable[[], float]) -> Tensor:
-        """Add the gradient of a part of a batch; return its part of the batch's loss.
-
-        The total is asked for after the forward pass, during which other members may still send theirs.
-        """
-        loss = self._trainer.loss_of(self._model, batch)
-        share = self._weights.share(weight, total())
-        if not weight:
-            # Nothing of it counts: its mean is 0 / 0, and its gradient 0.
-            return torch.zeros((), device=self._device)
-        if share != 1.0:
-            loss = loss * share
-        loss.backward()
-        return loss.detach()
 
     def apply(self) -> None:
         """Step the optimiser and the schedule with the current gradients."""
-        for parameter, received in self._received:
-            term = self._proximal_mu * (parameter.detach() - received)
-            # A parameter without a gradient gets that of the proximal term, as in a loss that contains the term.
-            parameter.grad = term if parameter.grad is None else parameter.grad + term
-        if self._trainer.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._trainer.max_grad_norm)
-        self._optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()
-
-    def stay_near(self, proximal_mu: float) -> None:
-        """Add `proximal_mu` / 2 times the squared distance from the present weights to every loss, as FedProx does."""
-        self._proximal_mu = proximal_mu
-        self._received = [
-            (parameter, parameter.detach().clone())
-            for parameter in self._model.parameters()
-            if proximal_mu and parameter.requires_grad
-        ]
+        self._session.step()
 
     def disable_momentum(self) -> float:
         """Return the optimiser's momentum and set it to 0; the caller applies it instead.
@@ -429,94 +410,30 @@ class FP32Session:
 
     def state(self) -> bytes:
         """Return the state of optimiser and schedule; see `ExchangingSession.state`."""
-        state = {"optimizer": self._optimizer.state_dict(), "scheduler": self._schedule_state()}
+        state = self._session.state()
         if not self._is_read_back and self._optimizer.state:
             # Once: later states have values of the same types.
             self._is_read_back = True
-            require_readable(state, self._names)
+            self._session.require_readable(state)
         return to_bytes(state)
 
-    def _schedule_state(self) -> dict[str, Any] | None:
-        return None if self._scheduler is None else self._scheduler.state_dict()
 
-    def require_readable_settings(self) -> None:
-        """Before the first step, raise `ConfigError` for settings of optimiser and schedule that cannot be saved."""
-        groups = self._optimizer.state_dict()["param_groups"]
-        require_readable({"optimizer": groups, "scheduler": self._schedule_state()}, self._names)
+def _part_loss(
+    trainer: FP32Trainer,
+    weights: LossWeights,
+    model: nn.Module,
+    number: int,
+    batch: Batch,
+    weight: float,
+    total: Callable[[], float],
+) -> Tensor:
+    """Return the part of these samples in the loss of the whole batch, which has the weight `total`.
 
-    @property
-    def _names(self) -> str:
-        schedule = f" and {type(self._scheduler).__name__}" if self._scheduler else ""
-        return f"FP32Trainer: {type(self._optimizer).__name__}{schedule}"
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the optimiser's state, besides weights and gradients."""
-        values = [value for own in self._optimizer.state.values() for value in own.values()]
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
-
-    def named_state(self) -> dict[str, Any]:
-        """Return the state of optimiser and schedule with parameters by name, so that parts of a model can exchange it.
-
-        `parameters` has each parameter's state, `groups` the settings of each group, `scheduler` the schedule's state.
-        """
-        names = self._parameter_names()
-        states = self._optimizer.state.items()
-        groups = [
-            {key: plain(value) for key, value in group.items() if key != "params"}
-            for group in self._optimizer.param_groups
-        ]
-        return {
-            "parameters": {names[id(parameter)]: plain(dict(own)) for parameter, own in states},
-            "groups": groups,
-            "scheduler": plain(self._schedule_state()),
-        }
-
-    def _parameter_names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self._model.named_parameters()}
-
-    def restore_named(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of this model's parameters from the `named_state` of one or several models."""
-        groups = self._optimizer.param_groups
-        if len(groups) != len(state["groups"]):
-            raise ConfigError(
-                f"FP32Trainer: the optimizer function makes {len(groups)} parameter groups of one part of "
-                f"the model and {len(state['groups'])} of another; make equally many"
-            )
-        names = self._parameter_names()
-        states = {}
-        settings = []
-        # torch numbers the parameters through all groups, in order.
-        number = 0
-        for group, own_settings in zip(groups, state["groups"], strict=True):
-            first = number
-            for parameter in group["params"]:
-                own = state["parameters"].get(names[id(parameter)])
-                if own is not None:
-                    states[number] = dict(own)
-                number += 1
-            settings.append({**own_settings, "params": list(range(first, number))})
-        self._optimizer.load_state_dict({"param_groups": settings, "state": states})
-        if self._scheduler is not None and state["scheduler"] is not None:
-            self._scheduler.load_state_dict(state["scheduler"])
-
-    def advance_schedule(self, num_steps: int) -> None:
-        """Move the learning-rate schedule as if `num_steps` steps had been done."""
-        if self._scheduler is None:
-            return
-        with warnings.catch_warnings():
-            # torch warns if a schedule is stepped before its optimiser, which is intended here.
-            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
-            for _ in range(num_steps):
-                self._scheduler.step()
-
-    def restore(self, state: bytes) -> None:
-        """Restore optimiser and schedule from a state."""
-        saved = from_bytes(state)
-        self._is_read_back = True
-        self._optimizer.load_state_dict(saved["optimizer"])
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(saved["scheduler"])
+    The total is asked for after the forward pass, during which other members may still send theirs.
+    """
+    loss = trainer.loss_of(model, batch)
+    share = weights.share(weight, total())
+    return part_of_loss(loss, share if weight else 0.0)
 
 
 def _micro_batches(batch: Batch, count: int) -> list[Batch]:
@@ -525,44 +442,6 @@ def _micro_batches(batch: Batch, count: int) -> list[Batch]:
         return [batch]
     sizes = [len(each) for each in np.array_split(range(num_samples_of(batch)), count)]
     return [part for part in split(batch, sizes) if num_samples_of(part)]
-
-
-def require_no_closure(optimizer: torch.optim.Optimizer, where: str) -> None:
-    """Raise `ConfigError` for an optimiser that evaluates the loss itself, such as LBFGS."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise ConfigError(
-            f"{where}: {type(optimizer).__name__} evaluates the loss several times a step; use an optimiser "
-            "without a closure, such as SGD or AdamW"
-        )
-
-
-def _require_trains(optimizer: torch.optim.Optimizer, model: nn.Module, *, scheduled: bool) -> None:
-    """Raise `ConfigError` for an optimiser that would not train all trainable parameters."""
-    what = f"FP32Trainer: {type(optimizer).__name__}"
-    require_no_closure(optimizer, "FP32Trainer")
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if held - {id(parameter) for parameter in model.parameters()}:
-        raise ConfigError(f"{what} holds tensors that are no parameters of the model")
-    trainable = [(name, part) for name, part in model.named_parameters() if part.requires_grad]
-    left_out = [name for name, part in trainable if id(part) not in held]
-    if left_out:
-        raise ConfigError(
-            f"{what} leaves out {', '.join(left_out[:3])}; give it all parameters, or freeze those in "
-            "model_fn by requires_grad_(False)"
-        )
-    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    # A scheduler may set the rate itself: OneCycleLR does, from the rate that it is given.
-    trains = not rates or any(rates) or scheduled
-    if not trains or not all(0.0 <= rate < math.inf for rate in rates):
-        given = ", ".join(f"{rate:g}" for rate in rates)
-        raise ConfigError(f"{what} has lr = {given} and no scheduler; give a finite lr above 0")
-
-
-def _described(loss: Any) -> str:
-    if not isinstance(loss, Tensor):
-        return type(loss).__name__
-    return f"a tensor of shape {tuple(loss.shape)}" if loss.dim() else "a tensor without a gradient"
 
 
 def _type_or_value(value: Any) -> str:

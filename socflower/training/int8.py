@@ -1,9 +1,10 @@
 """Training in int8 on the CPU's integer kernels, for one device or a whole group."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import field
-from typing import Annotated, ClassVar, Literal, TypedDict
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypedDict
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from socflower.errors import ConfigError
 from socflower.field_rules import OneOf, checked
 from socflower.model_graph.batch_form import num_samples as num_samples_of
 from socflower.model_graph.batch_form import pair_of
+from socflower.model_graph.parts import layer_seed, random_streams
 from socflower.precision import NITI, EngineSettings, Int8Model, TrainingAlgorithm
 from socflower.precision.int8.batch_share import BatchPeers, gather
 from socflower.precision.int8.fixed_point import FloatArray, Int32Array
@@ -21,6 +23,8 @@ from socflower.precision.int8.model import JointStep
 from socflower.precision.int8.network import UnsupportedOperator
 from socflower.precision.int8.parameters import export_velocities, import_velocities
 from socflower.training.batch_statistics import require_batch_statistics
+from socflower.training.saved_values import from_bytes, to_bytes
+from socflower.training.session import PARAMETERS
 from socflower.training.trainer import (
     Part,
     SessionResult,
@@ -29,10 +33,14 @@ from socflower.training.trainer import (
     require_images,
     require_trained_parameters,
 )
-from socflower.wire.saved_state import from_bytes, to_bytes
 
 SCHEDULES = ("cosine", "constant")
-_STATE = "int8 trainer state"
+
+MOMENTUM = "momentum_buffer"
+"""The key of a weight's momentum in a state, as in that of torch's SGD."""
+
+BuildModel: TypeAlias = Callable[[Mapping[str, int]], Int8Model]
+"""A function that returns the int8 model of a module, from earlier exponents of its weights."""
 
 
 class _Settings(TypedDict):
@@ -134,7 +142,8 @@ class Int8Session:
         self._joint: JointStep | None = None
         # Built at the first batch, which has the shape of the images.
         self._int8: Int8Model | None = None
-        self._state: bytes | None = None
+        # From which it is built.
+        self._state: dict[str, Any] = {}
 
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Do one step on the members' shares together; see `TrainingSession.step`."""
@@ -187,15 +196,13 @@ class Int8Session:
     def state(self) -> bytes:
         """Write the trained values to the module and return the state; see `JointSession.state`."""
         if self._int8 is None:
-            return self._state or b""
+            return to_bytes(self._state) if self._state else b""
         self._module.load_state_dict(self._int8.state_dict())
-        parameters = self._int8.parameters
-        header = {"trackers": self._int8.trackers.to_json(), "exponents": parameters.exponents}
-        return to_bytes(_STATE, header, export_velocities(self._int8.graph, parameters))
+        return to_bytes(_state_of(self._int8))
 
     def restore(self, state: bytes) -> None:
         """Restore exponents and momentum from a state."""
-        self._state = state
+        self._state = from_bytes(state) if state else {}
 
     def _settings(self, model: Int8Model) -> _Settings:
         """Return learning rate, progress and seed of the next step."""
@@ -210,21 +217,173 @@ class Int8Session:
 
     def _start(self, image_shape: Sequence[int]) -> Int8Model:
         """Build the model, and restore the state if there is one."""
-        header, velocities = from_bytes(_STATE, self._state) if self._state else ({}, {})
-        model = self._trainer.model(self._module, image_shape, exponents=header.get("exponents"))
-        if header:
-            model.trackers.restore(header["trackers"])
-            import_velocities(model.graph, model.parameters, velocities)
-        return model
+        return _built(
+            lambda exponents: self._trainer.model(
+                self._module, image_shape, exponents=exponents or None
+            ),
+            self._state,
+        )
+
+
+def _built(build: BuildModel, state: Mapping[str, Any]) -> Int8Model:
+    """Return a model with the part of a state that belongs to its layers."""
+    model = build(state.get("exponents", {}))
+    known = {node.name for node in model.graph.nodes}
+    model.trackers.restore([entry for entry in state.get("trackers", ()) if entry[0] in known])
+    velocities = {
+        name: own[MOMENTUM].numpy()
+        for name, own in state.get(PARAMETERS, {}).items()
+        if MOMENTUM in own
+    }
+    import_velocities(model.graph, model.parameters, velocities)
+    return model
+
+
+def _state_of(model: Int8Model) -> dict[str, Any]:
+    """Return the exponents, the trackers of exponents, and the momentum of FP32 updates."""
+    velocities = export_velocities(model.graph, model.parameters)
+    return {
+        PARAMETERS: {name: {MOMENTUM: torch.from_numpy(own)} for name, own in velocities.items()},
+        "exponents": dict(model.parameters.exponents),
+        "trackers": model.trackers.to_json(),
+    }
+
+
+class Int8PartSession:
+    """A part of a model under int8 training, or a whole one without a group; see `Session`.
+
+    Inputs of a pass are images, or images and labels; then the part ends in logits, and `forward` does the whole step.
+    Otherwise `backward` does: the engine updates weights as it computes their gradients. It has memory for one pass.
+
+    The model is built by `build` at its first use, and again after `rebuild`, from the module's present tensors.
+    `progress(number)` in [0, 1] is the fraction of training done before a batch. With `draws`, operators that run in
+    torch draw from the random stream of a pass.
+    """
+
+    def __init__(
+        self,
+        trainer: Int8Trainer,
+        build: BuildModel,
+        *,
+        progress: Callable[[int], float],
+        output_shape: Sequence[int],
+        seed: int,
+        draws: bool,
+    ) -> None:
+        self._trainer, self._build, self._progress = trainer, build, progress
+        self._output_shape, self._seed, self._draws = tuple(output_shape), seed, draws
+        self._model: Int8Model | None = None
+        self._state: dict[str, Any] = {}
+        self._kept: int | None = None
+        self._repeats = False
+        # Of the last outputs, which are its multiples.
+        self.quantum: float | None = None
+        # Whether the model has trained since its values were last read.
+        self.is_newer = False
+
+    @property
+    def model(self) -> Int8Model:
+        """The int8 model of the present layers and tensors."""
+        if self._model is None:
+            self._model = _built(self._build, self._state)
+        return self._model
+
+    def forward(
+        self, number: int, *inputs: Any, keep: bool = True, stream: int | None = None
+    ) -> tuple[Tensor, ...]:
+        """Run a pass; exponents are searched, unless it repeats an earlier one (`repeating`)."""
+        images, *labels = inputs
+        stream = number if stream is None else stream
+        seed = layer_seed(self._seed, stream, 0) >> 1
+        self._kept = None
+        # A pass changes the running statistics.
+        self.is_newer = True
+        with random_streams(self._seed, stream) if self._draws else nullcontext():
+            if labels:
+                return (self._step_on(number, images, labels[0], seed),)
+            real, exponent = self.model.forward(
+                _images(images), seed=seed, keep=keep, replay=self._repeats
+            )
+        self._kept = number if keep else None
+        self.quantum = 2.0**exponent
+        return (torch.from_numpy(real).reshape(len(real), *self._output_shape),)
+
+    def _step_on(self, number: int, images: Tensor, labels: Tensor, seed: int) -> Tensor:
+        progress = self._progress(number)
+        result = self.model.train_step(
+            _images(images),
+            labels.numpy(),
+            learning_rate=self._trainer.rate(progress),
+            progress=progress,
+            seed=seed,
+        )
+        return torch.tensor(result.loss, dtype=torch.float64)
+
+    def backward(
+        self, number: int, gradients: Sequence[Tensor | None] | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """Update the weights by the gradient of the outputs, rounded to int8; the inputs get none."""
+        if gradients is None:
+            # A pass with labels has done the step.
+            return (None, None)
+        assert self._kept == number and gradients[0] is not None
+        self._kept = None
+        gradient, progress, graph = gradients[0], self._progress(number), self.model.graph
+        self.model.backward(
+            gradient.numpy().reshape(len(gradient), *graph.shape_of(graph.output)),
+            learning_rate=self._trainer.rate(progress),
+            progress=progress,
+        )
+        self.is_newer = True
+        return (None,)
+
+    def begin(self) -> None:
+        """Do nothing: the engine keeps no gradients."""
+
+    def step(self, number: int = 0) -> None:
+        """Do nothing: the weights are updated by `backward`."""
+
+    def keeps(self, number: int) -> bool:
+        """Return whether the engine still has the memory of a pass; see `Session.keeps`."""
+        return self._kept == number
+
+    def discard(self, number: int) -> None:
+        """Leave a pass without its backward pass; see `Session.discard`."""
+        if self._kept == number:
+            self._kept = None
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Context for passes whose batch has been seen: they change neither statistics nor exponents."""
+        self._repeats = True
+        try:
+            yield
+        finally:
+            self._repeats = False
+
+    def state(self) -> dict[str, Any]:
+        """Return exponents, trackers and momentum; see `Session.state`."""
+        return self._state if self._model is None else _state_of(self._model)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore a state, for the module's present tensors."""
+        self._state, self._model, self._kept = dict(state), None, None
+
+    def rebuild(self) -> None:
+        """Build the model again at its next use, with the present state."""
+        self.restore(self.state())
 
 
 def _arrays(
     pairs: Sequence[tuple[Tensor, Tensor]],
 ) -> tuple[FloatArray, Int32Array]:
     """Return the images and labels of all pairs together."""
-    images = torch.cat([inputs for inputs, _ in pairs]).numpy()
     labels = torch.cat([labels for _, labels in pairs]).numpy()
-    return np.ascontiguousarray(images, dtype=np.float32), labels.astype(np.int32)
+    return _images(torch.cat([inputs for inputs, _ in pairs])), labels.astype(np.int32)
+
+
+def _images(inputs: Tensor) -> FloatArray:
+    return np.ascontiguousarray(inputs.numpy(), dtype=np.float32)
 
 
 def _common_shape(peers: BatchPeers, own: tuple[int, ...]) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ def to_bytes(state: Mapping[str, Any]) -> bytes:
     return stream.getvalue()
 
 
-def from_bytes(saved: bytes) -> dict[str, Any]:
+def from_bytes(saved: bytes | bytearray | memoryview) -> dict[str, Any]:
     """Return what `to_bytes` has written, on the CPU."""
     return dict(torch.load(io.BytesIO(saved), weights_only=True, map_location="cpu"))
 

@@ -9,11 +9,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from socflower.cluster import Board, Cluster, Device, Processor
+from socflower.cluster.cost_model import LayerProfile
 from socflower.pipeline.plan import PipelinePlan, Policy, staged
 from socflower.pipeline.problem import (
     LayerSeconds,
     PipelineDevice,
-    PipelineLayer,
     PipelineModel,
     PipelineProblem,
 )
@@ -42,14 +42,13 @@ def layer(
     activation: float = 0.0,
     output: float = 0.0,
     flops: float = 1.0,
-) -> PipelineLayer:
-    return PipelineLayer(
+) -> LayerProfile:
+    return LayerProfile(
         name=name,
         forward_flops=flops,
-        backward_flops=2.0 * flops,
         weight_bytes=weight,
-        activation_bytes=activation,
-        output_bytes=output,
+        output_bytes=activation,
+        crossing_bytes=output,
         num_tensors=1,
     )
 
@@ -71,7 +70,7 @@ def linear_seconds(
 
 
 def problem(
-    layers: Sequence[PipelineLayer],
+    layers: Sequence[LayerProfile],
     seconds: Sequence[LayerSeconds],
     *,
     link: float = 100.0,
@@ -176,7 +175,7 @@ def random_problem(
     if memory:
         whole = (
             sum(each.weight_bytes for each in layers) * 3.0
-            + sum(each.activation_bytes for each in layers) * 4
+            + sum(each.kept_bytes for each in layers) * 4
         )
         budget = [float(whole * rng.uniform(0.3, 3.0)) + 1.0 for _ in range(num_devices)]
     return problem(

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from socflower.errors import TrainingFailed
+from socflower.scenario.prepared_run import prepare
 from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.config import EventConfig
+from socflower.scenario.schema.file import parse_scenario
 from socflower.toml_file import read_table
 from tests.one_line import refused
 from tests.scenario.small_runs import small, small_result
@@ -41,6 +43,44 @@ def test_a_soc_leaves_is_planned_without_and_comes_back() -> None:
         "new plan: 2 groups of 7 SoCs, without 1",
     ]
     assert texts[-1] == "new plan: 2 groups of 8 SoCs"
+
+
+def test_a_spare_soc_stands_in_and_stays_when_the_other_one_is_back() -> None:
+    result = small_result(
+        boards=(3, 3), socs=4, use_spares=True, epochs=3, events=(preempt(1, 2), preempt(0, 4))
+    )
+    texts = [event["text"] for entry in result["rounds"] for event in entry["events"]]
+    plans = [text for text in texts if text.startswith("new plan")]
+    assert plans == [
+        "new plan: 2 groups of 4 SoCs, without 1, with 2 instead",
+        # Then SoC 1, which is back, is the spare one on the board of SoC 0.
+        "new plan: 2 groups of 4 SoCs, without 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        ({"socs": 4, "reshuffle": False}, "reshuffle"),
+        ({"socs": 4, "preemption": "groups"}, "preemption"),
+        ({}, "socs"),
+        ({"name": "fedavg", "socs": 4}, "fedavg"),
+        ({"name": "tree-fedavg", "socs": 4}, "tree-fedavg"),
+    ],
+)
+def test_spare_socs_that_could_not_stand_in_are_refused(
+    strategy: dict[str, Any], said: str
+) -> None:
+    document = {
+        "schema": 1,
+        "cluster": {"boards": [3, 3]},
+        "strategy": {"groups": 2, "sync_interval_epochs": 0.5, "use_spares": True, **strategy},
+    }
+
+    def check() -> None:
+        prepare(parse_scenario(document, name="spares", question="", where="spares"))
+
+    refused(check, "use_spares", said)
 
 
 def test_leaving_costs_time_but_not_the_gradient_of_a_group() -> None:

@@ -133,6 +133,16 @@ CASES: dict[str, Scenario] = {
         epochs=2,
         events=(EventConfig(kind="preempt", soc=0, round=2, rounds=1),),
     ),
+    "spare SoCs": small(
+        boards=(3, 3),
+        socs=4,
+        use_spares=True,
+        epochs=2,
+        events=(
+            EventConfig(kind="preempt", soc=0, round=1, rounds=2),
+            EventConfig(kind="preempt", soc=3, round=3, rounds=1),
+        ),
+    ),
     "tree-fedavg": small("tree-fedavg", groups="auto", epochs=2),
     "fedavg": small("fedavg", epochs=3),
     "int8": with_precision(small(), arithmetic="int8"),

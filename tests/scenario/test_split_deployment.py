@@ -172,7 +172,7 @@ def is_within_a_round(run: DeployedRun, num_batches: int = 2, at_most: int = 10*
 @pytest.mark.timeout(600)
 def test_a_deployment_whose_cloud_is_killed_goes_on_and_nothing_differs(tmp_path: Path) -> None:
     """Killed within a round, on a line so slow that each takes seconds."""
-    text = scenario(more='cut = 1\n[model]\nname = "lenet5"').replace("2e7", "3e6")
+    text = scenario(more='cut = 1\n[model]\nname = "lenet5"').replace("2e7", "1.5e6")
     local = locally(text, 3, tmp_path / "local")
     with DeployedRun(tmp_path, epochs=3, scenario=text) as run:
         run.wait_for(lambda: is_within_a_round(run, at_most=4))  # of 8, for asking takes a while

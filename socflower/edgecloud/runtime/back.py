@@ -1,14 +1,16 @@
 """The half with the loss: it updates its weights from features, and returns the gradient with respect to them."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from socflower.edgecloud.half_protocols import Array, Labels, arrays_in
-from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedule, constant_rate
-from socflower.edgecloud.runtime.torch_half import Loss, Passes, TorchHalf, targets_from
+from socflower.edgecloud.runtime.torch_half import Passes, TorchHalf, targets_from
 from socflower.model_graph.cut_points import SplitModel
 from socflower.model_graph.tensor_arrays import to_array, to_tensor
+from socflower.training.schedules import Schedule, constant_rate
+from socflower.training.session import LossFn, OptimizerFn
 
 
 class TorchBack(TorchHalf):
@@ -22,8 +24,8 @@ class TorchBack(TorchHalf):
         self,
         split: SplitModel,
         cut: int,
-        optimizer: OptimizerFactory,
-        loss: Loss,
+        optimizer: OptimizerFn,
+        loss: LossFn,
         *,
         schedule: Schedule = constant_rate,
         seed: int = 0,
@@ -61,21 +63,19 @@ class TorchBack(TorchHalf):
         targets = (
             targets_from(labels, self._device) if self._targets is None else self._targets(batch)
         )
-        loss = self._loss_of(batch, self._joined(leaves), targets)
-        self._optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        self._optimizer.step(batch)
-        gradients = [self._gradient(leaf) if trains else None for leaf in leaves]
-        return gradients, float(loss.detach())
+        gradients, loss = self._train(batch, targets, *leaves)
+        arrays = [None if one is None else to_array(one, copy=False) for one in gradients]
+        return arrays[1:], loss
+
+    def _run(self, batch: int, *inputs: Any) -> torch.Tensor:
+        targets, *leaves = inputs
+        return self._loss_of(batch, self._joined(leaves), targets)
 
     def _joined(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         if len(leaves) > 1:
             return torch.cat(list(leaves), dim=1)
         # Neither an autograd leaf nor the caller's array may be overwritten.
         return leaves[0].clone() if self.split.writes_in_place else leaves[0]
-
-    def _gradient(self, leaf: torch.Tensor) -> Array:
-        return to_array(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, copy=False)
 
     def _check_features(
         self,

@@ -2,21 +2,22 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from socflower.edgecloud.half_protocols import Array, Labels
-from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedule, constant_rate
-from socflower.edgecloud.runtime.torch_half import Loss, Passes, TorchHalf, targets_from
+from socflower.edgecloud.runtime.torch_half import Passes, TorchHalf, targets_from
 from socflower.model_graph.batch_form import Batch, output_of
 from socflower.model_graph.cut_points import SplitModel
 from socflower.model_graph.tensor_arrays import layout_of, to_array, to_tensor
 from socflower.model_graph.torch_device import on_device
+from socflower.training.schedules import Schedule, constant_rate
+from socflower.training.session import LossFn, OptimizerFn
 
 Samples: TypeAlias = tuple[Batch, Labels, NDArray[np.int64]]
 """Inputs, labels for the back half, and sample ids."""
@@ -26,10 +27,11 @@ Samples: TypeAlias = tuple[Batch, Labels, NDArray[np.int64]]
 class _InFlight:
     """A batch whose forward pass is done and whose gradient has not arrived."""
 
-    # Of its features.
+    # Of its features, with their layout in memory.
     shape: tuple[int, ...]
-    # The state for an update from the same pass, such as a graph, if it was to be kept.
-    kept: object | None
+    layout: tuple[int, ...]
+    # Whether its pass was kept for the update, which needs no replay then.
+    is_kept: bool
     # Before its forward pass.
     num_updates: int
 
@@ -45,17 +47,20 @@ class TorchFront(TorchHalf):
     With a `cut` after the last one, all layers are in this half, and `train_alone` needs `loss`.
     """
 
+    # Whether a pass can be kept for its update.
+    _keeps_passes = True
+
     def __init__(
         self,
         split: SplitModel,
         cut: int,
         batches: Callable[[int], Samples],
-        optimizer: OptimizerFactory,
+        optimizer: OptimizerFn,
         *,
         schedule: Schedule = constant_rate,
         seed: int = 0,
         device: torch.device | str = "cpu",
-        loss: Loss | None = None,
+        loss: LossFn | None = None,
         passes: Passes | None = None,
     ) -> None:
         super().__init__(
@@ -76,10 +81,13 @@ class TorchFront(TorchHalf):
     def forward(self, batch: int, *, keep_graph: bool = False) -> Array:
         """Return the features (samples, ...) of a batch, computed with the current weights."""
         inputs, _, _ = self._samples(batch)
-        keep = keep_graph and self.split.front_trains(self._cut)
-        features, kept = self._first_pass(batch, inputs, keep=keep)
-        self._in_flight[batch] = _InFlight(tuple(features.shape), kept, self._num_updates)
-        return features
+        keep = keep_graph and self._keeps_passes and self.split.front_trains(self._cut)
+        features = self._forward(batch, inputs, keep=keep)
+        self._in_flight[batch] = _InFlight(
+            tuple(features.shape), layout_of(features), keep, self._num_updates
+        )
+        # A copy: the graph may need its result unchanged, and the half may return its inputs.
+        return to_array(features)
 
     @property
     def feature_quantum(self) -> float | None:
@@ -103,11 +111,12 @@ class TorchFront(TorchHalf):
         waiting = self._in_flight[batch]
         if gradient is not None:
             self._check_gradient(batch, waiting, gradient)
-            if waiting.kept is not None:
-                self._update(batch, waiting.kept, gradient)
+            if self._session.keeps(batch):
+                self._update(batch, gradient, waiting.layout)
             else:
-                self._replay(batch, self._samples(batch)[0], waiting.shape, gradient)
+                self._replay(batch, waiting.shape, gradient)
             self._num_updates += 1
+        self._session.discard(batch)
         del self._in_flight[batch]
 
     def _check_gradient(
@@ -125,7 +134,7 @@ class TorchFront(TorchHalf):
                 f"a gradient of shape {tuple(gradient.shape)} for batch {batch} with features {waiting.shape}"
             )
         # Autograd would apply it to weights that are no longer those of its forward pass.
-        if waiting.kept is not None and waiting.num_updates != self._num_updates:
+        if waiting.is_kept and waiting.num_updates != self._num_updates:
             raise self._error(
                 f"weights were updated since the graph of batch {batch} was kept; keep graphs only at window 0"
             )
@@ -133,63 +142,44 @@ class TorchFront(TorchHalf):
     def train_alone(self, batch: int) -> float:
         """Do a whole training step with all layers, which must be in this half, and return the loss."""
         inputs, labels, _ = self._samples(batch)
-        loss = self._loss_of(batch, inputs, targets_from(labels, self._device))
-        self._optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        self._optimizer.step(batch)
+        _, loss = self._train(batch, inputs, targets_from(labels, self._device))
         self._num_updates += 1
-        return float(loss.detach())
+        return loss
 
-    def _first_pass(
-        self,
-        batch: int,
-        inputs: Batch,
-        *,
-        keep: bool,
-    ) -> tuple[Array, object | None]:
-        """Return the features of a batch in a new array, and, with `keep`, the state for `_update`."""
-        with torch.set_grad_enabled(keep):
-            features = self._features(batch, inputs)
-        # A copy: the graph may need its result unchanged, and the half may return its inputs.
-        return to_array(features), features if keep else None
+    def _run(self, batch: int, *inputs: Any) -> torch.Tensor:
+        """Return the features of a batch, or with labels its loss."""
+        if len(inputs) == 1:
+            return self._features(batch, inputs[0])
+        return self._loss_of(batch, *inputs)
 
-    def _replay(
-        self,
-        batch: int,
-        inputs: Batch,
-        shape: tuple[int, ...],
-        gradient: Array,
-    ) -> None:
+    def _replay(self, batch: int, shape: tuple[int, ...], gradient: Array) -> None:
         """Repeat the pass of a batch with the present weights, and update them."""
-        with _preserve_buffers(self._layers()):
-            features = self._features(batch, inputs)
-            self._require_shape(batch, tuple(features.shape), shape)
-            self._update(batch, features, gradient)
+        with self._repeating():
+            features = self._forward(batch, self._samples(batch)[0])
+            if tuple(features.shape) != shape:
+                self._session.discard(batch)
+                raise self._error(
+                    f"batch {batch} has features {shape}, but {tuple(features.shape)} in its replay; its source "
+                    "must repeat itself"
+                )
+            self._update(batch, gradient, layout_of(features))
 
-    def _update(self, batch: int, kept: object, gradient: Array) -> None:
+    def _repeating(self) -> AbstractContextManager[None]:
+        """Return a context for the passes of a batch after its first one, which do not count in running statistics."""
+        return _preserve_buffers(self._layers())
+
+    def _update(self, batch: int, gradient: Array, layout: Sequence[int]) -> None:
         """Update the weights by a gradient with respect to the features of a pass that was kept."""
-        features = cast(torch.Tensor, kept)
-        tensor = to_tensor(gradient, self._device, layout_of(features))
-        self._optimizer.zero_grad()
-        torch.autograd.backward([features], [tensor])
-        self._optimizer.step(batch)
+        self._session.begin()
+        self._session.backward(batch, [to_tensor(gradient, self._device, layout)])
+        self._session.step(batch)
         # Frees the gradients' memory between batches.
-        self._optimizer.zero_grad()
-
-    def _require_shape(
-        self,
-        batch: int,
-        shape: tuple[int, ...],
-        first: tuple[int, ...],
-    ) -> None:
-        if shape != first:
-            raise self._error(
-                f"batch {batch} has features {first}, but {shape} in its replay; its source must repeat itself"
-            )
+        self._session.begin()
 
     def _features(self, batch: int, inputs: Batch) -> torch.Tensor:
         """Return the features of a batch, which cross in float32 also under autocast."""
-        with self._passing(batch) as layers:
+        layers = self._layers()
+        with self._autocast():
             self._require_taken(layers, inputs)
             features = output_of(layers, on_device(inputs, self._device))
         return cast(torch.Tensor, features).float()
@@ -218,7 +208,7 @@ class TorchFront(TorchHalf):
             )
 
     def _progress(self) -> list[list[int]]:
-        kept = [batch for batch, waiting in self._in_flight.items() if waiting.kept is not None]
+        kept = [batch for batch, waiting in self._in_flight.items() if waiting.is_kept]
         if kept:
             raise self._error(f"cannot be saved while the graphs of batches {kept} are kept")
         return [[batch, *waiting.shape] for batch, waiting in self._in_flight.items()]
@@ -226,7 +216,8 @@ class TorchFront(TorchHalf):
     def _resume(self, progress: Sequence[Sequence[int]]) -> None:
         self._latest = None
         self._in_flight = {
-            batch: _InFlight(tuple(shape), None, self._num_updates) for batch, *shape in progress
+            batch: _InFlight(tuple(shape), (), False, self._num_updates)
+            for batch, *shape in progress
         }
 
 

@@ -17,14 +17,14 @@ from socflower.edgecloud.half_protocols import Array
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts
 from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import TorchFront
-from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory
 from socflower.errors import ConfigError
 from socflower.field_rules import checked
 from socflower.model_graph.cut_points import CutPoint, SplitModel
 from socflower.model_graph.layer_profile import profile_module
-from socflower.model_graph.tensor_arrays import to_array
+from socflower.model_graph.tensor_arrays import tensor_bytes, to_array
 from socflower.model_graph.torch_device import settle
 from socflower.toml_file import read_table
+from socflower.training.session import OptimizerFn
 from socflower.wire.codecs.error_feedback import ErrorFeedback, Form
 from socflower.wire.codecs.quantisation import decode, encode
 
@@ -45,7 +45,7 @@ class Measuring:
     through the stream between two passes of a half, so that no cache holds the data of the last pass.
     """
 
-    optimizer: OptimizerFactory
+    optimizer: OptimizerFn
     batch_size: _Count
     num_repeats: _Count = 5
     num_warm_ups: _Count = 2
@@ -104,7 +104,7 @@ def measure_costs(
         raise ConfigError(
             f"model {split.name}: {len(cloud_s)} seconds of the cloud for {split.num_cuts} cuts"
         )
-    all_bytes = float(sum(form.numel() * form.element_size() for form in split.specs.values()))
+    all_bytes = float(tensor_bytes(split.specs.values()))
     trained_bytes = sum(layer.weight_bytes for layer in profile.layers)
     alone_bytes = all_bytes + trained_bytes + _kept_bytes(split, profile, how, None)
     return SplitCosts(

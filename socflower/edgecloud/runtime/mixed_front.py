@@ -4,18 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
-from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from socflower.edgecloud.half_protocols import Array
 from socflower.edgecloud.runtime.front import Samples, TorchFront
-from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedule, constant_rate
-from socflower.edgecloud.runtime.torch_half import Passes
+from socflower.edgecloud.runtime.torch_half import Passes, States
 from socflower.field_rules import OneOf, checked
 from socflower.model_graph.batch_form import Batch, form_of
 from socflower.model_graph.cut_points import SplitModel
 from socflower.model_graph.graph import in_mode
+from socflower.model_graph.parts import start_stream
 from socflower.precision.cpu_share import (
     MIXING_RULES,
     accuracy_floor,
@@ -24,6 +22,8 @@ from socflower.precision.cpu_share import (
     cpu_share,
 )
 from socflower.training.int8_layers import STATISTICS, Int8Layers
+from socflower.training.schedules import Schedule, constant_rate
+from socflower.training.session import OptimizerFn, loss_between, require_loss
 
 
 @checked
@@ -50,6 +50,8 @@ class MixedFront(TorchFront):
     both, weighted by samples.
     """
 
+    # The engine keeps one pass, and a replay with the same masters has the same bits.
+    _keeps_passes = False
     _npu: Int8Layers | None = None
 
     def __init__(
@@ -57,7 +59,7 @@ class MixedFront(TorchFront):
         split: SplitModel,
         cut: int,
         batches: Callable[[int], Samples],
-        optimizer: OptimizerFactory,
+        optimizer: OptimizerFn,
         edge: MixedEdge,
         *,
         party: int = 0,
@@ -76,19 +78,16 @@ class MixedFront(TorchFront):
             # An operator without an integer form is refused here, before anything starts.
             self._int8()
 
-    def _first_pass(
-        self,
-        batch: int,
-        inputs: Batch,
-        *,
-        keep: bool,
-    ) -> tuple[Array, object | None]:
-        # Always replayed: the engine keeps one pass, and a replay with the same masters has the same bits.
-        return super()._first_pass(batch, inputs, keep=False)
+    def _prepare(self, *inputs: Any) -> None:
+        if not isinstance(inputs[0], Tensor):
+            raise self._error(f"int8 training takes one tensor of images, not {form_of(inputs[0])}")
+        super()._prepare(*inputs)
+        # The engine is built, and alpha measured, before the pass, since a capture waits for passes to end.
+        if self._num_cpu(inputs[0]) < len(inputs[0]):
+            self._int8()
 
     def _features(self, batch: int, inputs: Batch) -> Tensor:
-        if not isinstance(inputs, Tensor):
-            raise self._error(f"int8 training takes one tensor of images, not {form_of(inputs)}")
+        assert isinstance(inputs, Tensor)
         num_cpu = self._num_cpu(inputs)
         if num_cpu == len(inputs):
             return super()._features(batch, inputs)
@@ -103,15 +102,18 @@ class MixedFront(TorchFront):
             self._count_batch()
         # The NPU normalises with the statistics before the CPU's part changed them.
         npu.round_masters(before, batch)
-        with self._passing(batch):
-            parts.append(npu.forward(inputs[num_cpu:], batch))
+        # It draws as if it had the batch alone.
+        start_stream(0)
+        parts.append(npu.forward(inputs[num_cpu:], batch))
         for name, seen in npu.statistics().items():
             statistics[name].data.lerp_(seen, 1.0 - num_cpu / len(inputs))
         return torch.cat(parts)
 
     def _loss_of(self, batch: int, argument: Batch, labels: Any) -> Tensor:
         assert self._passes.loss is not None
-        return self._passes.loss(self._features(batch, argument), labels)
+        name = f"model {self.split.name}"
+        features = self._features(batch, argument)
+        return require_loss(loss_between(self._passes.loss, features, labels, name), name)
 
     @property
     def _feature_shape(self) -> tuple[int, ...]:
@@ -158,7 +160,7 @@ class MixedFront(TorchFront):
             )
         return self._npu
 
-    def _move_to(self, cut: int, taken: Mapping[str, NDArray[Any]] | None = None) -> None:
+    def _move_to(self, cut: int, taken: States | None = None) -> None:
         self._trackers = self._arithmetic_state()["trackers"]
         self._npu = None
         super()._move_to(cut, taken)

@@ -1,7 +1,7 @@
 """The common part of both halves of a torch model: layers that are added and removed with the cut, and saving."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -12,24 +12,30 @@ from numpy.typing import NDArray
 from torch import nn
 
 from socflower.edgecloud.half_protocols import Labels, Weights
-from socflower.edgecloud.runtime.half_optimizer import (
-    SEPARATOR,
-    HalfOptimizer,
-    OptimizerFactory,
-    Schedule,
-)
 from socflower.errors import ConfigError
 from socflower.model_graph.batch_form import Batch, output_of
 from socflower.model_graph.cut_points import SplitModel
 from socflower.model_graph.graph import CAPTURE_LOCK
-from socflower.model_graph.parts import random_streams
 from socflower.model_graph.tensor_arrays import to_array, to_tensor
 from socflower.model_graph.torch_device import on_device
 from socflower.training.model_state import frozen_digest, frozen_parameters
+from socflower.training.schedules import Schedule
+from socflower.training.session import (
+    PARAMETERS,
+    LossFn,
+    OptimizerFn,
+    Session,
+    TorchSession,
+    loss_between,
+    require_loss,
+)
 from socflower.wire.saved_state import from_bytes, to_bytes
 
-Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
-"""A function of outputs and targets that returns one number, the mean over the batch."""
+SEPARATOR = "::"
+"""Separates a weight's name from a key of its optimiser state."""
+
+States: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""The optimiser's state of each weight, by name."""
 
 HalfStep: TypeAlias = Callable[[nn.Module, Any, Any], torch.Tensor]
 """A function of layers, what they take (features, or the model's inputs) and labels that returns the mean loss."""
@@ -44,7 +50,7 @@ _OF_OPTIMIZER = "state "
 class Passes:
     """How passes and updates are done: see `SplitProgram`."""
 
-    loss: Loss | None = None
+    loss: LossFn | None = None
     train_step: HalfStep | None = None
     max_grad_norm: float | None = None
     autocast: torch.dtype | None = None
@@ -54,12 +60,15 @@ class Passes:
         layers: nn.Module,
         argument: Any,
         labels: Any,
+        name: str,
     ) -> torch.Tensor:
-        """Return the loss of `train_step`, or that of the layers' outputs."""
+        """Return the loss of `train_step`, or that of the layers' outputs; `name` is the model's."""
         if self.train_step is not None:
-            return self.train_step(layers, argument, labels)
-        assert self.loss is not None
-        return self.loss(output_of(layers, argument), labels)
+            loss = self.train_step(layers, argument, labels)
+        else:
+            assert self.loss is not None
+            loss = loss_between(self.loss, output_of(layers, argument), labels, f"model {name}")
+        return require_loss(loss, f"model {name}")
 
 
 class TorchHalf:
@@ -79,7 +88,7 @@ class TorchHalf:
         split: SplitModel,
         cut: int,
         *,
-        optimizer: OptimizerFactory,
+        optimizer: OptimizerFn,
         schedule: Schedule,
         seed: int,
         device: torch.device | str,
@@ -92,21 +101,18 @@ class TorchHalf:
         self._seed = seed
         self._passes = passes
         self._device = torch.device(device)
-        self._optimizer = HalfOptimizer(
-            optimizer,
-            schedule,
-            max_grad_norm=passes.max_grad_norm,
-        )
+        self._make_optimizer = optimizer
+        self._schedule = schedule
         self._tensors = split.tensors()
         self._frozen = frozenset(frozen_parameters(split.model))
         self.keeps_frozen = False
         if any(tensor.shape != split.specs[name].shape for name, tensor in self._tensors.items()):
             raise self._error("belongs to another half; give each half a copy()")
-        self._release_tensors(set(self._tensors) - set(self._names(cut)))
+        _free(self._tensors, set(self._tensors) - set(self._names(cut)))
         split.model.to(self._device)
         self._tensors = split.tensors()
         self._module: nn.Module | None = None
-        self._optimizer.set_weights(self._own_tensors())
+        self._session = self._new_session()
 
     @property
     def cut(self) -> int:
@@ -121,7 +127,7 @@ class TorchHalf:
     @property
     def state_bytes(self) -> float:
         """The bytes of the optimiser's state."""
-        return float(sum(array.nbytes for array in self._optimizer.state().values()))
+        return float(sum(array.nbytes for array in self._state_arrays(self._tensors).values()))
 
     def export_layers(self, cut: int) -> Weights:
         """Move the cut so that this half loses layers; return their tensors and optimiser state (`name::key`).
@@ -130,7 +136,7 @@ class TorchHalf:
         """
         moving = self._moving(cut, gives=True)
         given = {name: self._array(name) for name in self._sent(moving)}
-        given |= self._optimizer.state(moving)
+        given |= self._state_arrays(moving)
         self._move_to(cut)
         self._release_tensors(set(moving))
         return given
@@ -148,7 +154,7 @@ class TorchHalf:
             if key.partition(SEPARATOR)[0] not in moving:
                 raise self._error(f"no layer that moves to cut {cut} has optimiser state {key!r}")
         self._fill_all(moving, weights)
-        self._move_to(cut, state)
+        self._move_to(cut, _states_in(state))
 
     def weights(self) -> Weights:
         """Return copies of this half's weights and buffers, by their names in the whole model.
@@ -182,7 +188,8 @@ class TorchHalf:
             "arithmetic": self._arithmetic_state(),
         }
         arrays = {f"{_WEIGHT}{name}": array for name, array in self.weights().items()}
-        arrays |= {f"{_OF_OPTIMIZER}{key}": array for key, array in self._optimizer.state().items()}
+        states = self._state_arrays(self._names(self._cut))
+        arrays |= {f"{_OF_OPTIMIZER}{key}": array for key, array in states.items()}
         return to_bytes(_STATE, header, arrays)
 
     def restore(self, saved: bytes) -> None:
@@ -205,8 +212,8 @@ class TorchHalf:
         self._fill_all(own_names, arrays)
         self.keeps_frozen = bool(header["frozen_sha256"])
         # Discards the optimiser's previous state.
-        self._optimizer.set_weights({})
-        self._move_to(cut, state)
+        self._session = self._new_session()
+        self._move_to(cut, _states_in(state))
         self._resume(header["progress"])
         self._restore_arithmetic(header["arithmetic"])
 
@@ -246,30 +253,91 @@ class TorchHalf:
         changed = set(self._names(self._cut)) ^ set(self._names(cut))
         return tuple(name for name in self._tensors if name in changed)
 
-    def _move_to(self, cut: int, taken: Mapping[str, NDArray[Any]] | None = None) -> None:
+    def _move_to(self, cut: int, taken: States | None = None) -> None:
+        """Train the layers up to another cut; weights that stay keep their state, that of new ones is in `taken`."""
+        states = {**self._session.state().get(PARAMETERS, {}), **(taken or {})}
         self._cut = cut
         self._module = None
-        self._optimizer.set_weights(self._own_tensors(), taken)
+        self._session = self._new_session()
+        self._session.restore({PARAMETERS: states})
 
-    @contextmanager
-    def _passing(self, batch: int) -> Iterator[nn.Module]:
-        """Yield this half's layers in training mode, with the random streams of a batch."""
-        layers = self._layers()
-        autocast = self._passes.autocast
-        draws = random_streams(self._seed, batch) if self.split.random_layers else nullcontext()
-        narrow = torch.autocast(self._device.type, autocast) if autocast else nullcontext()
+    # ------------------------------------------------------------------------------------------------------ the session
+
+    def _new_session(self) -> Session:
+        """Return a session of the present layers, without a state."""
+        return TorchSession(
+            self._run,
+            self._trained(),
+            self._make_optimizer,
+            where="split training",
+            schedule=self._schedule,
+            max_grad_norm=self._passes.max_grad_norm,
+            seed=self._seed if self.split.random_layers else None,
+        )
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """Return the weights that are updated, by name."""
+        named: dict[str, nn.Parameter] = {}
+        first_names: dict[int, str] = {}
+        for name, weight in self._own_tensors().items():
+            if isinstance(weight, nn.Parameter) and weight.requires_grad:
+                # A tied weight is updated under its first name, at the place of its last one.
+                first = first_names.setdefault(id(weight), name)
+                named.pop(first, None)
+                named[first] = weight
+        return named
+
+    def _run(self, batch: int, *inputs: Any) -> torch.Tensor:
+        """Compute a pass of a batch in training mode; see `TorchSession`."""
+        raise NotImplementedError
+
+    def _prepare(self, *inputs: Any) -> None:
+        """Build what a pass needs before it begins."""
+        self._layers()
+
+    def _forward(self, batch: int, *inputs: Any, keep: bool = True) -> torch.Tensor:
+        """Return the result of a pass of a batch, without a graph."""
+        self._prepare(*inputs)
         # The lock comes first: its exclusive holder forks the generator, and would wait for a half that waits for it.
-        with CAPTURE_LOCK.shared(), draws, narrow:
-            yield layers
+        with CAPTURE_LOCK.shared():
+            (made,) = self._session.forward(batch, *inputs, keep=keep)
+        return made
+
+    def _train(self, batch: int, *inputs: Any) -> tuple[tuple[torch.Tensor | None, ...], float]:
+        """Do a whole step on a batch; return the gradients of the inputs, and the loss."""
+        loss = self._forward(batch, *inputs)
+        self._session.begin()
+        gradients = self._session.backward(batch)
+        self._session.step(batch)
+        return gradients, float(loss)
+
+    def _state_arrays(self, names: Iterable[str]) -> dict[str, NDArray[Any]]:
+        """Return the optimiser's state of the named weights, by `name::key`."""
+        state = self._session.state()
+        states: States = state.get(PARAMETERS, {})
+        arrays: dict[str, NDArray[Any]] = {}
+        for name in names:
+            for entry, value in states.get(name, {}).items():
+                if isinstance(value, torch.Tensor):
+                    arrays[f"{name}{SEPARATOR}{entry}"] = to_array(value)
+                # The momentum of SGD without momentum is None.
+                elif value is not None:
+                    raise ConfigError(
+                        f"optimizer: {state['optimizer']} keeps {entry} as {type(value).__name__}, which "
+                        "cannot move with a layer; use SGD or Adam"
+                    )
+        return arrays
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        narrow = self._passes.autocast
+        return torch.autocast(self._device.type, narrow) if narrow else nullcontext()
 
     def _loss_of(self, batch: int, argument: Batch, labels: Any) -> torch.Tensor:
         """Return the loss of a batch, from the argument of this half's first layer and the labels as tensors."""
-        with self._passing(batch) as layers:
-            taken = on_device(argument, self._device)
-            targets = on_device(labels, self._device)
-            loss = self._passes.loss_of(layers, taken, targets)
-        require_loss(loss, self.split.name)
-        return loss
+        taken = on_device(argument, self._device)
+        targets = on_device(labels, self._device)
+        with self._autocast():
+            return self._passes.loss_of(self._layers(), taken, targets, self.split.name)
 
     def _layers(self) -> nn.Module:
         if self._module is None:
@@ -335,28 +403,29 @@ class TorchHalf:
         tensor.data.copy_(to_tensor(array, self._device))
 
     def _release_tensors(self, names: Iterable[str]) -> None:
-        for name in names:
-            tensor = self._tensors[name]
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            tensor.grad = None
+        _free(self._tensors, names)
 
 
-def require_loss(loss: object, model: str) -> None:
-    """Raise `ConfigError` for a loss that is not one number that depends on the model."""
-    if not isinstance(loss, torch.Tensor):
-        wrong = f"of type {type(loss).__name__}"
-    elif loss.ndim:
-        wrong = f"a tensor of shape {tuple(loss.shape)}"
-    elif not loss.requires_grad:
-        wrong = "without a gradient"
-    else:
-        return
-    raise ConfigError(f"model {model}: the loss is {wrong}, not one number of the outputs")
+def _free(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+    """Free the memory of the named tensors, which are empty from then on."""
+    for name in names:
+        tensor = tensors[name]
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        tensor.grad = None
 
 
 def _without(prefix: str, arrays: Weights) -> Weights:
     """Return the arrays whose names have the prefix, without it."""
     return {name[len(prefix) :]: each for name, each in arrays.items() if name.startswith(prefix)}
+
+
+def _states_in(arrays: Weights) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the optimiser's state of each weight from arrays by `name::key`."""
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for key, array in arrays.items():
+        name, _, entry = key.partition(SEPARATOR)
+        states.setdefault(name, {})[entry] = torch.from_numpy(np.array(array))
+    return states
 
 
 def targets_from(labels: Labels, device: torch.device) -> Any:

@@ -172,7 +172,7 @@ def all_reduce_s(problem: PipelineProblem, socs: Sequence[int], weight_bytes: fl
 def communication_step(problem: PipelineProblem, plan: PipelinePlan, index: int) -> PipelineStep:
     """Return the step of the cut behind a stage: the busiest link's time of a micro-batch, in either direction."""
     stage, following = plan.stages[index : index + 2]
-    output_bytes = problem.model.layers[stage.last_layer].output_bytes
+    output_bytes = problem.model.layers[stage.last_layer].crossing_bytes
     there, back = [], []
     for piece in plan.slices(index):
         source, target = stage.devices[piece.sender], following.devices[piece.receiver]

@@ -51,7 +51,7 @@ def estimate_seconds(
     forward_w = _roofline(model, device, chosen.flops_per_s, forward=True)
     backward_w = _roofline(model, device, chosen.flops_per_s, forward=False)
     total_w = float(forward_w.sum() + backward_w.sum())
-    flops = sum(layer.forward_flops + layer.backward_flops for layer in model.layers)
+    flops = sum(layer.training_flops for layer in model.layers)
     sample_s = flops / chosen.rate(model.name)
     scale = sample_s / total_w if total_w else 0.0
     operations = [layer.num_operations for layer in model.layers]
@@ -154,5 +154,5 @@ def _roofline(
 ) -> Floats:
     moves = FORWARD_MOVES if forward else BACKWARD_MOVES
     flops = [layer.forward_flops if forward else layer.backward_flops for layer in model.layers]
-    moved = [moves * layer.activation_bytes for layer in model.layers]
+    moved = [moves * layer.kept_bytes for layer in model.layers]
     return np.array(flops) / flops_per_s + np.array(moved) / device.memory_bytes_per_s

@@ -55,11 +55,9 @@ def int8_part(
     Raises `ConfigError` unless one float32 tensor enters and one leaves.
     """
     whole = joined(chain.graph, chain.pieces[first : last + 1])
-    placeholder = next(one for one in chain.graph.operations if one.node.op == "placeholder")
-    result = [one for one in chain.graph.operations[-1].inputs if one.shape]
     names = chain.names
-    entering = _only(whole.entering or (placeholder,), f"into layer {first} ({names[first]})")
-    leaving = _only(whole.leaving or result, f"out of layer {last} ({names[last]})")
+    entering = _only(whole.entering or (chain.graph.input,), f"into layer {first} ({names[first]})")
+    leaving = _only(whole.leaving or chain.graph.results, f"out of layer {last} ({names[last]})")
     part = part_of(
         module,
         chain.graph,

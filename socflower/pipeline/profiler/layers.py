@@ -1,16 +1,18 @@
 """A torch model as the layers that a pipeline is planned with, and as the modules that its stages run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from torch import nn
 
+from socflower.cluster.cost_model import BACKWARD_TO_FORWARD, LayerProfile
 from socflower.errors import ConfigError
 from socflower.model_graph.chain import ModelChain, Piece, capture_chain, result_bytes
 from socflower.model_graph.graph import Example, Operation
-from socflower.model_graph.layer_profile import OperationCost, profile_operations
-from socflower.pipeline.problem import PipelineLayer, PipelineModel
+from socflower.model_graph.layer_profile import profile_operations
+from socflower.model_graph.tensor_arrays import tensor_bytes
+from socflower.pipeline.problem import PipelineModel
 from socflower.training.trainer import require_trained_parameters
 
 
@@ -75,16 +77,15 @@ def read_model(
         _layer(module, chain, piece, name, costs)
         for piece, name in zip(chain.pieces, names, strict=True)
     )
-    placeholder = next(one for one in chain.graph.operations if one.node.op == "placeholder")
     return ReadModel(
         chain=chain,
         model=PipelineModel(
             name=name,
             layers=layers,
-            input_bytes=result_bytes([placeholder]),
+            input_bytes=result_bytes([chain.graph.input]),
             label_bytes=label_bytes,
             cuts=granularity.value,
-            sample_shape=(placeholder.shape or ())[1:],
+            sample_shape=(chain.graph.input.shape or ())[1:],
         ),
     )
 
@@ -92,7 +93,7 @@ def read_model(
 def _coarsened(
     module: nn.Module,
     fine: ModelChain,
-    costs: dict[Operation, OperationCost],
+    costs: Mapping[Operation, LayerProfile],
     granularity: Granularity,
 ) -> ModelChain:
     if granularity is Granularity.OPERATIONS:
@@ -116,28 +117,30 @@ def _layer(
     chain: ModelChain,
     piece: Piece,
     name: str,
-    costs: dict[Operation, OperationCost],
-) -> PipelineLayer:
+    costs: Mapping[Operation, LayerProfile],
+) -> LayerProfile:
     own = [costs[operation] for operation in piece.operations]
     used = {name for operation in piece.operations for name in operation.tensors}
     weights = [weight for key, weight in module.named_parameters() if key in used]
     trained = [weight for weight in weights if weight.requires_grad]
-    leaving = piece.leaving or tuple(one for one in chain.graph.operations[-1].inputs if one.shape)
-    return PipelineLayer(
+    forward_flops = sum(cost.forward_flops for cost in own)
+    backward_flops = sum(cost.backward_flops for cost in own)
+    in_backward = any(cost.in_backward for cost in own)
+    results = [cost.output_bytes for cost in own if cost.in_backward or not in_backward]
+    return LayerProfile(
         name=name,
-        forward_flops=sum(cost.forward_flops for cost in own),
-        backward_flops=sum(cost.backward_flops for cost in own),
-        weight_bytes=_num_bytes(trained),
-        frozen_bytes=_num_bytes(weights) - _num_bytes(trained),
+        forward_flops=forward_flops,
+        backward_to_forward=backward_flops / forward_flops
+        if forward_flops
+        else BACKWARD_TO_FORWARD,
+        weight_bytes=float(tensor_bytes(trained)),
+        frozen_bytes=float(tensor_bytes(weights) - tensor_bytes(trained)),
         num_tensors=len(trained),
-        activation_bytes=sum(cost.output_bytes for cost in own if cost.in_backward),
-        output_bytes=result_bytes(leaving),
+        output_bytes=sum(results),
+        in_backward=in_backward,
+        crossing_bytes=result_bytes(piece.leaving or chain.graph.results),
         num_operations=sum(cost.output_bytes > 0 for cost in own),
     )
-
-
-def _num_bytes(weights: Sequence[nn.Parameter]) -> float:
-    return float(sum(weight.numel() * weight.element_size() for weight in weights))
 
 
 def _unique(names: Sequence[str]) -> list[str]:

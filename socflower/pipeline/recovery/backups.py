@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from socflower.pipeline.plan import Plan
-from socflower.pipeline.runtime.trained_model import loaded, saved
+from socflower.training.saved_values import from_bytes, to_bytes
+from socflower.training.session import PARAMETERS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,7 +17,7 @@ class StageState:
 
     # Trained parameters and buffers, by name.
     weights: Mapping[str, Tensor] = field(default_factory=dict)
-    # As `FP32Session.named_state`; empty: a new optimiser.
+    # As `Session.state`; empty: a new optimiser.
     optimizer: Mapping[str, Any] = field(default_factory=dict)
 
     def to_bytes(self, names: Collection[str]) -> bytearray:
@@ -27,30 +28,30 @@ class StageState:
             "optimizer": dict(self.optimizer),
         }
         if self.optimizer:
-            parameters = self.optimizer.get("parameters", {})
-            part["optimizer"]["parameters"] = {
+            parameters = self.optimizer.get(PARAMETERS, {})
+            part["optimizer"][PARAMETERS] = {
                 name: own for name, own in parameters.items() if name in wanted
             }
-        return bytearray(saved(part))
+        return bytearray(to_bytes(part))
 
     @classmethod
     def from_bytes(cls, body: bytes | bytearray | memoryview) -> "StageState":
         """Return the state of `to_bytes`."""
-        return cls(**loaded(body))
+        return cls(**from_bytes(body))
 
     def joined(self, other: "StageState") -> "StageState":
         """Return both states; this one's value wins for a name in both."""
         optimizer = dict(other.optimizer) | dict(self.optimizer)
         if optimizer:
-            optimizer["parameters"] = {
-                **other.optimizer.get("parameters", {}),
-                **self.optimizer.get("parameters", {}),
+            optimizer[PARAMETERS] = {
+                **other.optimizer.get(PARAMETERS, {}),
+                **self.optimizer.get(PARAMETERS, {}),
             }
         return StageState(weights={**other.weights, **self.weights}, optimizer=optimizer)
 
     def optimizer_bytes(self) -> bytes | None:
         """Return the optimiser's state as an argument of `Member`; None for a new optimiser."""
-        return saved(dict(self.optimizer)) if self.optimizer else None
+        return to_bytes(self.optimizer) if self.optimizer else None
 
 
 class StateTransfer(NamedTuple):

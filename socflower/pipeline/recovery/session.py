@@ -40,11 +40,12 @@ from socflower.pipeline.runtime.grpc_channels import GrpcChannels
 from socflower.pipeline.runtime.member import Member, Mini, StageMember, refuse_unfit
 from socflower.pipeline.runtime.messages import CONTROL, END, STATE, Receive
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
-from socflower.pipeline.runtime.trained_model import TrainedModel, loaded
+from socflower.pipeline.runtime.trained_model import TrainedModel
 from socflower.quantities import counted
 from socflower.training.batches import BatchSchedule, sample_key
 from socflower.training.fp32 import FP32Trainer
 from socflower.training.model_state import load_trainable_state, trainable_state
+from socflower.training.saved_values import from_bytes
 from socflower.wire.logs import log
 from socflower.wire.message_keys import (
     COMPLETED,
@@ -132,7 +133,7 @@ class _Session:
             weights = trainable_state(member.model).items()
             self._kept[0] = StageState(
                 weights={name: tensor.detach().cpu().clone() for name, tensor in weights},
-                optimizer={} if member.state is None else loaded(member.state),
+                optimizer={} if member.state is None else from_bytes(member.state),
             )
         # By step, the SoCs whose backups have not arrived yet.
         self._awaited: dict[int, list[int]] = {}

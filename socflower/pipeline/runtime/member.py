@@ -8,7 +8,7 @@ the same bits.
 import copy
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
@@ -60,12 +60,12 @@ from socflower.pipeline.runtime.trained_model import (
     StageEnd,
     TrainedModel,
     assembled,
-    loaded,
-    saved,
 )
 from socflower.pipeline.schedule.order import Pass, ScheduledPass, operations
 from socflower.training.exchange.buckets import GradientBucket, make_bucket
-from socflower.training.fp32 import FP32Session, FP32Trainer
+from socflower.training.fp32 import FP32Trainer
+from socflower.training.saved_values import from_bytes, to_bytes
+from socflower.training.session import PARAMETERS
 from socflower.training.trainer import TrainingSpan, training_device
 from socflower.wire.arrays import pack_arrays, unpack_arrays
 from socflower.workloads.data_source import DataSource
@@ -265,13 +265,10 @@ class StageMember:
         self._on_pass = on_pass
         module.train()
         own = read.stage(module, *self._stage.layers).train().to(training_device(trainer))
-        self.work = self._make_work(module, own, span, budget_bytes, in_int8=in_int8)
+        restored = None if state is None else from_bytes(state)
+        self.work = self._make_work(module, own, span, restored, budget_bytes, in_int8=in_int8)
+        self._session = self.work.session
         self._cut = CutTensors(self.place.stage, self.work.entering, self.work.leaving, coding)
-        self._session: FP32Session | None = None
-        if any(parameter.requires_grad for parameter in own.parameters()):
-            self._session = trainer.start(own, span)
-            if state is not None:
-                self._session.restore_named(loaded(state))
         self._buckets = self._make_buckets()
         self._losses: list[Tensor] = []
         self._num_samples = 0
@@ -301,6 +298,7 @@ class StageMember:
         module: nn.Module,
         own: nn.Module,
         span: TrainingSpan,
+        state: Mapping[str, Any] | None,
         budget_bytes: float,
         *,
         in_int8: bool,
@@ -326,8 +324,10 @@ class StageMember:
             device=training_device(self._trainer),
             budget_bytes=budget_bytes,
             int8=int8,
-            seed=seed if draws else None,
             loss=self._trainer.loss if is_last else None,
+            start=lambda run: self._trainer.session(
+                run, own, span, state, seed=seed if draws else None
+            ),
         )
 
     def _make_buckets(self) -> list[tuple[SynchronisedPart, GradientBucket]]:
@@ -374,14 +374,12 @@ class StageMember:
             else:
                 yield from self._backward(batch)
         yield from self._sum_gradients()
-        if self._session is not None:
-            self._session.apply()
-            self._count_state()
+        self._session.step()
+        self._count_state()
         self._copy_buffers()
 
     def _begin(self, step: int) -> None:
-        if self._session is not None:
-            self._session.begin()
+        self._session.begin()
         if self.work.int8 is not None:
             draw = step * self._read.model.num_layers + self._stage.first_layer
             self.work.int8.round_masters(draw)
@@ -574,9 +572,7 @@ class StageMember:
             held += parameter.nbytes * (2 if parameter.requires_grad else 1)
         if self.work.int8 is not None:
             held += self.work.int8.layers.weight_bytes
-        if self._session is not None:
-            held += self._session.state_bytes
-        self.work.state_bytes = held
+        self.work.state_bytes = held + self._session.state_bytes
 
     def _trained(self) -> dict[str, Tensor]:
         return {
@@ -585,27 +581,24 @@ class StageMember:
             if weight.requires_grad
         }
 
-    def _named_state(self) -> dict[str, Any]:
-        return {} if self._session is None else self._session.named_state()
-
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return copies of weights, buffers and optimiser state; see `Member.snapshot`."""
         weights = {name: weight.clone() for name, weight in self._trained().items()}
-        return weights | self._buffers_before, copy.deepcopy(self._named_state())
+        return weights | self._buffers_before, copy.deepcopy(self._session.state())
 
     def ending(self) -> StageEnd:
         """Return the stage for the leader: buffers, and the weights that no device before it has."""
-        state, first_of = self._named_state(), frozenset[str]()
+        state, first_of = self._session.state(), frozenset[str]()
         for part in synchronised_parts(self.plan):
             if part.devices[0] == self.soc:
                 first_of |= self._read.tensor_names(part.first_layer, part.last_layer)
-        own = {key: one for key, one in state.get("parameters", {}).items() if key in first_of}
+        own = {key: one for key, one in state.get(PARAMETERS, {}).items() if key in first_of}
         losses = torch.stack(self._losses).double().cpu().numpy() if self._losses else np.zeros(0)
         measured = [self.work.peak_bytes, self.work.peak_in_flight, self.drain_sample_s()]
         ending: dict[str, NDArray[Any]] = {
             "samples": np.array([self._num_samples], np.int64),
             "losses": losses,
-            "state": np.frombuffer(saved({**state, "parameters": own}), np.uint8),
+            "state": np.frombuffer(to_bytes({**state, PARAMETERS: own}), np.uint8),
             "device": np.frombuffer(self._label().encode(), np.uint8),
             "measured": np.array(measured),
         }

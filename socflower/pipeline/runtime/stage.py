@@ -1,9 +1,9 @@
 """One device's layers: forward and backward passes over its samples of micro-batches, within a memory budget."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -11,9 +11,14 @@ from torch import Tensor, nn
 
 from socflower.errors import SocflowerError
 from socflower.model_graph.graph import Operation
-from socflower.model_graph.parts import random_streams
-from socflower.training.fp32 import LossFn
 from socflower.training.int8_layers import Int8Layers
+from socflower.training.session import (
+    LossFn,
+    TorchSession,
+    loss_between,
+    part_of_loss,
+    require_loss,
+)
 
 
 class OutOfMemory(SocflowerError):
@@ -41,18 +46,6 @@ class Crossing:
     def num_bytes(self, num_samples: int) -> int:
         """Return the bytes of so many samples."""
         return num_samples * math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(slots=True)
-class _Kept:
-    """Tensors that a micro-batch keeps from its forward to its backward pass."""
-
-    entered: tuple[Tensor, ...]
-    made: tuple[Tensor, ...] = ()
-    # Saved by autograd.
-    num_bytes: int = 0
-    # Entering and leaving tensors of a stage in int8; its engine keeps the tensors between them.
-    int8_bytes: int = 0
 
 
 class _Saved:
@@ -130,11 +123,14 @@ class Int8Passes:
         self.layers = layers
         self._buffers = dict(module.named_buffers())
         self._free, self._engine_of = list(range(limit)), dict[int, int]()
+        # Of entering and leaving tensors, which are in FP32, by micro-batch; the engine keeps those between them.
+        self._bytes_of: dict[int, int] = {}
 
     def forward(self, micro_batch: int, entering: Tensor, draw: int) -> Tensor:
         """Return the layers' results; the module gets the running statistics of the engine."""
         number = self._engine_of[micro_batch] = self._free.pop(0)
         made = self.layers.forward(entering, draw, number=number)
+        self._bytes_of[micro_batch] = entering.nbytes + made.nbytes
         for name, seen in self.layers.statistics().items():
             self._buffers[name].copy_(seen)
         for name, buffer in self._buffers.items():
@@ -145,10 +141,49 @@ class Int8Passes:
     def release(self, micro_batch: int) -> None:
         """Free the engine of a micro-batch after its backward pass."""
         self._free.append(self._engine_of.pop(micro_batch))
+        del self._bytes_of[micro_batch]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the engines and of the tensors that enter and leave in micro-batches in flight."""
+        return self.layers.pass_bytes + sum(self._bytes_of.values())
 
     def round_masters(self, draw: int) -> None:
         """Round the masters at random for the micro-batches of an update; `draw` is the number of the random stream."""
         self.layers.round_masters(self._buffers, draw)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePasses:
+    """The passes of a stage's layers: with a `loss` their result is the weighted loss of the samples."""
+
+    name: str
+    module: nn.Module
+    # Of the last stage, computed in FP32.
+    loss: LossFn | None
+    # Computes the passes; None: torch.
+    int8: Int8Passes | None
+
+    def __call__(
+        self, micro_batch: int, stream: int, labels: Any, weight: float, *entered: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return the tensors that leave; `weight` is the factor of the loss, 0 if none of the labels counts."""
+        made: Any
+        if self.int8 is None:
+            made = self.module(*entered)
+        else:
+            made = self.int8.forward(micro_batch, entered[0], stream)
+            made = (made,) if self.loss is None else made
+        if self.loss is None:
+            return tuple(made)
+        loss = loss_between(self.loss, made, labels, self.name)
+        # All layers of the last stage may be frozen.
+        require_loss(loss, self.name, has_gradient=False)
+        return (part_of_loss(loss, weight),)
+
+
+def _untrained(run: StagePasses) -> TorchSession:
+    return TorchSession(run, {}, torch.optim.SGD, where=run.name)
 
 
 @dataclass(kw_only=True)
@@ -168,18 +203,24 @@ class StageWork:
     # (): the model's output.
     leaving: tuple[Crossing, ...]
     limit: int
-    # Of random layers; None: the stage has none.
-    seed: int | None = None
-    # Of the last stage, computed in FP32.
+    # See `StagePasses`.
     loss: LossFn | None = None
-    # Computes the passes; None: torch.
     int8: Int8Passes | None = None
+    # Starts the session that trains the layers.
+    start: InitVar[Callable[[StagePasses], TorchSession]] = _untrained
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     state_bytes: float = 0.0
     budget_bytes: float = math.inf
+    session: TorchSession = field(init=False)
     peak_in_flight: int = field(default=0, init=False)
     peak_bytes: float = field(default=0.0, init=False)
-    _kept: dict[int, _Kept] = field(default_factory=dict, init=False)
+    # Bytes that autograd has saved, by micro-batch.
+    _saved_bytes: dict[int, int] = field(default_factory=dict, init=False)
+
+    def __post_init__(self, start: Callable[[StagePasses], TorchSession]) -> None:
+        self.session = start(
+            StagePasses(name=self.name, module=self.module, loss=self.loss, int8=self.int8)
+        )
 
     def forward(
         self,
@@ -195,7 +236,7 @@ class StageWork:
         `stream` is the number of the pass's random stream. `weight` is the factor of the samples' loss in the loss of
         the mini-batch: 0 if none of their labels counts.
         """
-        assert len(self._kept) < self.limit, (
+        assert len(self._saved_bytes) < self.limit, (
             f"{self.name}: {self.limit} micro-batches are in flight"
         )
         if self.entering:
@@ -203,37 +244,13 @@ class StageWork:
             entered = tuple(self._entered(tensor, one) for tensor, one in pairs)
         else:
             entered = tuple(tensor.to(self.device) for tensor in entering)
-        kept = self._kept[micro_batch] = _Kept(entered)
-        with self._counted(kept), self._streams(stream):
-            made: Any
-            if self.int8 is None:
-                made = self.module(*entered)
-            else:
-                made = self.int8.forward(micro_batch, entered[0], stream)
-                kept.int8_bytes = entered[0].nbytes + made.nbytes
-                made = (made,) if self.loss is None else made
-            if self.loss is not None:
-                made = (self._loss_of(self.loss, made, labels, weight),)
-        kept.made = tuple(made)
-        self.peak_in_flight = max(self.peak_in_flight, len(self._kept))
-        return tuple(tensor.detach() for tensor in kept.made)
-
-    def _loss_of(
-        self,
-        loss: LossFn,
-        made: Any,
-        labels: Any,
-        weight: float,
-    ) -> Tensor:
-        mean = loss(made, labels)
-        if not isinstance(mean, Tensor) or mean.dim():
-            raise SocflowerError(
-                f"{self.name}: the loss must be a tensor without dimensions, the mean over the samples"
+        self._saved_bytes[micro_batch] = 0
+        with self._counted(micro_batch):
+            made = self.session.forward(
+                micro_batch, stream, labels, weight, *entered, stream=stream
             )
-        if not weight:
-            # The mean is 0 / 0, and its gradient 0.
-            return torch.zeros((), device=self.device)
-        return mean if weight == 1.0 else mean * weight
+        self.peak_in_flight = max(self.peak_in_flight, len(self._saved_bytes))
+        return made
 
     def backward(
         self, micro_batch: int, gradients: Sequence[Tensor | None]
@@ -242,63 +259,40 @@ class StageWork:
 
         `gradients` are those of the leaving tensors, in their order; the last stage has none.
         """
-        kept = self._kept.pop(micro_batch)
-        if self.loss is not None:
-            if kept.made[0].requires_grad:
-                kept.made[0].backward()
-        else:
-            roots, of_roots = [], []
-            for made, gradient in zip(kept.made, gradients, strict=True):
-                if made.requires_grad and gradient is not None:
-                    roots.append(made)
-                    of_roots.append(gradient.to(self.device))
-            if roots:
-                torch.autograd.backward(roots, of_roots)
-        # Frees the graph.
-        kept.made = ()
+        given = [None if one is None else one.to(self.device) for one in gradients]
+        returned = self.session.backward(micro_batch, None if self.loss is not None else given)
+        del self._saved_bytes[micro_batch]
         if self.int8 is not None:
+            self._count_engines(len(self._saved_bytes) + 1)
             self.int8.release(micro_batch)
-            self._count_engines(len(self._kept) + 1, kept.int8_bytes)
-        found: list[Tensor | None] = []
-        for tensor, one in zip(kept.entered, self.entering, strict=bool(self.entering)):
-            if not one.has_gradient:
-                found.append(None)
-            else:
-                found.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
-        return tuple(found)
+        return returned[-len(self.entering) :] if self.entering else ()
 
     def _entered(self, tensor: Tensor, crossing: Crossing) -> Tensor:
         tensor = tensor.to(self.device)
         return tensor.detach().requires_grad_() if crossing.has_gradient else tensor
 
-    def _streams(self, stream: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.seed is None else random_streams(self.seed, stream)
-
     @contextmanager
-    def _counted(self, kept: _Kept) -> Iterator[None]:
+    def _counted(self, micro_batch: int) -> Iterator[None]:
         """Count the bytes that autograd saves in the block."""
-        in_flight = len(self._kept)
+        in_flight = len(self._saved_bytes)
         saved = _Saved(self.name, self.module, self.budget_bytes, in_flight, self.held_bytes)
         try:
             saved.require_budget()
             with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
                 yield
         finally:
-            kept.num_bytes = saved.num_bytes
+            self._saved_bytes[micro_batch] = saved.num_bytes
             self.peak_bytes = max(self.peak_bytes, saved.total_bytes)
         if self.int8 is not None:
-            self._count_engines(len(self._kept))
+            self._count_engines(len(self._saved_bytes))
 
     @property
     def held_bytes(self) -> float:
         """Bytes that the stage has now."""
-        held = self.state_bytes
-        if self.int8 is not None:
-            held += self.int8.layers.pass_bytes
-        return held + sum(kept.num_bytes + kept.int8_bytes for kept in self._kept.values())
+        in_int8 = 0 if self.int8 is None else self.int8.held_bytes
+        return self.state_bytes + in_int8 + sum(self._saved_bytes.values())
 
-    def _count_engines(self, in_flight: int, ended_bytes: float = 0.0) -> None:
+    def _count_engines(self, in_flight: int) -> None:
         """Count the engines' memory, which is known at the end of a pass."""
-        needed_bytes = self.held_bytes + ended_bytes
-        self.peak_bytes = max(self.peak_bytes, needed_bytes)
-        _require_budget(self.name, needed_bytes, self.budget_bytes, in_flight)
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        _require_budget(self.name, self.held_bytes, self.budget_bytes, in_flight)

@@ -1,6 +1,5 @@
 """The end of a training: each device's stage as arrays, and the model that the leader assembles from them."""
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
@@ -9,6 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from socflower.training.saved_values import from_bytes, to_bytes
+from socflower.training.session import PARAMETERS
 
 StageEnd: TypeAlias = Mapping[str, NDArray[Any]]
 """A stage at the end: `weight/NAME`, `buffer/NAME`, `state`, `losses`, `samples`, `device` and `measured`."""
@@ -34,24 +36,12 @@ class TrainedModel:
 
     def to_bytes(self) -> bytes:
         """Return the model in the form of `from_bytes`."""
-        return saved({key.name: getattr(self, key.name) for key in fields(self)})
+        return to_bytes({key.name: getattr(self, key.name) for key in fields(self)})
 
     @classmethod
     def from_bytes(cls, body: bytes | memoryview) -> "TrainedModel":
         """Return the model of `to_bytes`."""
-        return cls(**loaded(body))
-
-
-def saved(value: Any) -> bytes:
-    """Return tensors and plain values as bytes."""
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
-
-
-def loaded(body: bytes | bytearray | memoryview) -> Any:
-    """Return the value of `saved`, with tensors on the CPU."""
-    return torch.load(io.BytesIO(body), weights_only=True, map_location="cpu")
+        return cls(**from_bytes(body))
 
 
 def assembled(ends: Mapping[int, StageEnd]) -> TrainedModel:
@@ -62,8 +52,8 @@ def assembled(ends: Mapping[int, StageEnd]) -> TrainedModel:
     state: dict[str, Any] = {}
     losses = np.zeros(max(len(end["losses"]) for end in ends.values()))
     for end in ends.values():
-        own = loaded(end["state"].tobytes())
-        parameters |= own["parameters"]
+        own = from_bytes(end["state"].tobytes())
+        parameters |= own[PARAMETERS]
         state = {**own, **state}
         if len(end["losses"]):
             losses += end["losses"]
@@ -78,7 +68,7 @@ def assembled(ends: Mapping[int, StageEnd]) -> TrainedModel:
     measured = {soc: end["measured"].tolist() for soc, end in ends.items()}
     return TrainedModel(
         weights=weights,
-        state=saved({**state, "parameters": parameters}),
+        state=to_bytes({**state, PARAMETERS: parameters}),
         losses=tuple(losses.tolist()),
         peak_bytes={soc: each[0] for soc, each in measured.items()},
         peak_in_flight={soc: int(each[1]) for soc, each in measured.items()},

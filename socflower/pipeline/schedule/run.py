@@ -315,9 +315,9 @@ class _Run:
         problem, (first, last) = self._problem, member.stage.layers
         device, layers = problem.device(member.soc), problem.model.layers
         forward_s, backward_s = problem.pass_s(device, first, last, member.share)
-        returned_bytes = layers[first - 1].output_bytes if first else 0.0
+        returned_bytes = layers[first - 1].crossing_bytes if first else 0.0
         return {
-            Pass.FORWARD: (forward_s, layers[last].output_bytes * problem.activation_part),
+            Pass.FORWARD: (forward_s, layers[last].crossing_bytes * problem.activation_part),
             Pass.BACKWARD: (backward_s, returned_bytes * problem.gradient_part),
         }
 

@@ -53,7 +53,7 @@ def deployed_app(scenario: Scenario) -> DeployedApp:
 
 
 def participants(scenario: Scenario) -> tuple[int, ...]:
-    """Return the SoCs that the scenario's plan uses; if only training can decide the plan, the first SoCs."""
+    """Return the SoCs of the scenario's plan, then spare ones; if only training can decide the plan, the first SoCs."""
     cluster, settings = scenario_cluster(scenario), scenario.strategy
     if not scenario.has_groups:
         return tuple(range(settings.socs or cluster.num_socs))
@@ -61,9 +61,13 @@ def participants(scenario: Scenario) -> tuple[int, ...]:
     num_socs = kind.num_socs or settings.socs or cluster.num_socs
     num_groups = kind.groups(settings.groups, num_socs)
     if isinstance(num_groups, str):
-        return tuple(range(num_socs))
-    rates = sustained_rates(cluster, scenario.model.name, pricing(scenario))
-    return plan_groups(cluster, num_groups, num_socs, rates).participants
+        planned = tuple(range(num_socs))
+    else:
+        rates = sustained_rates(cluster, scenario.model.name, pricing(scenario))
+        planned = plan_groups(cluster, num_groups, num_socs, rates).participants
+    if not settings.use_spares:
+        return planned
+    return (*planned, *sorted(set(range(cluster.num_socs)).difference(planned)))
 
 
 def node_configs(scenario: Scenario) -> tuple[str, ...]:

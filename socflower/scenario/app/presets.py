@@ -189,7 +189,11 @@ def strategy_in_groups(
     return strategy(
         **own,
         cluster=cluster,
-        groups=Grouping(num_groups=num_groups, num_socs=kind.num_socs or settings.socs),
+        groups=Grouping(
+            num_groups=num_groups,
+            num_socs=kind.num_socs or settings.socs,
+            use_spares=settings.use_spares,
+        ),
         schedule=TrainingSchedule(
             num_samples=num_samples,
             batch_size=scenario.train.batch_size,

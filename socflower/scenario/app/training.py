@@ -181,6 +181,8 @@ def _split_model(run: PreparedRun) -> _ServerModel:
 def _require_reachable_events(preset: Preset, parts: RunParts) -> None:
     """Raise `ConfigError` for an event that can never happen, since the scenario would not test its claim."""
     num_rounds, socs = preset.strategy.num_rounds, preset.strategy.method.socs
+    if parts.scenario.strategy.use_spares:
+        socs = range(parts.run.cluster.num_socs)
     for event in parts.scenario.events:
         if event.round > num_rounds:
             raise ConfigError(

@@ -21,6 +21,7 @@ from socflower.hierarchy.quorum import (
     Quorum,
     QuorumFraction,
 )
+from socflower.hierarchy.spare_socs import spares_fault
 from socflower.peers.ring.settings import RingSettings
 from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.report.quality import ACCURACY, LOSS, Quality, quality_of
@@ -485,6 +486,13 @@ class StrategyConfig(Table):
             "SoCFlow+. One group always stays. In rings of real machines the group ends at the next synchronisation"
         ),
     )
+    use_spares: bool = Field(
+        False,
+        description=(
+            "SoCs of the cluster beyond `socs` stand in at synchronisations for those that are away and, with "
+            "`rebalance`, for slower ones"
+        ),
+    )
     tolerate_client_errors: bool = Field(
         False,
         description=(
@@ -597,7 +605,7 @@ class StrategyConfig(Table):
         unread = STRATEGIES[name].unread_keys
         if interval != DECAY or "doubling_epochs" in unread:
             keys = {*keys, "doubling_epochs"}
-        keys = {*keys, *unread.intersection(("preemption", "dispatch"))}
+        keys = {*keys, *unread.intersection(("preemption", "dispatch", "use_spares"))}
         left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
         return self.replaced(**{"name": name, **left_out, **changes})
 
@@ -825,6 +833,10 @@ class ScenarioFile(ClusterFile):
                 yield is_set(strategy, key), self._at("strategy", key), why
         yield from self._rules_of_preemption()
         yield from self._rules_of_dispatch()
+        if strategy.use_spares:
+            # Whether there are spare ones is known with the cluster.
+            fault = spares_fault(1, reshuffle=strategy.reshuffle, preemption=strategy.preemption)
+            yield fault, self._at("strategy", "use_spares"), fault
         first = self._kind.is_synchronous_first
         yield (
             strategy.post_local_epochs is not None and not first,
@@ -920,7 +932,7 @@ class ScenarioFile(ClusterFile):
     def _rules_of_preemption(self) -> Iterator[Rule]:
         """Yield methods that do not read keys of some groups only, and what does not let whole groups end."""
         strategy, preemption = self.strategy, self._at("strategy", "preemption")
-        for key in ("doubling_epochs", "preemption", "dispatch"):
+        for key in ("doubling_epochs", "preemption", "dispatch", "use_spares"):
             is_unread = is_set(strategy, key) and key in self._kind.unread_keys
             why = f"{self._name} does not read it; leave it out"
             yield is_unread, self._at("strategy", key), why

@@ -103,6 +103,13 @@ def num_participants(scenario: Scenario, cluster: Cluster) -> int:
     return num_socs
 
 
+def num_nodes(scenario: Scenario, cluster: Cluster) -> int:
+    """Return how many nodes a run needs: one for each participant, or with spare SoCs for each SoC of the cluster."""
+    if scenario.strategy.use_spares:
+        return cluster.num_socs
+    return num_participants(scenario, cluster)
+
+
 def to_document(scenario: Scenario) -> dict[str, Any]:
     """Return the scenario's document with all defaults; only the tables of the cluster stay as written."""
     document = scenario.model_dump(

@@ -39,6 +39,7 @@ class Strategy:
                 "doubling_epochs",
                 "preemption",
                 "dispatch",
+                "use_spares",
                 *(() if self.is_grid else ("groups",)),
             }
         )
@@ -74,6 +75,7 @@ class GroupStrategy(Strategy):
             # With one SoC in each group, both ways are the same.
             "preemption": self.num_groups is not None or self.is_alone,
             "dispatch": self.has_local_epochs,
+            "use_spares": self.has_local_epochs,
             "doubling_epochs": self.has_local_epochs
             or self.is_streaming
             or self.interval_epochs is not None,

@@ -636,7 +636,9 @@ class GroupsMethod(Method[Round, SettledRound]):
         weights would differ. A group with another leader than in that round starts with a new optimiser.
         """
         away: Collection[int] = state.get("away", ())
-        planned_without: Collection[int] = state.get("planned_without", ())
+        planned_without: Collection[int] = state.get(
+            "planned_without", self.planner.planned_without
+        )
         for key, socs in (("away", away), ("planned_without", planned_without)):
             for soc in socs:
                 if soc not in self.planner.participant_of:

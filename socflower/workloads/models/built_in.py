@@ -17,14 +17,14 @@ PROFILES = Path(__file__).with_name("profiles.json")
 PIECES = (
     "name",
     "forward_flops",
-    "backward_flops",
+    "backward_to_forward",
     "weight_bytes",
-    "activation_bytes",
     "output_bytes",
+    "crossing_bytes",
     "num_tensors",
     "num_operations",
 )
-"""What a row of a pipeline's layers has, as `PipelineLayer` names it."""
+"""What a row of a pipeline's layers has, as `LayerProfile` names it."""
 
 _FLOAT32_BYTES = 4.0
 
@@ -68,9 +68,10 @@ def built_in_cuts(name: str, channels: int, size: int) -> list[tuple[str, int, i
     return [(*row,) for row in _rows()[name][f"{channels}x{size}"]["cuts"]]
 
 
-def built_in_pieces(name: str, cuts: str, channels: int, size: int) -> list[list[Any]]:
-    """Return for each layer of a pipeline that is cut between `layers` the figures of `PIECES`; [] for other cuts."""
-    return _rows()[name][f"{channels}x{size}"]["pieces"] if cuts == "layers" else []
+def built_in_pieces(name: str, cuts: str, channels: int, size: int) -> tuple[LayerProfile, ...]:
+    """Return the layers of a pipeline that is cut between `layers`; () for other cuts."""
+    rows = _rows()[name][f"{channels}x{size}"]["pieces"] if cuts == "layers" else ()
+    return tuple(LayerProfile(**dict(zip(PIECES, row, strict=True))) for row in rows)
 
 
 def _num_bytes(shape: tuple[int, ...]) -> float:

@@ -261,8 +261,13 @@ STRANGE = torch.zeros(1, requires_grad=True)
         (sgd, lambda outputs, targets: outputs.sum(1), 1.0, ["loss", "(4,)"]),
         (sgd, lambda outputs, targets: torch.tensor(1.0), 1.0, ["loss", "gradient"]),
         (sgd, LOSS, -1.0, ["schedule", "batch 0", "-1"]),
-        (lambda weights: torch.optim.SGD([*weights][:1], lr=0.1), LOSS, 1.0, ["SGD", "weights"]),
-        (lambda weights: torch.optim.SGD([STRANGE], lr=0.1), LOSS, 1.0, ["SGD", "weights"]),
+        (
+            lambda weights: torch.optim.SGD([*weights][:1], lr=0.1),
+            LOSS,
+            1.0,
+            ["SGD", "norm.weight"],
+        ),
+        (lambda weights: torch.optim.SGD([STRANGE], lr=0.1), LOSS, 1.0, ["SGD", "parameters"]),
     ],
 )
 def test_losses_schedules_and_optimisers_that_cannot_be_are_refused(

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from socflower.cluster import device
+from socflower.cluster.cost_model import LayerProfile
 from socflower.cluster.device_catalog import usable_memory_bytes
-from socflower.model_graph.layer_profile import profile_module
+from socflower.model_graph.layer_profile import profile_module, profile_operations
 from socflower.paper.asteroid.settings import EPOCH_SAMPLES, cluster_of, model_of
-from socflower.pipeline.problem import PipelineLayer, PipelineModel
+from socflower.pipeline.problem import PipelineModel
 from socflower.pipeline.profiler.estimates import estimate_seconds, estimated_problem
 from socflower.pipeline.profiler.layers import Granularity, read_model
 from socflower.pipeline.profiler.measuring import measure_layers
@@ -63,8 +64,26 @@ def test_layers_add_up_to_the_models_profile_at_any_granularity(granularity: Gra
     assert sum(layer.weight_bytes for layer in layers) == profile.weight_bytes
     assert sum(layer.num_tensors for layer in layers) == profile.num_tensors
     assert read.model.kept_bytes(0, len(layers) - 1) == pytest.approx(profile.activation_bytes)
-    assert read.model.input_bytes == 4 * 3 * 8 * 8 and layers[-1].output_bytes == 40.0
+    assert read.model.input_bytes == 4 * 3 * 8 * 8 and layers[-1].crossing_bytes == 40.0
     assert len({layer.name for layer in layers}) == len(layers) == len(read.chain.pieces)
+
+
+@pytest.mark.parametrize("granularity", Granularity)
+@pytest.mark.parametrize("num_frozen", [0, 1, 5, 9, 16])
+def test_layers_keep_the_results_of_the_operations_that_gradients_pass_through(
+    granularity: Granularity, num_frozen: int
+) -> None:
+    """Also a layer of which some operations come before the first trained weight."""
+    module = resnet8()
+    for weight in [*module.parameters()][:num_frozen]:
+        weight.requires_grad_(False)
+    read = read_model(module, RESNET8, "resnet8", granularity=granularity)
+    costs = profile_operations(module, read.chain.graph, RESNET8)
+    for layer, piece in zip(read.model.layers, read.chain.pieces, strict=True):
+        own = [costs[operation] for operation in piece.operations]
+        assert layer.kept_bytes == sum(cost.output_bytes for cost in own if cost.in_backward)
+        flops = [sum(cost.forward_flops for cost in own), sum(cost.backward_flops for cost in own)]
+        assert [layer.forward_flops, layer.backward_flops] == pytest.approx(flops)
 
 
 def test_coarser_layers_are_fewer_and_blocks_are_crossed_by_one_tensor() -> None:
@@ -153,7 +172,7 @@ def test_calibrated_devices_take_the_epoch_times_of_table_1(name: str) -> None:
 @settings(max_examples=40)
 @given(
     layers=st.lists(
-        st.tuples(st.floats(0, 1e9), st.floats(0, 2e9), st.floats(0, 1e6), st.integers(0, 9)),
+        st.tuples(st.floats(0, 1e9), st.floats(0, 2), st.floats(0, 1e6), st.integers(0, 9)),
         min_size=2,
         max_size=6,
     ),
@@ -165,18 +184,17 @@ def test_estimates_add_up_to_the_devices_rate_and_a_fixed_cost(
 ) -> None:
     kind = device("jetson-tx2")
     own = tuple(
-        PipelineLayer(
+        LayerProfile(
             name="any",
             forward_flops=forward,
-            backward_flops=backward,
-            weight_bytes=0.0,
-            activation_bytes=kept,
-            output_bytes=1.0,
+            backward_to_forward=ratio,
+            output_bytes=kept,
+            crossing_bytes=1.0,
             num_operations=operations,
         )
-        for forward, backward, kept, operations in layers
+        for forward, ratio, kept, operations in layers
     )
-    flops = sum(forward + backward for forward, backward, _, _ in layers)
+    flops = sum(forward * (1 + ratio) for forward, ratio, _, _ in layers)
     seconds = estimate_seconds(PipelineModel(name="any", input_bytes=1.0, layers=own), kind)
 
     def total_s(num_samples: int) -> float:

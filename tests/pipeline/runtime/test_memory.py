@@ -128,7 +128,7 @@ def test_what_a_pass_has_saved_goes_with_its_stage_where_no_backward_pass_follow
     try:
         work = stage(nn.Linear(8, 4), nn.Sigmoid())
         work.forward(0, [torch.randn(5, 8)], stream=0)
-        kept = weakref.ref(work._kept[0].made[0])
+        kept = weakref.ref(work.session._kept[0].made[0])
         del work
         assert kept() is None
     finally:

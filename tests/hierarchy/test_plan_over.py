@@ -1,11 +1,11 @@
-"""Plans while SoCs are away keep the rules of plans."""
+"""Plans while SoCs are away, or others stand in, keep the rules of plans."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from socflower.cluster import parse_cluster
 from socflower.errors import InfeasiblePlan
-from socflower.hierarchy import conflicts, plan_groups, plan_without
+from socflower.hierarchy import conflicts, plan_groups, plan_over
 from tests.one_line import refused
 
 
@@ -23,11 +23,11 @@ def test_everybody_who_is_there_works_and_nobody_else(
     whole = plan_groups(cluster, min(num_groups, num_socs), num_socs)
     away = data.draw(st.sets(st.sampled_from(range(cluster.num_socs)), max_size=cluster.num_socs))
     rates = [1.0] * cluster.num_socs
-    left = set(whole.participants) - away
+    left = set(range(cluster.num_socs)) - away
     if not left:
-        refused(lambda: plan_without(whole, cluster, rates, away), error=InfeasiblePlan)
+        refused(lambda: plan_over(whole, cluster, rates, left), error=InfeasiblePlan)
         return
-    plan = plan_without(whole, cluster, rates, away)
+    plan = plan_over(whole, cluster, rates, left)
     assert set(plan.participants) == left
     assert len(plan.groups) == min(len(whole.groups), len(left))
     turn_of = {group: turn for turn, ids in enumerate(plan.communication_groups) for group in ids}
@@ -43,5 +43,5 @@ def test_everybody_who_is_there_works_and_nobody_else(
 def test_fewer_socs_than_groups_make_fewer_groups() -> None:
     cluster = parse_cluster({"boards": [2, 2]})
     whole = plan_groups(cluster, 3)
-    left = plan_without(whole, cluster, [1.0] * 4, [0, 3])
+    left = plan_over(whole, cluster, [1.0] * 4, [1, 2])
     assert [group.members for group in left.groups] == [(1,), (2,)]
