@@ -70,6 +70,7 @@ from socflower.thermal.sensors.step_times import StepTiming as StepTiming, Timed
 from socflower.training.fp32 import FP32Trainer as FP32Trainer, cosine_annealing as cosine_annealing, sgd as sgd
 from socflower.training.group import train_group as train_group
 from socflower.training.int8 import Int8Trainer as Int8Trainer
+from socflower.training.int8_module import int8_ as int8_
 from socflower.training.mixed_precision import MixedPrecisionTrainer as MixedPrecisionTrainer
 from socflower.training.model_state import frozen_digest as frozen_digest, load_trainable_state as load_trainable_state, trainable_state as trainable_state
 from socflower.training.muon import muon as muon

@@ -253,12 +253,13 @@ def take_weights(
     parameters: Parameters,
     engine: _int8.Engine,
     state: Mapping[str, AnyArray],
-    seed: int,
+    seed: int | None,
 ) -> None:
     """Replace the parameters by those of a torch state_dict; weights are rounded up or down at random (F12).
 
-    The direction of each rounding depends on `seed` alone. Running statistics that `state` leaves out are unchanged.
-    Raises ConfigError if an array is missing or has a wrong shape, TrainingFailed if a value is not finite.
+    The direction of each rounding depends on `seed` alone; with None each weight is rounded to the nearest int8.
+    Running statistics that `state` leaves out are unchanged. Raises ConfigError if an array is missing or has a wrong
+    shape, TrainingFailed if a value is not finite.
     """
     for index, node in enumerate(graph.nodes):
         if isinstance(node, Convolution):
@@ -269,8 +270,11 @@ def take_weights(
             array = array_of(state, name, graph.module_weight_shape(node))
             outside = as_channels_last(array, graph.weight_shape(node))
             weight.exponent = exponent_within_float32(name, _int8.max_magnitude(outside))
-            own_seed = (seed + index * _SEED_STEP) % 2**32
-            _int8.round_weights(engine, outside, weight.data, weight.exponent, own_seed)
+            if seed is None:
+                _round_to_nearest(outside, weight)
+            else:
+                own_seed = (seed + index * _SEED_STEP) % 2**32
+                _int8.round_weights(engine, outside, weight.data, weight.exponent, own_seed)
         elif isinstance(node, Fp32):
             own = {f"{node.name}.{part}" for part in node.parameters}
             for name in _of_node(node, parameters.fp32):
@@ -285,6 +289,12 @@ def take_weights(
                 if not np.isfinite(array).all():
                     raise TrainingFailed(f"{name}: a value is not finite; lower the learning rate")
                 parameters.vectors[name].data[: node.shape[0]] = array
+
+
+def _round_to_nearest(outside: FloatArray, weight: Weight) -> None:
+    """Write the nearest int8 of (out, kh, kw, in) float32 to a weight, at its exponent."""
+    num_outs = len(outside)
+    quantise(outside.transpose(1, 2, 3, 0), weight.exponent, weight.data[..., :num_outs])
 
 
 def start_gradients(graph: Graph, parameters: Parameters) -> dict[str, FloatArray]:
