@@ -69,6 +69,7 @@ _EXPORTS = {
     "precision.algorithm": (
         "ADAPTIVE_FIXED_POINT",
         "NITI",
+        "REAL_SCALES",
         "Fp32Update",
         "IntegerUpdate",
         "TrainingAlgorithm",

@@ -34,7 +34,7 @@ from socflower.pipeline.planner.selection import PlannerSettings as PlannerSetti
 from socflower.pipeline.profiler.module_problem import pipeline_problem as pipeline_problem
 from socflower.pipeline.runtime.payloads import ActivationCoding as ActivationCoding
 from socflower.precision.accelerator import Int8Backend as Int8Backend, NativeInt8Backend as NativeInt8Backend
-from socflower.precision.algorithm import ADAPTIVE_FIXED_POINT as ADAPTIVE_FIXED_POINT, NITI as NITI, Fp32Update as Fp32Update, IntegerUpdate as IntegerUpdate, TrainingAlgorithm as TrainingAlgorithm, int8_algorithm as int8_algorithm
+from socflower.precision.algorithm import ADAPTIVE_FIXED_POINT as ADAPTIVE_FIXED_POINT, NITI as NITI, REAL_SCALES as REAL_SCALES, Fp32Update as Fp32Update, IntegerUpdate as IntegerUpdate, TrainingAlgorithm as TrainingAlgorithm, int8_algorithm as int8_algorithm
 from socflower.precision.int8.batch_splitting import best_blocks as best_blocks, profile_batch_blocks as profile_batch_blocks
 from socflower.precision.int8.model import EngineSettings as EngineSettings, Int8Model as Int8Model, StepResult as StepResult
 from socflower.precision.int8.requantisation import RescalingPolicy as RescalingPolicy

@@ -117,7 +117,7 @@ class Int8Layers:
 
     def evaluate(self, inputs: Tensor) -> Tensor:
         """Return the layers' result in evaluation mode, not differentiable."""
-        real, _ = self.engine.forward(_images(inputs), training=False, keep=False)
+        real = self.engine.infer(_images(inputs))
         return torch.from_numpy(real).reshape(len(real), *self._output_shape)
 
     def statistics(self) -> dict[str, Tensor]:

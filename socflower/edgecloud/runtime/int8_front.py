@@ -75,7 +75,7 @@ class Int8Front(TorchFront):
 
     @property
     def feature_quantum(self) -> float | None:
-        """The last features are multiples of this power of two."""
+        """The last features are multiples of this number, in float32."""
         return self._quantum
 
     def train_alone(self, batch: int) -> float:
@@ -151,7 +151,7 @@ class Int8Front(TorchFront):
         how = {"keep": keep, "replay": replay}
         # Operators in FP32 draw the batch's random numbers.
         with self._passing(batch):
-            real, exponent = engine.forward(
+            real, self._quantum = engine.forward(
                 images,
                 seed=self._layer_seed(batch),
                 **how,
@@ -159,7 +159,6 @@ class Int8Front(TorchFront):
         # BatchNorm's running statistics have changed.
         self._updated = True
         self._kept_batch = batch if keep else None
-        self._quantum = 2.0**exponent
         return real.reshape(len(real), *self.split.cuts[self._cut].feature_shape)
 
     def _images(self, inputs: Batch) -> NDArray[np.float32]:

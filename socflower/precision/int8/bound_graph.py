@@ -31,6 +31,7 @@ from socflower.precision.int8.operators import (
     StepContext,
     Tensor,
     add_tensors,
+    image_scales,
 )
 from socflower.precision.int8.region_cache import RegionCache
 
@@ -134,6 +135,7 @@ class BoundGraph:
         """Round (batch, channels, h, w) float32 images to the input tensor, or to the patches of the first layer."""
         tensor = self.tensors[ir.INPUT]
         tensor.data = self._acquire(self._input)
+        tensor.factor = 1.0
         tensor.exponent = exponent
         if self._patched is not None:
             _int8.quantise_patches(
@@ -146,7 +148,7 @@ class BoundGraph:
         )
 
     def forward(self, step: StepContext) -> Tensor:
-        """Run every operator and return the logits."""
+        """Run every operator in training and return the logits."""
         for place in self._places:
             operator = self._operator(place)
             operator.output.data = self._acquire(place.output)
@@ -154,6 +156,20 @@ class BoundGraph:
             operator.forward(step)
             _record_time(step, place, started_s)
         return self.tensors[self.graph.output]
+
+    def evaluate(self, step: StepContext, images: FloatArray) -> FloatArray:
+        """Run every operator in evaluation and return its real values, (batch, c, h, w)."""
+        largest = np.abs(images).max(axis=(1, 2, 3))
+        by_image, inverse = image_scales(ir.INPUT, largest)
+        self.take_input(images * inverse[:, None, None, None], 0, step.workspace)
+        self.tensors[ir.INPUT].by_image = by_image
+        for place in self._places:
+            operator = self._operator(place)
+            operator.output.data = self._acquire(place.output)
+            operator.evaluate(step)
+        result = self.tensors[self.graph.output].evaluated()
+        self.tensors[self.graph.output].exact = None
+        return result
 
     def logits_gradient(self) -> Int8Array:
         """Return memory for the gradient of the logits, which `backward` starts from."""
@@ -369,9 +385,20 @@ def _tensors(graph: ir.Graph, batch: int, patched: ir.Convolution | None) -> dic
         taps = patched.kernel[0] * patched.kernel[1]
         input_shape = (taps * input_shape[0], *patched.shape[1:])
     tensors = {ir.INPUT: Tensor(shape=input_shape, batch=batch)}
+    previous: ir.Node | None = None
     for node in graph.nodes:
         tensor = tensors[node.name] = Tensor(shape=node.shape, batch=batch)
         x = tensors[node.inputs[0]]
+        follows = previous is not None and node.inputs == (previous.name,)
+        if (
+            follows
+            and isinstance(node, ir.BatchNorm)
+            and isinstance(previous, ir.Convolution)
+            and not previous.relu
+            and len(graph.consumers(previous.name)) == 1
+        ):
+            x.normalised = True
+        previous = node
         match node:
             case ir.Convolution(relu=True) | ir.Add(relu=True) | ir.Relu():
                 tensor.activations = tensor.masked = True
@@ -385,4 +412,5 @@ def _tensors(graph: ir.Graph, batch: int, patched: ir.Convolution | None) -> dic
                     x.masked = False
             case ir.AveragePool() | ir.Dropout():
                 tensor.activations = x.activations
+    tensors[graph.output].is_result = True
     return tensors

@@ -52,7 +52,8 @@ class Parameters:
     """All parameters by their names in the module's state_dict.
 
     `vectors` are biases, and BatchNorm's scales, offsets and running statistics. `fp32` are the parameters of
-    operators on the FP32 side, `fp32_gradients` their gradients under an outside update. `num_steps` counts the steps
+    operators on the FP32 side, `fp32_velocities` their momentum, `fp32_gradients` their gradients under an outside
+    update. `num_steps` counts the steps
     made so far; it is the default seed of a step.
     """
 
@@ -61,6 +62,7 @@ class Parameters:
     num_batches_tracked: dict[str, int] = field(default_factory=dict)
     num_steps: int = 0
     fp32: dict[str, FloatArray] = field(default_factory=dict)
+    fp32_velocities: dict[str, FloatArray] = field(default_factory=dict)
     fp32_gradients: dict[str, FloatArray] = field(default_factory=dict)
 
     @property
@@ -71,7 +73,9 @@ class Parameters:
     @property
     def num_bytes(self) -> int:
         """Bytes of all arrays, those of the update rules included."""
-        arrays: list[AnyArray | None] = [*self.fp32.values(), *self.fp32_gradients.values()]
+        arrays: list[AnyArray | None] = []
+        for fp32 in (self.fp32, self.fp32_velocities, self.fp32_gradients):
+            arrays += fp32.values()
         for weight in self.weights.values():
             arrays += [weight.data, weight.master, weight.velocity, weight.gradient]
         for vector in self.vectors.values():
@@ -152,7 +156,7 @@ def export_velocities(graph: Graph, parameters: Parameters) -> dict[str, FloatAr
             velocities[name] = holder.velocity[: node.shape[0]].copy()
         else:
             velocities[name] = _to_module(graph, node, holder.velocity)
-    return velocities
+    return velocities | parameters.fp32_velocities
 
 
 def import_velocities(
@@ -167,6 +171,8 @@ def import_velocities(
             inside = inside.reshape(graph.weight_shape(node)).transpose(2, 3, 1, 0)
         holder.velocity = np.zeros_like(holder.data, dtype=np.float32)
         holder.velocity[..., : node.shape[0]] = inside
+    for name in parameters.fp32.keys() & velocities.keys():
+        parameters.fp32_velocities[name] = np.array(velocities[name], dtype=np.float32)
 
 
 def _trained(graph: Graph, parameters: Parameters) -> Iterator[tuple[Node, str, Weight | Vector]]:

@@ -296,7 +296,8 @@ class PrecisionConfig(Table):
     algorithm: Annotated[str, OneOf(tuple(ALGORITHMS))] = Field(
         "niti",
         description=(
-            "of int8 training: `niti` (int8 weights, integer update) or `adaptive-fixed-point` (FP32 master weights)"
+            "of int8 training: `niti` (int8 weights, integer update), `real-scales` (FP32 master weights, as accurate "
+            "as FP32) or `adaptive-fixed-point` (the same with powers of two as scales)"
         ),
     )
     gradient_bits: tuple[Annotated[int, Field(ge=0, le=7)], ...] = Field(
