@@ -188,7 +188,8 @@ class Int8Session:
         """Write the trained values to the module and return the state; see `JointSession.state`."""
         if self._int8 is None:
             return self._state or b""
-        self._module.load_state_dict(self._int8.state_dict())
+        # Frozen weights keep the values that the module has.
+        self._module.load_state_dict(self._int8.state_dict(), strict=False)
         parameters = self._int8.parameters
         header = {"trackers": self._int8.trackers.to_json(), "exponents": parameters.exponents}
         return to_bytes(_STATE, header, export_velocities(self._int8.graph, parameters))

@@ -466,7 +466,10 @@ class Int8Model:
         return export_parameters(self.graph, self.parameters)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the parameters as tensors that the torch module's `load_state_dict` takes."""
+        """Return the parameters as tensors for the torch module's `load_state_dict`.
+
+        Frozen weights, which the module has, are left out: with some, load it with `strict=False`.
+        """
         import torch
 
         return {name: torch.from_numpy(np.array(array)) for name, array in self.arrays().items()}
@@ -474,12 +477,14 @@ class Int8Model:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the parameters of a torch state_dict (tensors or arrays), rounding the weights to int8.
 
-        The exponents found by earlier steps are discarded. Raises ConfigError, and changes nothing, if parameters are
-        missing, unknown or not finite, or have a wrong shape.
+        Frozen weights may be missing. The exponents found by earlier steps are discarded. Raises ConfigError, and
+        changes nothing, if parameters are missing, unknown or not finite, or have a wrong shape.
         """
         arrays = {name: np.asarray(value, dtype=np.float32) for name, value in state.items()}
         keep_master = isinstance(self.algorithm.update, Fp32Update)
-        parameters = import_parameters(self.graph, arrays, keep_master=keep_master)
+        parameters = import_parameters(
+            self.graph, arrays, keep_master=keep_master, frozen=self.parameters.weights
+        )
         for name, array in self.parameters.fp32.items():
             array_of(parameters.fp32, name, array.shape)
         parameters.num_steps = self.parameters.num_steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -27,8 +28,8 @@ class Weight:
     """Weight of a convolution, (kh, kw, in/groups, channel stride of out) int8 with one exponent.
 
     `master` and `velocity` (same shape, float32) exist under algorithms with FP32 weights, `gradient` under an
-    outside update, and has the shape (out, kh, kw, in/groups). A frozen weight has a master under every algorithm: its
-    original values, which are exported unchanged.
+    outside update, and has the shape (out, kh, kw, in/groups). A frozen weight has none of them: the module keeps the
+    original values.
     """
 
     data: Int8Array
@@ -89,8 +90,11 @@ def import_parameters(
     *,
     keep_master: bool,
     exponents: Mapping[str, int] | None = None,
+    frozen: Mapping[str, Weight] | None = None,
 ) -> Parameters:
     """Return the parameters of a graph from the arrays of a torch state_dict.
+
+    Frozen weights that the state lacks are taken from `frozen`.
 
     A weight gets the smallest exponent that fits it, or that of `exponents` if it is larger: an integer update steps
     by units of the exponent, so keeping it keeps the step. Raises ConfigError if an array is missing, has a wrong
@@ -101,11 +105,15 @@ def import_parameters(
     for node in graph.nodes:
         if isinstance(node, Convolution):
             name = f"{node.name}.weight"
-            real = _take(left, name, graph.module_weight_shape(node))
-            keep = keep_master or "weight" in node.frozen
-            kept_exponent = (exponents or {}).get(name)
-            shaped = real.reshape(graph.weight_shape(node))
-            parameters.weights[name] = _import_weight(shaped, keep, kept_exponent)
+            is_frozen = "weight" in node.frozen
+            if is_frozen and frozen is not None and name not in left:
+                parameters.weights[name] = frozen[name]
+            else:
+                real = _take(left, name, graph.module_weight_shape(node))
+                kept_exponent = (exponents or {}).get(name)
+                shaped = real.reshape(graph.weight_shape(node))
+                keep = keep_master and not is_frozen
+                parameters.weights[name] = _import_weight(shaped, keep, kept_exponent)
         elif isinstance(node, Fp32):
             for name in _of_node(node, left):
                 parameters.fp32[name] = left.pop(name)
@@ -125,11 +133,12 @@ def import_parameters(
 def export_parameters(graph: Graph, parameters: Parameters) -> dict[str, AnyArray]:
     """Return float32 arrays (and int64 counters) by their names and shapes in the module's state_dict.
 
-    A weight is its int8 value times 2^exponent, exactly, or its master weight if there is one.
+    A weight is its int8 value times 2^exponent, exactly, or its master weight if there is one. Frozen weights are left
+    out: the module has them, more precisely.
     """
     state: dict[str, AnyArray] = {}
     for node in graph.nodes:
-        if isinstance(node, Convolution):
+        if isinstance(node, Convolution) and "weight" in node.trained:
             weight = parameters.weights[f"{node.name}.weight"]
             real = weight.master
             if real is None:
@@ -220,7 +229,11 @@ def _import_weight(real: FloatArray, keep_master: bool, kept_exponent: int | Non
     out_channels, in_channels, *kernel = real.shape
     padded = np.zeros((*kernel, in_channels, channel_stride(out_channels)), dtype=np.float32)
     padded[..., :out_channels] = real.transpose(2, 3, 1, 0)
-    exponent = exponent_for(float(np.max(np.abs(padded))))
+    largest = float(np.max(np.abs(padded)))
+    if largest == 0.0:
+        # As torch would initialise it: an integer update steps by units of the exponent.
+        largest = 1.0 / math.sqrt(math.prod(real.shape[1:]))
+    exponent = exponent_for(largest)
     if kept_exponent is not None:
         exponent = max(exponent, kept_exponent)
     data = np.empty(padded.shape, dtype=np.int8)
@@ -237,7 +250,7 @@ def array_shapes(graph: Graph, *, keep_master: bool) -> dict[str, tuple[type, tu
             _, in_channels, *kernel = graph.weight_shape(node)
             shape = (*kernel, in_channels, stride)
             needed[f"weight/{node.name}.weight"] = (np.int8, shape)
-            if keep_master or "weight" in node.frozen:
+            if keep_master and "weight" in node.trained:
                 needed[f"master/{node.name}.weight"] = (np.float32, shape)
         for name in _vector_names(node):
             needed[f"vector/{name}"] = (np.float32, (stride,))
@@ -271,8 +284,6 @@ def take_weights(
         if isinstance(node, Convolution):
             name = f"{node.name}.weight"
             weight = parameters.weights[name]
-            # The value passed in replaces that of a frozen weight.
-            weight.master = None
             array = array_of(state, name, graph.module_weight_shape(node))
             outside = as_channels_last(array, graph.weight_shape(node))
             weight.exponent = exponent_within_float32(name, _int8.max_magnitude(outside))
