@@ -14,7 +14,7 @@ from socflower.errors import ConfigError
 from socflower.field_rules import OneOf, checked
 from socflower.model_graph.batch_form import num_samples as num_samples_of
 from socflower.model_graph.batch_form import pair_of
-from socflower.precision import NITI, EngineSettings, Int8Model, TrainingAlgorithm
+from socflower.precision import REAL_SCALES, EngineSettings, Int8Model, TrainingAlgorithm
 from socflower.precision.int8.batch_share import BatchPeers, gather
 from socflower.precision.int8.fixed_point import FloatArray, Int32Array
 from socflower.precision.int8.model import JointStep
@@ -57,7 +57,7 @@ class Int8Trainer:
     """
 
     arithmetic: ClassVar[str] = "int8"
-    algorithm: TrainingAlgorithm = NITI
+    algorithm: TrainingAlgorithm = REAL_SCALES
     learning_rate: Annotated[float, Field(gt=0.0)] = 0.01
     schedule: Annotated[str, OneOf(SCHEDULES)] = "cosine"
     settings: EngineSettings = field(default_factory=EngineSettings)

@@ -10,6 +10,7 @@ from socflower.errors import ConfigError, require_known
 from socflower.model_graph.graph import refused_samples
 from socflower.model_graph.model_copy import copied
 from socflower.model_graph.random_state import forked_generator
+from socflower.plain_numbers import plain_numbers
 from socflower.precision import EngineSettings, RescalingPolicy
 from socflower.precision.int8.network import UnsupportedOperator
 from socflower.training.batch_statistics import require_batch_statistics
@@ -21,6 +22,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _NAME = "int8_"
 
 
+@plain_numbers
 def int8_(
     module: ModuleT,
     *,

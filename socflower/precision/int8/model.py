@@ -22,7 +22,7 @@ from socflower import _int8
 from socflower.errors import ConfigError, TrainingFailed, require_range
 from socflower.plain_numbers import plain_numbers
 from socflower.precision.algorithm import (
-    NITI,
+    REAL_SCALES,
     BackwardRule,
     Fp32Update,
     IntegerUpdate,
@@ -140,7 +140,7 @@ class Int8Model:
         graph: Graph,
         parameters: Parameters,
         *,
-        algorithm: TrainingAlgorithm = NITI,
+        algorithm: TrainingAlgorithm = REAL_SCALES,
         settings: EngineSettings | None = None,
         fp32_factory: Fp32Factory | None = None,
         head: bool = True,
@@ -182,7 +182,7 @@ class Int8Model:
         module: torch.nn.Module,
         *,
         input_shape: Shape | tuple[int],
-        algorithm: TrainingAlgorithm = NITI,
+        algorithm: TrainingAlgorithm = REAL_SCALES,
         settings: EngineSettings | None = None,
         fp32_operators: Sequence[str] = (),
         unsupported: Literal["refuse", "fp32"] = "refuse",
