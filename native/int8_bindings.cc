@@ -96,24 +96,36 @@ void require_room_for(const Array<std::int32_t>& bias, std::int64_t depth) {
   }
 }
 
+// Whether an int8 or int32 array has int32.
+bool is_wide_array(nb::handle object, const std::string& name) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_ND) != 0) {
+    PyErr_Clear();
+    refuse(name + ": need an int8 or int32 array");
+  }
+  const bool is_wide = view.itemsize == 4;
+  PyBuffer_Release(&view);
+  return is_wide;
+}
+
 // int8 or int32, as the caller likes: rounded, or the accumulators themselves.
 struct Output {
   Output(nb::handle object, std::initializer_list<Py_ssize_t> shape, const Requantise& how) {
     to.how = how;
-    Py_buffer view;
-    if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_ND) != 0) {
-      PyErr_Clear();
-      refuse("out: need a writable int8 or int32 array");
-    }
-    const bool wide = view.itemsize == 4;
-    PyBuffer_Release(&view);
-    if (wide) {
+    if (is_wide_array(object, "out")) {
       acc.emplace(object, "out", true, shape);
       to.acc = acc->data();
     } else {
       out.emplace(object, "out", true, shape);
       to.out = out->data();
     }
+  }
+  // Have the accumulators as well, beside an int8 `out`.
+  void keep_accumulators(nb::handle object, std::initializer_list<Py_ssize_t> shape) {
+    if (!out) refuse("accumulators: out must be int8 beside them");
+    acc.emplace(object, "accumulators", true, shape);
+    acc->require_apart_from(*out);
+    to.acc = acc->data();
   }
   template <typename T>
   void require_apart_from(const Array<T>& other) const {
@@ -167,12 +179,14 @@ struct BoundConvolution : Convolution {
   }
 
   std::uint32_t forward(Engine& engine, nb::handle x_, nb::handle weight_, nb::handle bias_, nb::handle out_,
-                        nb::handle workspace_, bool activations, int shift, int rounding, bool relu) const {
+                        nb::handle workspace_, bool activations, int shift, int rounding, bool relu,
+                        nb::handle accumulators_) const {
     const ConvShape& s = shape();
     const Array<std::int8_t> x(x_, "x", false, {s.in_h, s.in_w, s.batch, in_cs()});
     const Array<std::int8_t> weight(weight_, "weight", false, {s.kernel_h, s.kernel_w, s.group_in_c(), out_cs()});
     const auto bias = maybe<std::int32_t>(bias_, "bias", false, {out_cs()});
-    const Output out(out_, {s.out_h(), s.out_w(), s.batch, out_cs()}, how_to(shift, rounding, relu));
+    Output out(out_, {s.out_h(), s.out_w(), s.batch, out_cs()}, how_to(shift, rounding, relu));
+    if (!accumulators_.is_none()) out.keep_accumulators(accumulators_, {s.out_h(), s.out_w(), s.batch, out_cs()});
     const Workspace workspace(workspace_, workspace_bytes(engine.path, engine.pool.size()));
     out.require_apart_from(x), out.require_apart_from(weight);
     workspace.require_apart_from(x), workspace.require_apart_from(weight);
@@ -366,7 +380,7 @@ std::uint32_t bound_affine(Engine& engine, nb::handle x_, nb::handle scale_, nb:
 
 std::uint32_t bound_affine_gradient(Engine& engine, nb::handle dy_, nb::handle x_, nb::handle gate_,
                                     nb::handle scale_dy_, nb::handle scale_x_, nb::handle offset_, nb::handle out_,
-                                    int shift, int rounding) {
+                                    int shift, int rounding, bool relu) {
   const Array<std::int8_t> dy(dy_, "dy", false), x(x_, "x", false);
   const auto gate = maybe<std::int8_t>(gate_, "gate", false, {});
   const Array<std::int32_t> scale_dy(scale_dy_, "scale_dy", false), scale_x(scale_x_, "scale_x", false),
@@ -380,10 +394,93 @@ std::uint32_t bound_affine_gradient(Engine& engine, nb::handle dy_, nb::handle x
     out->require_apart_from(scale_dy), out->require_apart_from(scale_x), out->require_apart_from(offset);
     if (gate) out->require_apart_from(*gate);
   }
-  const Requantise how = how_to(shift, rounding, false);
+  const Requantise how = how_to(shift, rounding, relu);
   nb::gil_scoped_release release;
   return affine_gradient(engine.path, engine.pool, dy.data(), x.data(), pointer(gate), scale_dy.data(), scale_x.data(),
                          offset.data(), pointer(out), dy.size() / cs, cs, how);
+}
+
+std::uint32_t bound_affine_gradient_at_random(Engine& engine, nb::handle dy_, nb::handle x_, nb::handle gate_,
+                                              nb::handle scale_dy_, nb::handle scale_x_, nb::handle offset_,
+                                              nb::handle out_, int shift, std::uint32_t seed, int batch, int total,
+                                              int first) {
+  const Array<std::int8_t> dy(dy_, "dy", false), x(x_, "x", false);
+  const auto gate = maybe<std::int8_t>(gate_, "gate", false, {});
+  const Array<std::int32_t> scale_dy(scale_dy_, "scale_dy", false), scale_x(scale_x_, "scale_x", false),
+      offset(offset_, "offset", false);
+  const auto out = maybe<std::int8_t>(out_, "out", true, {});
+  const int cs = stride_of(scale_dy, dy.size(), {&scale_dy, &scale_x}, offset);
+  require_same_size(x, dy);
+  if (gate) require_same_size(*gate, dy);
+  if (out) {
+    require_same_size(*out, dy), out->require_apart_from(dy), out->require_apart_from(x);
+    out->require_apart_from(scale_dy), out->require_apart_from(scale_x), out->require_apart_from(offset);
+    if (gate) out->require_apart_from(*gate);
+  }
+  if (shift < 0 || shift > 30) refuse("shift: need 0 to 30, got " + std::to_string(shift));
+  const std::size_t rows = dy.size() / cs;
+  if (batch < 1 || rows % batch != 0) {
+    refuse("batch: need a divisor of " + std::to_string(rows) + " rows, got " + std::to_string(batch));
+  }
+  if (first < 0 || first > total - batch) {
+    refuse("first: need 0 to total - batch = " + std::to_string(total - batch) + ", got " + std::to_string(first));
+  }
+  nb::gil_scoped_release release;
+  return affine_gradient_at_random(engine.path, engine.pool, dy.data(), x.data(), pointer(gate), scale_dy.data(),
+                                   scale_x.data(), offset.data(), pointer(out), rows, cs, shift,
+                                   Dither{seed, batch, total, first});
+}
+
+void bound_affine_real(Engine& engine, nb::handle acc_, nb::handle by_image_, nb::handle scale_, nb::handle offset_,
+                       nb::handle other_, nb::handle other_by_image_, nb::handle out_, nb::handle inverse_,
+                       nb::handle largest_, bool relu) {
+  const bool is_wide = is_wide_array(acc_, "acc");
+  std::optional<Array<std::int8_t>> narrow;
+  std::optional<Array<std::int32_t>> wide;
+  if (is_wide) wide.emplace(acc_, "acc", false);
+  else narrow.emplace(acc_, "acc", false);
+  const std::size_t size = is_wide ? wide->size() : narrow->size();
+  const Array<float> by_image(by_image_, "by_image", false), scale(scale_, "scale", false),
+      offset(offset_, "offset", false);
+  const auto other = maybe<std::int8_t>(other_, "other", false, {});
+  const auto out = maybe<std::int8_t>(out_, "out", true, {});
+  const auto batch = static_cast<Py_ssize_t>(by_image.size());
+  const auto other_by_image = maybe<float>(other_by_image_, "other_by_image", false, {batch});
+  const auto inverse = maybe<float>(inverse_, "inverse", false, {batch});
+  const auto largest = maybe<float>(largest_, "largest", true, {batch});
+  const std::size_t cs = scale.size();
+  if (cs == 0 || cs % kChannelBlock != 0 || size % cs != 0) {
+    refuse("scale: need one value per channel, in a multiple of " + std::to_string(kChannelBlock) +
+           " that divides " + std::to_string(size) + ", got " + std::to_string(cs));
+  }
+  require_same_size(offset, scale);
+  const std::size_t rows = size / cs;
+  if (batch < 1 || rows % batch != 0) {
+    refuse("by_image: need a divisor of " + std::to_string(rows) + " rows, got " + std::to_string(batch));
+  }
+  if (other.has_value() != other_by_image.has_value()) refuse("other and other_by_image belong together");
+  if (out.has_value() != inverse.has_value()) refuse("out and inverse belong together");
+  const auto require_size = [&](const Array<std::int8_t>& array) {
+    if (array.size() != size) {
+      refuse(array.name() + " has " + std::to_string(array.size()) + " elements, acc has " + std::to_string(size));
+    }
+  };
+  if (other) require_size(*other);
+  if (out) {
+    require_size(*out);
+    if (wide) out->require_apart_from(*wide);
+    if (narrow) out->require_apart_from(*narrow);
+    if (other) out->require_apart_from(*other);
+  }
+  if (largest) largest->require_apart_from(by_image);
+  nb::gil_scoped_release release;
+  const auto run = [&](const auto& acc) {
+    affine_real(engine.path, engine.pool, acc.data(), by_image.data(), scale.data(), offset.data(), pointer(other),
+                pointer(other_by_image), pointer(out), pointer(inverse), pointer(largest), rows,
+                static_cast<int>(cs), static_cast<int>(batch), relu);
+  };
+  if (wide) run(*wide);
+  else run(*narrow);
 }
 
 void bound_channel_sums(Engine& engine, nb::handle a_, nb::handle b_, nb::handle gate_, nb::handle sum_a_,
@@ -554,6 +651,8 @@ void bound_gemm(Engine& engine, nb::handle lhs_, nb::handle rhs_, nb::handle out
 }  // namespace
 
 NB_MODULE(_int8, m) {
+  // Modules that hold an engine may be alive when the interpreter ends.
+  nb::set_leak_warnings(false);
   m.doc() = "Integer training kernels. Layouts: native/int8/shape.h. Values lie in -127..127.";
   m.def("channel_stride", &channel_stride, nb::arg("channels"), "Channels rounded up to the block of 16.");
   m.attr("MAX_EXACT_DEPTH") = kMaxExactDepth;
@@ -606,7 +705,8 @@ NB_MODULE(_int8, m) {
            nb::arg("engine"))
       .def("forward", &BoundConvolution::forward, nb::arg("engine"), nb::arg("x"), nb::arg("weight"),
            nb::arg("bias").none(), nb::arg("out"), nb::arg("workspace"), nb::arg("activations") = false,
-           nb::arg("shift") = 0, nb::arg("rounding") = 0, nb::arg("relu") = false)
+           nb::arg("shift") = 0, nb::arg("rounding") = 0, nb::arg("relu") = false,
+           nb::arg("accumulators").none() = nb::none())
       .def("input_gradient", &BoundConvolution::input_gradient, nb::arg("engine"), nb::arg("dy"), nb::arg("weight"),
            nb::arg("out"), nb::arg("workspace"), nb::arg("shift") = 0, nb::arg("rounding") = 0,
            nb::arg("mask").none() = nb::none())
@@ -641,7 +741,15 @@ NB_MODULE(_int8, m) {
         nb::arg("out").none(), nb::arg("shift") = 0, nb::arg("rounding") = 0, nb::arg("relu") = false);
   m.def("affine_gradient", &bound_affine_gradient, nb::arg("engine"), nb::arg("dy"), nb::arg("x"),
         nb::arg("gate").none(), nb::arg("scale_dy"), nb::arg("scale_x"), nb::arg("offset"), nb::arg("out").none(),
-        nb::arg("shift") = 0, nb::arg("rounding") = 0);
+        nb::arg("shift") = 0, nb::arg("rounding") = 0, nb::arg("relu") = false);
+  m.def("affine_gradient_at_random", &bound_affine_gradient_at_random, nb::arg("engine"), nb::arg("dy"), nb::arg("x"),
+        nb::arg("gate").none(), nb::arg("scale_dy"), nb::arg("scale_x"), nb::arg("offset"), nb::arg("out").none(),
+        nb::arg("shift"), nb::arg("seed"), nb::arg("batch"), nb::arg("total"), nb::arg("first"),
+        "affine_gradient, rounded at random without bias; an element's number depends on its place in the batch.");
+  m.def("affine_real", &bound_affine_real, nb::arg("engine"), nb::arg("acc"), nb::arg("by_image"), nb::arg("scale"),
+        nb::arg("offset"), nb::arg("other").none(), nb::arg("other_by_image").none(), nb::arg("out").none(),
+        nb::arg("inverse").none(), nb::arg("largest").none(), nb::arg("relu") = false,
+        "Int8 of (acc * by_image) * scale[c] + offset[c] + other * other_by_image, in float32.");
   m.def("channel_sums", &bound_channel_sums, nb::arg("engine"), nb::arg("a"), nb::arg("b"), nb::arg("gate").none(),
         nb::arg("sum_a"), nb::arg("sum_ab"));
   m.def("update_weight", &bound_update_weight, nb::arg("engine"), nb::arg("weight"), nb::arg("gradient"),

@@ -58,6 +58,7 @@ _EXPORTS = {
     "training.fp32": ("FP32Trainer", "cosine_annealing", "sgd"),
     "training.muon": ("muon",),
     "training.int8": ("Int8Trainer",),
+    "training.int8_module": ("int8_",),
     "edgecloud.runtime.mixed_front": ("MixedEdge",),
     "training.mixed_precision": ("MixedPrecisionTrainer",),
     "training.group": ("train_group",),
@@ -68,6 +69,7 @@ _EXPORTS = {
     "precision.algorithm": (
         "ADAPTIVE_FIXED_POINT",
         "NITI",
+        "REAL_SCALES",
         "Fp32Update",
         "IntegerUpdate",
         "TrainingAlgorithm",

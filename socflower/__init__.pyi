@@ -33,7 +33,7 @@ from socflower.pipeline.planner.selection import PlannerSettings as PlannerSetti
 from socflower.pipeline.profiler.module_problem import pipeline_problem as pipeline_problem
 from socflower.pipeline.runtime.payloads import ActivationCoding as ActivationCoding
 from socflower.precision.accelerator import Int8Backend as Int8Backend, NativeInt8Backend as NativeInt8Backend
-from socflower.precision.algorithm import ADAPTIVE_FIXED_POINT as ADAPTIVE_FIXED_POINT, NITI as NITI, Fp32Update as Fp32Update, IntegerUpdate as IntegerUpdate, TrainingAlgorithm as TrainingAlgorithm, int8_algorithm as int8_algorithm
+from socflower.precision.algorithm import ADAPTIVE_FIXED_POINT as ADAPTIVE_FIXED_POINT, NITI as NITI, REAL_SCALES as REAL_SCALES, Fp32Update as Fp32Update, IntegerUpdate as IntegerUpdate, TrainingAlgorithm as TrainingAlgorithm, int8_algorithm as int8_algorithm
 from socflower.precision.int8.batch_splitting import best_blocks as best_blocks, profile_batch_blocks as profile_batch_blocks
 from socflower.precision.int8.model import EngineSettings as EngineSettings, Int8Model as Int8Model, StepResult as StepResult
 from socflower.precision.int8.requantisation import RescalingPolicy as RescalingPolicy
@@ -69,6 +69,7 @@ from socflower.thermal.sensors.step_times import StepTiming as StepTiming, Timed
 from socflower.training.fp32 import FP32Trainer as FP32Trainer, cosine_annealing as cosine_annealing, sgd as sgd
 from socflower.training.group import train_group as train_group
 from socflower.training.int8 import Int8Trainer as Int8Trainer
+from socflower.training.int8_module import int8_ as int8_
 from socflower.training.mixed_precision import MixedPrecisionTrainer as MixedPrecisionTrainer
 from socflower.training.model_state import frozen_digest as frozen_digest, load_trainable_state as load_trainable_state, trainable_state as trainable_state
 from socflower.training.muon import muon as muon

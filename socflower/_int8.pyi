@@ -86,8 +86,12 @@ class Convolution:
         shift: int = 0,
         rounding: int = 0,
         relu: bool = False,
+        accumulators: _Array | None = None,
     ) -> int:
-        """Write bias + correlation of x and weight, rounded if `out` is int8; `activations` says x is 0..127."""
+        """Write bias + correlation of x and weight, rounded if `out` is int8; `activations` says x is 0..127.
+
+        `accumulators`, int32, gets the same before rounding, beside an int8 `out`.
+        """
 
     def input_gradient(
         self,
@@ -230,8 +234,50 @@ def affine_gradient(
     out: _Array | None,
     shift: int = 0,
     rounding: int = 0,
+    relu: bool = False,
 ) -> int:
     """Round scale_dy[c] * dy + scale_x[c] * x + offset[c]; dy counts as 0 where `gate` is not positive."""
+
+def affine_gradient_at_random(
+    engine: Engine,
+    dy: _Array,
+    x: _Array,
+    gate: _Array | None,
+    scale_dy: _Array,
+    scale_x: _Array,
+    offset: _Array,
+    out: _Array | None,
+    shift: int,
+    seed: int,
+    batch: int,
+    total: int,
+    first: int,
+) -> int:
+    """Do as `affine_gradient`, but round up or down at random, without bias.
+
+    Rows are (pixel, image) of `batch` images, from image `first` of a batch of `total`. A random number depends on the
+    element's place in that batch and on `seed`, so on no division of the batch.
+    """
+
+def affine_real(
+    engine: Engine,
+    acc: _Array,
+    by_image: _Array,
+    scale: _Array,
+    offset: _Array,
+    other: _Array | None,
+    other_by_image: _Array | None,
+    out: _Array | None,
+    inverse: _Array | None,
+    largest: _Array | None,
+    relu: bool = False,
+) -> None:
+    """Compute v = (acc * by_image[image]) * scale[c] + offset[c] + other * other_by_image[image] in float32.
+
+    After ReLU if `relu`. `out` is the nearest int8 of v * inverse[image], half to even; after a ReLU it is at least 1
+    where v is positive. `largest` is the maximum of |v| of each image. acc is int8 or int32, other int8; rows are
+    (pixel, image).
+    """
 
 def channel_sums(
     engine: Engine, a: _Array, b: _Array, gate: _Array | None, sum_a: _Array, sum_ab: _Array

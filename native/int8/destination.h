@@ -8,7 +8,7 @@
 
 namespace socflower::int8 {
 
-// As int32 (`acc`, after ReLU and mask), or rounded to int8 (`out`). One of them is set.
+// As int32 (`acc`, after ReLU and mask), or rounded to int8 (`out`), or both: one of them is set at least.
 struct Destination {
   std::int32_t* acc = nullptr;
   std::int8_t* out = nullptr;
@@ -22,7 +22,9 @@ inline std::uint32_t deliver(const Path& path, const std::int32_t* tile, int til
   Requantise how = to.how;
   if (how.mask != nullptr) how.mask += at;
   if (to.acc != nullptr) {
-    return path.store_tile(tile, tile_stride, to.acc + at, stride, rows, cols, how.relu, how.mask, stride);
+    const std::uint32_t largest =
+        path.store_tile(tile, tile_stride, to.acc + at, stride, rows, cols, how.relu, how.mask, stride);
+    if (to.out == nullptr) return largest;
   }
   return path.requantise_tile(tile, tile_stride, to.out + at, stride, rows, cols, how);
 }

@@ -85,6 +85,32 @@ std::string check_elementwise(const Path& path, std::mt19937& random) {
                          kCs, how);
     if (want != got) return "affine gradient";
   }
+  constexpr int kBatch = 5;
+  const Dither dither{12345, kBatch, 8, 2};
+  reference::affine_gradient_at_random(a.data(), b.data(), a.data(), scale.data(), scale.data(), offset.data(),
+                                       want.data(), kRows, kCs, 21, dither, 3);
+  path.affine_gradient_at_random(a.data(), b.data(), a.data(), scale.data(), scale.data(), offset.data(), got.data(),
+                                 kRows, kCs, 21, dither, 3);
+  if (want != got) return "affine gradient at random";
+  std::vector<std::int32_t> acc(a.size());
+  for (auto& value : acc) value = int(random() % 60000000) - 30000000;
+  std::vector<float> factor(kCs), shift(kCs), by_image(kBatch), want_most(kBatch), got_most(kBatch * kChannelBlock);
+  for (int c = 0; c < kCs; ++c) factor[c] = 1e-6f * float(c + 1), shift[c] = 0.3f * float(c) - 5.0f;
+  for (int image = 0; image < kBatch; ++image) by_image[image] = 0.7f + 0.1f * float(image);
+  reference::affine_real(acc.data(), by_image.data(), factor.data(), shift.data(), b.data(), by_image.data(),
+                         want.data(), by_image.data(), want_most.data(), kRows, kCs, kBatch, true);
+  path.affine_real32(acc.data(), by_image.data(), factor.data(), shift.data(), b.data(), by_image.data(), got.data(),
+                   by_image.data(), got_most.data(), kRows, kCs, kBatch, 0, true);
+  for (int image = 0; image < kBatch; ++image) {
+    const auto own = got_most.begin() + image * kChannelBlock;
+    if (*std::max_element(own, own + kChannelBlock) != want_most[image]) return "affine real, largest";
+  }
+  if (want != got) return "affine real";
+  reference::affine_real<std::int8_t>(a.data(), by_image.data(), shift.data(), shift.data(), nullptr, nullptr,
+                                      want.data(), by_image.data(), nullptr, kRows, kCs, kBatch, false);
+  path.affine_real8(a.data(), by_image.data(), shift.data(), shift.data(), nullptr, nullptr, got.data(),
+                    by_image.data(), nullptr, kRows, kCs, kBatch, 0, false);
+  if (want != got) return "affine real of int8";
   std::vector<std::int64_t> want_a(kCs), want_ab(kCs), got_a(kCs), got_ab(kCs);
   reference::channel_sums(a.data(), b.data(), b.data(), want_a.data(), want_ab.data(), kRows, kCs);
   path.channel_sums(a.data(), b.data(), b.data(), got_a.data(), got_ab.data(), kRows, kCs);

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "random24.h"
 #include "shape.h"
 
 namespace socflower::int8 {
@@ -91,6 +92,17 @@ struct Path {
                                    const std::int32_t* scale_dy, const std::int32_t* scale_x,
                                    const std::int32_t* offset, std::int8_t* out, std::size_t rows, int cs,
                                    const Requantise& how);
+  std::uint32_t (*affine_gradient_at_random)(const std::int8_t* dy, const std::int8_t* x, const std::int8_t* gate,
+                                             const std::int32_t* scale_dy, const std::int32_t* scale_x,
+                                             const std::int32_t* offset, std::int8_t* out, std::size_t rows, int cs,
+                                             int shift, const Dither& dither, std::size_t row);
+  // From the row of image `image` on; largest is raised, which has sixteen values for each image, of any order.
+  void (*affine_real8)(const std::int8_t* acc, const float* by_image, const float* scale, const float* offset,
+                       const std::int8_t* other, const float* other_by_image, std::int8_t* out, const float* inverse,
+                       float* largest, std::size_t rows, int cs, int batch, int image, bool relu);
+  void (*affine_real32)(const std::int32_t* acc, const float* by_image, const float* scale, const float* offset,
+                      const std::int8_t* other, const float* other_by_image, std::int8_t* out, const float* inverse,
+                      float* largest, std::size_t rows, int cs, int batch, int image, bool relu);
   void (*channel_sums)(const std::int8_t* a, const std::int8_t* b, const std::int8_t* gate, std::int64_t* sum_a,
                        std::int64_t* sum_ab, std::size_t rows, int cs);
   void (*update_weight)(std::int8_t* weight, const std::int32_t* gradient, std::size_t size, int shift,

@@ -7,6 +7,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace socflower::int8 {
 namespace {
@@ -98,6 +99,52 @@ std::uint32_t affine_gradient(const Path& path, ThreadPool& pool, const std::int
                                 count / cs, cs, shifted(how, from));
   });
 }
+
+std::uint32_t affine_gradient_at_random(const Path& path, ThreadPool& pool, const std::int8_t* dy,
+                                        const std::int8_t* x, const std::int8_t* gate, const std::int32_t* scale_dy,
+                                        const std::int32_t* scale_x, const std::int32_t* offset, std::int8_t* out,
+                                        std::size_t rows, int cs, int shift, const Dither& dither) {
+  return over_chunks(pool, rows * cs, cs, [&](std::size_t from, std::size_t count) {
+    return path.affine_gradient_at_random(dy + from, x + from, at(gate, from), scale_dy, scale_x, offset,
+                                          at(out, from), count / cs, cs, shift, dither, from / cs);
+  });
+}
+
+template <typename T>
+void affine_real(const Path& path, ThreadPool& pool, const T* acc, const float* by_image,
+                 const float* scale, const float* offset, const std::int8_t* other, const float* other_by_image,
+                 std::int8_t* out, const float* inverse, float* largest, std::size_t rows, int cs, int batch,
+                 bool relu) {
+  // A maximum for each thread: they are joined below.
+  const int parts = pool.size();
+  const std::size_t per_part = std::size_t(batch) * kChannelBlock;
+  std::vector<float> maxima(largest == nullptr ? 0 : parts * per_part, 0.0f);
+  pool.run(parts, [&](int part, int) {
+    const std::size_t first = rows * part / parts, last = rows * (part + 1) / parts;
+    float* own = largest == nullptr ? nullptr : maxima.data() + part * per_part;
+    const auto run = [&](auto kernel) {
+      kernel(acc + first * cs, by_image, scale, offset, at(other, first * cs), other_by_image, at(out, first * cs),
+             inverse, own, last - first, cs, batch, static_cast<int>(first % batch), relu);
+    };
+    if constexpr (sizeof(T) == 1) run(path.affine_real8);
+    else run(path.affine_real32);
+  });
+  if (largest == nullptr) return;
+  for (int image = 0; image < batch; ++image) {
+    largest[image] = 0.0f;
+    for (int part = 0; part < parts; ++part) {
+      const float* own = maxima.data() + part * per_part + std::size_t(image) * kChannelBlock;
+      largest[image] = std::max(largest[image], *std::max_element(own, own + kChannelBlock));
+    }
+  }
+}
+
+template void affine_real(const Path&, ThreadPool&, const std::int8_t*, const float*, const float*, const float*,
+                          const std::int8_t*, const float*, std::int8_t*, const float*, float*, std::size_t, int, int,
+                          bool);
+template void affine_real(const Path&, ThreadPool&, const std::int32_t*, const float*, const float*, const float*,
+                          const std::int8_t*, const float*, std::int8_t*, const float*, float*, std::size_t, int, int,
+                          bool);
 
 std::size_t channel_sums_size(const ThreadPool& pool, int cs) { return std::size_t(pool.size()) * 2 * cs; }
 

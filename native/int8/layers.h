@@ -23,6 +23,16 @@ std::uint32_t affine_gradient(const Path& path, ThreadPool& pool, const std::int
                               const std::int8_t* gate, const std::int32_t* scale_dy, const std::int32_t* scale_x,
                               const std::int32_t* offset, std::int8_t* out, std::size_t rows, int cs,
                               const Requantise& how);
+std::uint32_t affine_gradient_at_random(const Path& path, ThreadPool& pool, const std::int8_t* dy,
+                                        const std::int8_t* x, const std::int8_t* gate, const std::int32_t* scale_dy,
+                                        const std::int32_t* scale_x, const std::int32_t* offset, std::int8_t* out,
+                                        std::size_t rows, int cs, int shift, const Dither& dither);
+// T is std::int8_t or std::int32_t.
+template <typename T>
+void affine_real(const Path& path, ThreadPool& pool, const T* acc, const float* by_image,
+                 const float* scale, const float* offset, const std::int8_t* other, const float* other_by_image,
+                 std::int8_t* out, const float* inverse, float* largest, std::size_t rows, int cs, int batch,
+                 bool relu);
 // sums: workspace of channel_sums_size(pool, cs) int64.
 void channel_sums(const Path& path, ThreadPool& pool, const std::int8_t* a, const std::int8_t* b,
                   const std::int8_t* gate, std::int64_t* sum_a, std::int64_t* sum_ab, std::size_t rows, int cs,

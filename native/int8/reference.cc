@@ -166,6 +166,55 @@ std::uint32_t affine_gradient(const std::int8_t* dy, const std::int8_t* x, const
   return largest;
 }
 
+std::uint32_t affine_gradient_at_random(const std::int8_t* dy, const std::int8_t* x, const std::int8_t* gate,
+                                        const std::int32_t* scale_dy, const std::int32_t* scale_x,
+                                        const std::int32_t* offset, std::int8_t* out, std::size_t rows, int cs,
+                                        int shift, const Dither& dither, std::size_t row) {
+  std::uint32_t largest = 0;
+  for (std::size_t i = 0; i < rows * cs; ++i) {
+    const int c = static_cast<int>(i % cs);
+    const int gated = gate == nullptr || gate[i] > 0 ? dy[i] : 0;
+    const std::int32_t acc =
+        exact_int32(std::int64_t(scale_dy[c]) * gated + std::int64_t(scale_x[c]) * x[i] + offset[c]);
+    const std::uint32_t m = magnitude(acc);
+    largest = std::max(largest, m);
+    if (out == nullptr) continue;
+    const std::uint64_t number = dither32(dither.index_of(row + i / cs, cs) + c, dither.seed);
+    const auto noise = static_cast<std::uint32_t>(number >> (32 - shift));
+    const auto rounded = static_cast<std::int8_t>(std::min((m + noise) >> shift, 127u));
+    out[i] = acc < 0 ? static_cast<std::int8_t>(-rounded) : rounded;
+  }
+  return largest;
+}
+
+template <typename T>
+void affine_real(const T* acc, const float* by_image, const float* scale, const float* offset,
+                 const std::int8_t* other, const float* other_by_image, std::int8_t* out, const float* inverse,
+                 float* largest, std::size_t rows, int cs, int batch, bool relu) {
+  if (largest != nullptr) std::fill(largest, largest + batch, 0.0f);
+  for (std::size_t i = 0; i < rows * cs; ++i) {
+    const int c = static_cast<int>(i % cs), image = static_cast<int>(i / cs % batch);
+    const float scaled = static_cast<float>(acc[i]) * by_image[image];
+    const float product = scaled * scale[c];
+    float v = product + offset[c];
+    if (other != nullptr) {
+      const float added = static_cast<float>(other[i]) * other_by_image[image];
+      v = v + added;
+    }
+    if (relu && !(v > 0.0f)) v = 0.0f;
+    if (largest != nullptr) largest[image] = std::max(largest[image], std::fabs(v));
+    if (out == nullptr) continue;
+    const float bounded = std::min(std::max(v * inverse[image], -127.0f), 127.0f);
+    out[i] = static_cast<std::int8_t>(std::nearbyint(bounded));
+    if (relu && v > 0.0f && out[i] == 0) out[i] = 1;
+  }
+}
+
+template void affine_real(const std::int8_t*, const float*, const float*, const float*, const std::int8_t*,
+                          const float*, std::int8_t*, const float*, float*, std::size_t, int, int, bool);
+template void affine_real(const std::int32_t*, const float*, const float*, const float*, const std::int8_t*,
+                          const float*, std::int8_t*, const float*, float*, std::size_t, int, int, bool);
+
 void channel_sums(const std::int8_t* a, const std::int8_t* b, const std::int8_t* gate, std::int64_t* sum_a,
                   std::int64_t* sum_ab, std::size_t rows, int cs) {
   std::fill(sum_a, sum_a + cs, 0);

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "random24.h"
 #include "shape.h"
 
 namespace socflower::int8::reference {
@@ -54,6 +55,22 @@ std::uint32_t affine_gradient(const std::int8_t* dy, const std::int8_t* x, const
                               const std::int32_t* scale_dy, const std::int32_t* scale_x,
                               const std::int32_t* offset, std::int8_t* out, std::size_t rows, int cs,
                               const Requantise& how);
+
+// The same sums, rounded without bias: the magnitude, plus the number below 2^shift that the top `shift` (0..30) bits
+// of dither32 are, shifted right; saturated at 127, with its sign. Row r of the share is `row` + r.
+std::uint32_t affine_gradient_at_random(const std::int8_t* dy, const std::int8_t* x, const std::int8_t* gate,
+                                        const std::int32_t* scale_dy, const std::int32_t* scale_x,
+                                        const std::int32_t* offset, std::int8_t* out, std::size_t rows, int cs,
+                                        int shift, const Dither& dither, std::size_t row);
+
+// v = (acc * by_image[image]) * scale[c] + offset[c] + other * other_by_image[image], every operation in float32, and
+// after ReLU if `relu`; `other` may be null. out = nearest int8 of v * inverse[image], half to even, saturated at
+// +-127, and after a ReLU at least 1 where v > 0, so that it shows where gradients pass; or null. largest[image] = the
+// maximum of |v|; or null. acc, out: (rows, cs); row r is of image r % batch. acc is int8 or int32.
+template <typename T>
+void affine_real(const T* acc, const float* by_image, const float* scale, const float* offset,
+                 const std::int8_t* other, const float* other_by_image, std::int8_t* out, const float* inverse,
+                 float* largest, std::size_t rows, int cs, int batch, bool relu);
 
 // sum_a[c] = sum over rows of a, sum_ab[c] = sum over rows of a*b (a = b gives squares). `gate` as above, for a.
 void channel_sums(const std::int8_t* a, const std::int8_t* b, const std::int8_t* gate, std::int64_t* sum_a,

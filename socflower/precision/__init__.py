@@ -5,6 +5,7 @@ from socflower.precision.algorithm import (
     ADAPTIVE_FIXED_POINT,
     ALGORITHMS,
     NITI,
+    REAL_SCALES,
     TrainingAlgorithm,
     int8_algorithm,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "ALGORITHMS",
     "MIXING_RULES",
     "NITI",
+    "REAL_SCALES",
     "EngineSettings",
     "Int8Backend",
     "Int8Model",

@@ -26,17 +26,28 @@ class Rounding(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorTranslation:
-    """Forward: every FP32 operator becomes its int8 kernel, maximum search and rounding shift (F13, F14)."""
+    """Forward: every FP32 operator becomes its int8 kernel, maximum search and rounding shift (F13, F14).
+
+    With `real` scales a BatchNorm reads the int32 accumulators of the convolution before it, so that the two round
+    once, and its result and that of an addition have a real number as scale, with which the largest value is 127.
+    """
 
     rounding: Rounding = Rounding.NEAREST
+    scales: Literal["power-of-two", "real"] = "power-of-two"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardRule:
-    """Backward: int8 errors of one exponent, int32 weight gradients. `loss` is the gradient of the logits."""
+    """Backward: int8 errors of one exponent, int32 weight gradients. `loss` is the gradient of the logits.
+
+    A pseudo-stochastic carry follows from the accumulator's low bits. BatchNorm's input gradient is a function of two
+    int8 numbers in each channel, so equal ones are rounded equally and errors do not average out. With `dithered` its
+    carry follows from a random number for each element.
+    """
 
     rounding: Rounding = Rounding.PSEUDO_STOCHASTIC
     loss: Literal["integer", "fp32"] = "integer"
+    dithered: bool = False
 
 
 @checked
@@ -65,9 +76,10 @@ class IntegerUpdate:
 
 @checked
 class Fp32Update:
-    """SGD with momentum on FP32 master weights; every step rounds the int8 weights from them again."""
+    """SGD on FP32 master weights, as torch.optim.SGD; every step rounds the int8 weights from them again."""
 
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,33 +132,49 @@ ADAPTIVE_FIXED_POINT = TrainingAlgorithm(
 Theirs switches gradients to int16 where int8 is too coarse; this one does not.
 """
 
-HANDED_OUT_GRADIENTS = replace(
-    ADAPTIVE_FIXED_POINT, name="handed-out-gradients", update=OutsideUpdate()
+REAL_SCALES = TrainingAlgorithm(
+    name="real-scales",
+    forward=OperatorTranslation(rounding=Rounding.NEAREST, scales="real"),
+    backward=BackwardRule(rounding=Rounding.PSEUDO_STOCHASTIC, loss="fp32", dithered=True),
+    weight="fp32",
+    update=Fp32Update(momentum=0.9),
 )
-"""The passes of `ADAPTIVE_FIXED_POINT` for mixed-precision training, with an `OutsideUpdate`."""
+"""As accurate as FP32, at FP32's learning rate: FP32 master weights, real scales, unbiased gradients."""
 
-ALGORITHMS: dict[str, TrainingAlgorithm] = {a.name: a for a in (NITI, ADAPTIVE_FIXED_POINT)}
+HANDED_OUT_GRADIENTS = replace(REAL_SCALES, name="handed-out-gradients", update=OutsideUpdate())
+"""The passes of `REAL_SCALES`, with an `OutsideUpdate`."""
+
+ALGORITHMS: dict[str, TrainingAlgorithm] = {
+    a.name: a for a in (REAL_SCALES, NITI, ADAPTIVE_FIXED_POINT)
+}
 
 
 @plain_numbers
 def int8_algorithm(
-    name: str, momentum: float = 0.0, gradient_bits: tuple[int, ...] | None = None
+    name: str,
+    momentum: float | None = None,
+    gradient_bits: tuple[int, ...] | None = None,
+    *,
+    weight_decay: float = 0.0,
 ) -> TrainingAlgorithm:
     """Return a known algorithm with these settings.
 
-    `momentum` applies to an update of FP32 weights, `gradient_bits` to an update of int8 weights. Raises ConfigError
-    on other names, impossible values, and a setting that the algorithm's update does not have.
+    `momentum` (default: the algorithm's own) and `weight_decay` apply to an update of FP32 weights, `gradient_bits` to
+    an update of int8 weights. Raises ConfigError on other names, impossible values, and a setting that the algorithm's
+    update does not have.
     """
     algorithm = ALGORITHMS.get(name)
     if algorithm is None:
         raise ConfigError(f"int8 algorithm {name!r} is unknown; use one of {', '.join(ALGORITHMS)}")
     in_fp32 = isinstance(algorithm.update, Fp32Update)
-    if gradient_bits is not None if in_fp32 else momentum:
+    if gradient_bits is not None if in_fp32 else momentum or weight_decay:
         raise ConfigError(
-            f"int8 algorithm {name}: momentum = {momentum} is for adaptive-fixed-point and "
-            f"gradient_bits = {gradient_bits} for niti; leave the other one out"
+            f"int8 algorithm {name}: momentum = {momentum} and weight_decay = {weight_decay} are for FP32 weights, "
+            f"and gradient_bits = {gradient_bits} for niti; leave out what {name} does not have"
         )
-    settings: dict[str, Any] = {"momentum": momentum} if in_fp32 else {}
+    settings: dict[str, Any] = {"weight_decay": weight_decay} if in_fp32 else {}
+    if in_fp32 and momentum is not None:
+        settings["momentum"] = momentum
     if gradient_bits is not None:
         settings["bits"] = gradient_bits
     return replace(algorithm, update=replace(algorithm.update, **settings))

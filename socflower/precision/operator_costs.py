@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from socflower.plain_numbers import plain_numbers
-from socflower.precision.algorithm import NITI, TrainingAlgorithm
+from socflower.precision.algorithm import REAL_SCALES, TrainingAlgorithm
 from socflower.precision.fp32_equivalents import fp32_equivalent
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.batch_share import BatchShare
@@ -44,7 +44,7 @@ def profile_operators(
     input_shape: ir.Shape,
     batch: int,
     *,
-    algorithm: TrainingAlgorithm = NITI,
+    algorithm: TrainingAlgorithm = REAL_SCALES,
     settings: EngineSettings | None = None,
     repeats: int = 5,
 ) -> OperatorProfile:

@@ -138,7 +138,9 @@ def _algorithm(scenario: Scenario) -> TrainingAlgorithm:
     precision = scenario.precision
     if precision.algorithm == "niti":
         return int8_algorithm(precision.algorithm, gradient_bits=precision.gradient_bits)
-    return int8_algorithm(precision.algorithm, scenario.momentum)
+    return int8_algorithm(
+        precision.algorithm, scenario.momentum, weight_decay=scenario.train.weight_decay
+    )
 
 
 def unsupported(scenario: Scenario) -> Literal["refuse", "fp32"]:

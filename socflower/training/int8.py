@@ -16,7 +16,7 @@ from socflower.field_rules import OneOf, checked
 from socflower.model_graph.batch_form import num_samples as num_samples_of
 from socflower.model_graph.batch_form import pair_of
 from socflower.model_graph.parts import layer_seed, random_streams
-from socflower.precision import NITI, EngineSettings, Int8Model, TrainingAlgorithm
+from socflower.precision import REAL_SCALES, EngineSettings, Int8Model, TrainingAlgorithm
 from socflower.precision.int8.batch_share import BatchPeers, gather
 from socflower.precision.int8.fixed_point import FloatArray, Int32Array
 from socflower.precision.int8.model import JointStep
@@ -65,7 +65,7 @@ class Int8Trainer:
     """
 
     arithmetic: ClassVar[str] = "int8"
-    algorithm: TrainingAlgorithm = NITI
+    algorithm: TrainingAlgorithm = REAL_SCALES
     learning_rate: Annotated[float, Field(gt=0.0)] = 0.01
     schedule: Annotated[str, OneOf(SCHEDULES)] = "cosine"
     settings: EngineSettings = field(default_factory=EngineSettings)
@@ -197,7 +197,8 @@ class Int8Session:
         """Write the trained values to the module and return the state; see `JointSession.state`."""
         if self._int8 is None:
             return to_bytes(self._state) if self._state else b""
-        self._module.load_state_dict(self._int8.state_dict())
+        # Frozen weights keep the values that the module has.
+        self._module.load_state_dict(self._int8.state_dict(), strict=False)
         return to_bytes(_state_of(self._int8))
 
     def restore(self, state: bytes) -> None:
@@ -301,11 +302,10 @@ class Int8PartSession:
         with random_streams(self._seed, stream) if self._draws else nullcontext():
             if labels:
                 return (self._step_on(number, images, labels[0], seed),)
-            real, exponent = self.model.forward(
+            real, self.quantum = self.model.forward(
                 _images(images), seed=seed, keep=keep, replay=self._repeats
             )
         self._kept = number if keep else None
-        self.quantum = 2.0**exponent
         return (torch.from_numpy(real).reshape(len(real), *self._output_shape),)
 
     def _step_on(self, number: int, images: Tensor, labels: Tensor, seed: int) -> Tensor:

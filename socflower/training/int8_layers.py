@@ -1,7 +1,8 @@
 """Layers of a torch module that compute their passes in int8, while an outside optimiser holds their FP32 masters."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from socflower.model_graph.parts import layer_seed
-from socflower.precision import Int8Model
+from socflower.precision import EngineSettings, Int8Model
 from socflower.precision.algorithm import HANDED_OUT_GRADIENTS
 from socflower.precision.int8.parameters import start_gradients, take_weights
 from socflower.training.batch_statistics import require_batch_statistics
@@ -17,6 +18,14 @@ from socflower.training.trainer import require_images
 
 STATISTICS = ("running_mean", "running_var")
 """Ends of the names of the buffers that the engine changes."""
+
+
+class Lease(Protocol):
+    """The right to an engine until the backward pass; it ends when nothing refers to it."""
+
+    def check(self) -> None:
+        """Raise `ConfigError` if the backward pass can no longer be computed."""
+        ...
 
 
 class Int8Layers:
@@ -34,6 +43,8 @@ class Int8Layers:
         output_shape: Sequence[int],
         *,
         seed: int = 0,
+        settings: EngineSettings | None = None,
+        fp32_operators: Sequence[str] = (),
         unsupported: Literal["refuse", "fp32"] = "fp32",
         input_gradient: bool = False,
         num_passes: int = 1,
@@ -52,6 +63,8 @@ class Int8Layers:
             layers,
             input_shape=shape,
             algorithm=HANDED_OUT_GRADIENTS,
+            settings=settings,
+            fp32_operators=fp32_operators,
             unsupported=unsupported,
             head=False,
             input_gradient=input_gradient,
@@ -62,52 +75,63 @@ class Int8Layers:
         self._handed_out = start_gradients(self.engine.graph, self.engine.parameters)
         self._engines = [self.engine, *(self.engine.twin() for _ in range(num_passes - 1))]
 
-    def round_masters(self, tensors: Mapping[str, Tensor], draw: int) -> None:
-        """Round the layers' parameters at random for passes that follow; `draw` numbers the random numbers (F12).
+    def round_masters(self, tensors: Mapping[str, Tensor], draw: int | None) -> None:
+        """Round the layers' parameters at random for passes that follow (F12); to nearest if `draw` is None.
 
-        Running statistics are taken from `tensors`; those that it lacks stay as the engine has them.
+        `draw` numbers the random numbers. Running statistics are taken from `tensors`; those that it lacks stay as the
+        engine has them.
         """
         state = {name: part.detach().numpy() for name, part in self._layers.named_parameters()}
         for name, tensor in tensors.items():
-            if name.endswith(STATISTICS):
-                state[name] = tensor.numpy()
+            # FP32 operators may have buffers of their own.
+            if name.endswith(STATISTICS) or name in self.engine.parameters.fp32:
+                state[name] = tensor.detach().numpy()
         engine = self.engine
-        seed = layer_seed(self._seed, draw, 1) % 2**32
+        seed = None if draw is None else layer_seed(self._seed, draw, 1) % 2**32
         take_weights(engine.graph, engine.parameters, engine.engine, state, seed)
 
-    def forward(self, inputs: Tensor, draw: int, *, number: int = 0) -> Tensor:
+    def add_pass(self) -> int:
+        """Allow one more result to wait for its backward pass; return the number of its engine."""
+        self._engines.append(self.engine.twin())
+        return len(self._engines) - 1
+
+    def forward(
+        self, inputs: Tensor, draw: int, *, number: int = 0, lease: Lease | None = None
+    ) -> Tensor:
         """Return the layers' result (samples, ...), differentiable; `draw` numbers the random numbers of the pass.
 
-        `number`, below `num_passes`, selects the engine. Its last result must not wait for a backward pass.
+        `number`, below `num_passes`, selects the engine. Its last result must not wait for a backward pass. `lease` is
+        held as long as the result may get one.
         """
         weights = dict(self._layers.named_parameters())
-        return cast(
-            Tensor,
-            _Int8Pass.apply(
-                inputs,
-                self._engines[number],
-                self._handed_out,
-                layer_seed(self._seed, draw, 0) >> 1,
-                torch.is_grad_enabled(),
-                self._output_shape,
-                list(weights),
-                *weights.values(),
-            ),
+        one = _Pass(
+            engine=self._engines[number],
+            handed_out=self._handed_out,
+            seed=layer_seed(self._seed, draw, 0) >> 1,
+            keep=torch.is_grad_enabled(),
+            output_shape=self._output_shape,
+            names=tuple(weights),
+            lease=lease,
         )
+        return cast(Tensor, _Int8Pass.apply(inputs, one, *weights.values()))
 
     def evaluate(self, inputs: Tensor) -> Tensor:
         """Return the layers' result in evaluation mode, not differentiable."""
-        real, _ = self.engine.forward(_images(inputs), training=False, keep=False)
+        real = self.engine.infer(_images(inputs))
         return torch.from_numpy(real).reshape(len(real), *self._output_shape)
 
     def statistics(self) -> dict[str, Tensor]:
-        """Return the running statistics of BatchNorm after the latest pass."""
-        vectors = self.engine.parameters.vectors
+        """Return the running statistics of BatchNorm, and FP32 operators' buffers, after the latest pass."""
+        parameters = self.engine.parameters
         found = {}
         for node in self.engine.graph.nodes:
             for name in (f"{node.name}.{part}" for part in node.vectors):
                 if name.endswith(STATISTICS):
-                    found[name] = torch.from_numpy(vectors[name].data[: node.shape[0]])
+                    vector = parameters.vectors[name].data[: node.shape[0]]
+                    found[name] = torch.from_numpy(vector)
+        own = dict(self._layers.named_buffers())
+        for name in own.keys() & parameters.fp32.keys():
+            found[name] = torch.from_numpy(np.array(parameters.fp32[name]))
         return found
 
     @property
@@ -121,44 +145,49 @@ class Int8Layers:
         return sum(engine.regions.held_bytes for engine in self._engines)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pass:
+    """An engine, and the settings of one of its passes."""
+
+    engine: Int8Model
+    # The engine writes the gradients of the parameters here.
+    handed_out: Mapping[str, NDArray[np.float32]]
+    seed: int
+    keep: bool
+    output_shape: tuple[int, ...]
+    names: tuple[str, ...]
+    lease: Lease | None
+
+
 class _Int8Pass(torch.autograd.Function):
     """A pass as a function of inputs and masters: its backward pass hands out their gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: Tensor,
-        engine: Int8Model,
-        handed_out: Mapping[str, NDArray[np.float32]],
-        seed: int,
-        keep: bool,
-        shape: tuple[int, ...],
-        names: list[str],
-        *weights: Tensor,
-    ) -> Tensor:
-        """Return the result (samples, ...); `backward` of the engine fills the arrays `handed_out`."""
-        real, _ = engine.forward(_images(inputs), seed=seed, keep=keep)
-        ctx.engine = engine
-        ctx.names = names
-        ctx.handed_out = handed_out
+    def forward(ctx: Any, inputs: Tensor, one: _Pass, *weights: Tensor) -> Tensor:
+        """Return the result (samples, ...); `backward` of the engine fills the arrays that it hands out."""
+        real, _ = one.engine.forward(_images(inputs), seed=one.seed, keep=one.keep)
+        ctx.one = one
         ctx.input_shape = inputs.shape
-        ctx.output_shape = real.shape
+        ctx.result_shape = real.shape
         ctx.shapes = [weight.shape for weight in weights]
-        return torch.from_numpy(real).reshape(len(real), *shape)
+        return torch.from_numpy(real).reshape(len(real), *one.output_shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Return the gradient of the inputs, if the engine computes it, and of each weight, summed over the samples."""
-        own = gradients[0].reshape(ctx.output_shape).numpy()
-        images = ctx.engine.backward(own, learning_rate=1.0, summed=True)
+        one: _Pass = ctx.one
+        if one.lease is not None:
+            one.lease.check()
+        own = gradients[0].reshape(ctx.result_shape).numpy()
+        images = one.engine.backward(own, learning_rate=1.0, summed=True)
         of_inputs = None if images is None else torch.from_numpy(images).reshape(ctx.input_shape)
         of_weights: list[Tensor | None] = []
-        for name, shape in zip(ctx.names, ctx.shapes, strict=True):
-            gradient = ctx.handed_out.get(name)
+        for name, shape in zip(one.names, ctx.shapes, strict=True):
+            gradient = one.handed_out.get(name)
             # A copy: the engine overwrites it in the next pass.
             copied = None if gradient is None else torch.from_numpy(np.array(gradient))
             of_weights.append(None if copied is None else copied.reshape(shape))
-        return (of_inputs, *(None,) * 6, *of_weights)
+        return (of_inputs, None, *of_weights)
 
 
 def _images(inputs: Tensor) -> NDArray[np.float32]:

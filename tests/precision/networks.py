@@ -13,7 +13,7 @@ from socflower.precision import (
     Int8Model,
     RescalingPolicy,
 )
-from socflower.precision.algorithm import Fp32Update
+from socflower.precision.algorithm import REAL_SCALES, Fp32Update
 from tests.seeded import built
 
 IMAGE = (3, 10, 10)
@@ -23,7 +23,14 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 ALWAYS = RescalingPolicy(adaptive=False)
 SELDOM = RescalingPolicy(warm_up_batches=2)
 MOMENTUM = replace(ADAPTIVE_FIXED_POINT, update=Fp32Update(momentum=0.9))
-ALGORITHMS = {"niti": NITI, "adaptive-fixed-point": ADAPTIVE_FIXED_POINT, "momentum": MOMENTUM}
+ALGORITHMS = {
+    "niti": NITI,
+    "adaptive-fixed-point": ADAPTIVE_FIXED_POINT,
+    "momentum": MOMENTUM,
+    "real-scales": REAL_SCALES,
+}
+# Those that the NumPy trainer has.
+POWERS_OF_TWO = {name: each for name, each in ALGORITHMS.items() if each is not REAL_SCALES}
 
 
 def plain():

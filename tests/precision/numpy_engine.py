@@ -127,6 +127,7 @@ class NumpyTrainer:
         """Train on a batch and return the logits as integers and their exponent."""
         batch = len(images)
         self.rate = np.float32(learning_rate / batch)
+        self.learning_rate, self.batch = np.float32(learning_rate), batch
         self.progress = progress
         self.seed = seed
         exponent = exponent_for(np.abs(images).max())
@@ -334,12 +335,13 @@ class NumpyTrainer:
         self.velocities[name] = self.descend(self.vectors[name], velocity, gradient, momentum)
 
     def descend(self, values, velocity, gradient, momentum):
-        """Follow SGD with momentum in float32 and return the new velocity."""
-        velocity = (
-            np.float32(momentum) * velocity + gradient.astype(np.float32) if momentum else gradient
-        )
-        velocity = np.asarray(velocity, np.float32)
-        values -= self.rate * velocity
+        """Follow SGD in float32 and return the new velocity; with momentum, that of mean gradients."""
+        gradient = gradient.astype(np.float32)
+        if not momentum:
+            values -= self.rate * gradient
+            return gradient
+        velocity = np.float32(momentum) * velocity + gradient * np.float32(1.0 / self.batch)
+        values -= self.learning_rate * velocity
         return velocity
 
 

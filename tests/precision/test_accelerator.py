@@ -1,6 +1,7 @@
 """Accelerators for mixed precision: what the native one hands out, and what little another one needs."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ from socflower.precision import (
     Int8Backend,
     NativeInt8Backend,
     StepResult,
+    int8_algorithm,
 )
-from socflower.precision.algorithm import HANDED_OUT_GRADIENTS
+from socflower.precision.algorithm import HANDED_OUT_GRADIENTS, OutsideUpdate
 from socflower.precision.int8.from_torch import capture_network
 from tests.one_line import refused
 from tests.precision.networks import (
@@ -87,7 +89,7 @@ class RecordingTrainer(NumpyTrainer):
 @pytest.mark.parametrize("name", [*NETWORKS, *CORNERS])
 def test_gradients_equal_numpy_step_for_step(name):
     """Other weights before every step; the exponents that steps learn, and running statistics, go on."""
-    backend = built(name)
+    backend = built(name, replace(ADAPTIVE_FIXED_POINT, update=OutsideUpdate()))
     graph = capture_network(build(name), IMAGE).graph
     trainer = RecordingTrainer(graph, exact_state(name), ADAPTIVE_FIXED_POINT, SELDOM)
     for index, batch in enumerate(batches(5)):
@@ -281,7 +283,8 @@ def test_gradients_of_operators_in_fp32_are_those_of_autograd_between_the_same_i
     handed_out = backend.pseudo_gradient(loaded, learning_rate=0.1)
     assert set(handed_out) == {name for name, _ in module.named_parameters()}
     # The very int8 weights that were rounded at random, as those of a model with masters.
-    model = int8(module, ADAPTIVE_FIXED_POINT, options={"fp32_operators": ["2"]})
+    plain = int8_algorithm("real-scales", momentum=0.0)
+    model = int8(module, plain, options={"fp32_operators": ["2"]})
     model.load_state_dict(loaded)
     for name, weight in model.parameters.weights.items():
         weight.data[...] = backend._model.parameters.weights[name].data

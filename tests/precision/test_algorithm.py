@@ -58,7 +58,7 @@ def test_an_algorithm_takes_the_setting_that_its_update_has():
         *((Fp32Update, {"momentum": each}, ("momentum", each)) for each in (-0.1, 1.0, math.nan)),
         (int8_algorithm, {"name": "octo"}, ("octo", *ALGORITHMS)),
         (int8_algorithm, {"name": "niti", "gradient_bits": (5,)}, ("(5,)",)),
-        (int8_algorithm, {"name": "niti", "momentum": 0.9}, ("0.9", "adaptive-fixed-point")),
+        (int8_algorithm, {"name": "niti", "momentum": 0.9}, ("0.9", "momentum", "niti")),
         (
             int8_algorithm,
             {"name": "adaptive-fixed-point", "gradient_bits": (5, 4, 3)},

@@ -97,7 +97,8 @@ def test_fedavg_trains_whole_batches_on_every_device(tmp_path: Path) -> None:
 
 
 def test_int8_takes_a_quarter(tmp_path: Path) -> None:
-    needed, int8 = needed_by_groups(tmp_path, "train.momentum=0.0"), ["precision.arithmetic='int8'"]
+    needed = needed_by_groups(tmp_path, "train.momentum=0.0")
+    int8 = ["precision.arithmetic='int8'", "precision.algorithm='niti'"]
     prepare(with_memory(tmp_path, GROUPS, needed / 4, int8))
     refused(prepare, with_memory(tmp_path, GROUPS, needed / 4 - 1.0, int8))
 

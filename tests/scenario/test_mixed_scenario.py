@@ -160,7 +160,7 @@ def test_a_held_out_set_that_leaves_nothing_is_refused_with_both_numbers(
         "arithmetic = 'mixed'\nheld_out = 0",
         "held_out = -1",
         "arithmetic = 'mixed'\nheld_out = 0.1",
-        "arithmetic = 'int8'\n[train]\nmomentum = 0.9",
+        "arithmetic = 'int8'\nalgorithm = 'niti'\n[train]\nmomentum = 0.9",
         "[train]\noptimizer = 'adam'\nmomentum = 0.9",
         "rule = 'half'",
         "arithmetic = 'int8'\nrule = 'half'",
@@ -183,7 +183,7 @@ def test_what_cannot_be_is_refused_in_one_line(text: str, tmp_path: Path) -> Non
     ("text", "named"),
     [
         ("arithmetic = 'mixed'\nheldout = 3", "did you mean 'held_out'?"),
-        ("arithmetic = 'int8'\n[train]\nweight_decay = 0.1", "weight_decay"),
+        ("arithmetic = 'int8'\nalgorithm = 'niti'\n[train]\nweight_decay = 0.1", "weight_decay"),
         ("arithmetic = 'int8'\n[train]\nreduction = 'always'", "reduction"),
         ("arithmetic = 'int8'\n[train]\noptimizer = 'adam'", "optimizer = 'adam'"),
         ("arithmetic = 'mixed'\n[train]\noptimizer = 'muon'", "optimizer = 'muon'"),
@@ -240,8 +240,8 @@ def test_momentum_is_what_the_update_has_where_nothing_is_said() -> None:
         return small().replaced(train=TrainConfig(**tables.pop("train", {})), **tables).momentum
 
     niti, masters = (
+        PrecisionConfig(arithmetic="int8", algorithm="niti"),
         PrecisionConfig(arithmetic="int8"),
-        PrecisionConfig(arithmetic="int8", algorithm="adaptive-fixed-point"),
     )
     assert momentum() == momentum(precision=masters) == 0.9
     assert momentum(precision=niti) == momentum(train={"optimizer": "adam"}) == 0.0

@@ -65,7 +65,8 @@ def test_a_group_of_three_trains_as_one_device_bit_for_bit() -> None:
 
 
 def test_the_model_that_comes_back_holds_int8_values() -> None:
-    model, _, _ = train(Int8Trainer(), [[batch] for batch in batches(2)])
+    niti = Int8Trainer(algorithm=int8_algorithm("niti"))
+    model, _, _ = train(niti, [[batch] for batch in batches(2)])
     weight = model.state_dict()["0.weight"]
     grids = [weight * 2.0**-exponent for exponent in range(-20, 1)]
     assert any(torch.equal(grid, grid.round()) and grid.abs().max() <= 127 for grid in grids)

@@ -62,7 +62,7 @@ class Int8Front(TorchFront):
 
     @property
     def feature_quantum(self) -> float | None:
-        """The last features are multiples of this power of two."""
+        """The last features are multiples of this number, in float32."""
         return self._session.quantum
 
     # ------------------------------------------------------------------------------------ the session and the tensors

@@ -62,6 +62,7 @@ from socflower.precision.int8.operators import (
     StepContext,
     Tensor,
     add_tensors,
+    image_scales,
 )
 from socflower.precision.int8.region_cache import RegionCache
 
@@ -183,8 +184,9 @@ class BoundGraph:
         """Round (batch, channels, h, w) float32 images to the input tensor, or to the patches of the first layer."""
         tensor = self.tensors[ir.INPUT]
         tensor.data = self._acquire(self._input)
+        tensor.factor = 1.0
         tensor.exponent = exponent
-        tensor.real = images
+        tensor.images = images
         if self._patched is not None:
             _int8.quantise_patches(
                 self._engine, self._images, images, tensor.data, workspace, exponent
@@ -196,7 +198,7 @@ class BoundGraph:
         )
 
     def forward(self, step: StepContext) -> Tensor:
-        """Run every operator and return the logits."""
+        """Run every operator in training and return the logits."""
         for place in self._places:
             operator = self._operator(place)
             operator.output.data = self._acquire(place.output)
@@ -204,6 +206,21 @@ class BoundGraph:
             operator.forward(step)
             _record_time(step, place, started_s)
         return self.tensors[self.graph.output]
+
+    def evaluate(self, step: StepContext, images: FloatArray) -> FloatArray:
+        """Run every operator in evaluation and return its real values, (batch, c, h, w)."""
+        largest = np.abs(images).max(axis=(1, 2, 3))
+        by_image, inverse = image_scales(ir.INPUT, largest)
+        self.take_input(images * inverse[:, None, None, None], 0, step.workspace)
+        self.tensors[ir.INPUT].by_image = by_image
+        self.tensors[ir.INPUT].images = images
+        for place in self._places:
+            operator = self._operator(place)
+            operator.output.data = self._acquire(place.output)
+            operator.evaluate(step)
+        result = self.tensors[self.graph.output].evaluated()
+        self.tensors[self.graph.output].exact = None
+        return result
 
     def logits_gradient(self) -> Int8Array:
         """Return memory for the gradient of the logits, which `backward` starts from."""
@@ -422,11 +439,22 @@ def _tensors(graph: ir.Graph, batch: int, patched: ir.Convolution | None) -> dic
         taps = patched.kernel[0] * patched.kernel[1]
         input_shape = (taps * input_shape[0], *patched.shape[1:])
     tensors = {ir.INPUT: Tensor(shape=input_shape, batch=batch)}
+    previous: ir.Node | None = None
     for node in graph.nodes:
         tensor = tensors[node.name] = Tensor(shape=node.shape, batch=batch)
         read = [tensors[value] for value in node.inputs]
         keeps_sign = node.keeps_sign and all(x.activations for x in read)
         tensor.activations = node.non_negative or keeps_sign
+        follows = previous is not None and node.inputs == (previous.name,)
+        if (
+            follows
+            and isinstance(node, ir.BatchNorm)
+            and isinstance(previous, ir.Convolution)
+            and not previous.relu
+            and len(graph.consumers(previous.name)) == 1
+        ):
+            read[0].normalised = True
+        previous = node
         match node:
             case ir.Convolution(relu=True) | ir.Add(relu=True) | ir.Relu():
                 tensor.activations = tensor.masked = True
@@ -440,4 +468,5 @@ def _tensors(graph: ir.Graph, batch: int, patched: ir.Convolution | None) -> dic
                 if x.masked and len(graph.consumers(node.inputs[0])) == 1:
                     tensor.masked = True
                     x.masked = False
+    tensors[graph.output].is_result = True
     return tensors

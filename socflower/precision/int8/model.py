@@ -10,7 +10,6 @@ For example::
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from socflower import _int8
 from socflower.errors import ConfigError, TrainingFailed, require_range
 from socflower.plain_numbers import plain_numbers
 from socflower.precision.algorithm import (
-    NITI,
+    REAL_SCALES,
     BackwardRule,
     Fp32Update,
     IntegerUpdate,
@@ -143,7 +142,7 @@ class Int8Model:
         graph: Graph,
         parameters: Parameters,
         *,
-        algorithm: TrainingAlgorithm = NITI,
+        algorithm: TrainingAlgorithm = REAL_SCALES,
         settings: EngineSettings | None = None,
         fp32_factory: Fp32Factory | None = None,
         head: bool = True,
@@ -164,10 +163,7 @@ class Int8Model:
         self.algorithm = algorithm
         self.settings = settings
         self.parameters = parameters
-        try:
-            self.engine = _int8.Engine(settings.num_threads, list(settings.cores), settings.kernel)
-        except (ValueError, RuntimeError) as error:
-            raise ConfigError(str(error)) from None
+        self.engine = _engine(settings)
         self.trackers = ScaleTrackers(settings.rescaling)
         self._fp32_factory = fp32_factory
         self._input_gradient = input_gradient
@@ -189,7 +185,7 @@ class Int8Model:
         module: torch.nn.Module,
         *,
         input_shape: Shape | tuple[int],
-        algorithm: TrainingAlgorithm = NITI,
+        algorithm: TrainingAlgorithm = REAL_SCALES,
         settings: EngineSettings | None = None,
         fp32_operators: Sequence[str] = (),
         unsupported: Literal["refuse", "fp32"] = "fp32",
@@ -245,7 +241,9 @@ class Int8Model:
         Any of them may run any pass, with the same result. After `load_state_dict` of one, the others keep the old
         parameters.
         """
-        other = copy.copy(self)
+        # Not `copy.copy`, which starts another engine.
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
         other._clear_memory()
         return other
 
@@ -361,10 +359,13 @@ class Int8Model:
             step.timings = timings
             logits = program.forward(step)
             real = real_logits(logits.data, logits.exponent, self.graph.num_classes)
+            real *= logits.factor
             result = _classified(real, labels)
             gradient = program.logits_gradient()
             exponent = write_logits_gradient(
                 self.algorithm.backward,
+                share,
+                real,
                 logits.data,
                 logits.exponent,
                 labels,
@@ -388,27 +389,26 @@ class Int8Model:
         seed: int = 0,
         keep: bool = True,
         replay: bool = False,
-        training: bool = True,
-    ) -> tuple[FloatArray, int]:
-        """Return the last operator's output, (n, channels, height, width), and its exponent.
+    ) -> tuple[FloatArray, float]:
+        """Return the last operator's output, (n, channels, height, width), and its quantum.
 
-        The output is int8 times 2^exponent. With `keep`, the values that `backward` reads are kept until then, or until
-        the next pass of any kind. A pass that is not kept does not count for the exponent trackers. A `replay` does not
-        update the running statistics, since its batch has done so before.
+        The output is int8 times the quantum, in float32. With `keep`, the values that `backward` reads are kept until
+        then, or until the next pass of any kind. A pass that is not kept does not count for the exponent trackers. A
+        `replay` does not update the running statistics, since its batch has done so before.
         """
         images = self._checked_images(images)
         try:
-            program, step = self._begin(images, training=training)
+            program, step = self._begin(images)
             step.seed = seed
             step.differentiated = keep
             step.replay = replay
             output = program.forward(step)
-            real = to_real(output.data, output.exponent, output.shape)
+            real = output.real()
             self._kept = (program, step) if keep else None
         finally:
             if self._kept is None:
                 self.regions.release_all()
-        return real, output.exponent
+        return real, output.scale
 
     def backward(
         self,
@@ -448,17 +448,27 @@ class Int8Model:
             real = to_real(*of_input, self.graph.input_shape)
             return real if summed else real / np.float32(num_samples)
 
+    def infer(self, images: FloatArray) -> FloatArray:
+        """Return the last operator's output in evaluation mode, (n, channels, height, width).
+
+        Weights and activations are int8, and BatchNorm uses its running statistics. Each image has scales of its own,
+        so its result does not depend on the other images.
+        """
+        images = self._checked_images(images)
+        with self._released_afterwards():
+            program, step = self._begin(images, takes_input=False)
+            return program.evaluate(step, images)
+
     def predict(self, images: FloatArray, *, batch_size: int = 256) -> DoubleArray:
-        """Return (n, classes) real logits, with BatchNorm's running statistics."""
+        """Return (n, classes) real logits of the images, `batch_size` at a time; see `infer`."""
         require_range("predict", least=1, batch_size=batch_size)
         images = self._checked_images(images)
-        parts = []
-        for start in range(0, len(images), batch_size):
-            with self._released_afterwards():
-                program, step = self._begin(images[start : start + batch_size], training=False)
-                logits = program.forward(step)
-                parts.append(real_logits(logits.data, logits.exponent, self.graph.num_classes))
-        return np.concatenate(parts)
+        parts = [
+            self.infer(images[start : start + batch_size])
+            for start in range(0, len(images), batch_size)
+        ]
+        logits = np.concatenate(parts).reshape(len(images), self.graph.num_classes)
+        return logits.astype(np.float64)
 
     def evaluate(
         self,
@@ -476,7 +486,10 @@ class Int8Model:
         return export_parameters(self.graph, self.parameters)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the parameters as tensors that the torch module's `load_state_dict` takes."""
+        """Return the parameters as tensors for the torch module's `load_state_dict`.
+
+        Frozen weights, which the module has, are left out: with some, load it with `strict=False`.
+        """
         import torch
 
         return {name: torch.from_numpy(np.array(array)) for name, array in self.arrays().items()}
@@ -484,12 +497,14 @@ class Int8Model:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the parameters of a torch state_dict (tensors or arrays), rounding the weights to int8.
 
-        The exponents found by earlier steps are discarded. Raises ConfigError, and changes nothing, if parameters are
-        missing, unknown or not finite, or have a wrong shape.
+        Frozen weights may be missing. The exponents found by earlier steps are discarded. Raises ConfigError, and
+        changes nothing, if parameters are missing, unknown or not finite, or have a wrong shape.
         """
         arrays = {name: np.asarray(value, dtype=np.float32) for name, value in state.items()}
         keep_master = isinstance(self.algorithm.update, Fp32Update)
-        parameters = import_parameters(self.graph, arrays, keep_master=keep_master)
+        parameters = import_parameters(
+            self.graph, arrays, keep_master=keep_master, frozen=self.parameters.weights
+        )
         for name, array in self.parameters.fp32.items():
             array_of(parameters.fp32, name, array.shape)
         parameters.num_steps = self.parameters.num_steps
@@ -497,24 +512,63 @@ class Int8Model:
         self.trackers.restore([])
 
     def save(self, path: Path) -> None:
-        """Write graph, algorithm and the exact int8 parameters to an .npz file, atomically."""
-        saving.save(path, self.graph, self.algorithm, self.parameters)
+        """Write graph, algorithm, the exact parameters and the state of training to an .npz file, atomically.
+
+        Of modules that run in FP32 it has the parameters and buffers.
+        """
+        trackers = self.trackers.to_json()
+        saving.save(path, self.graph, self.algorithm, self.parameters, trackers)
 
     @classmethod
-    def load(cls, path: Path, *, settings: EngineSettings | None = None) -> Int8Model:
-        """Return the model that `save` wrote; torch is not needed. Raises ConfigError on any other file."""
-        graph, algorithm, parameters = saving.load(path)
-        return cls(graph, parameters, algorithm=algorithm, settings=settings)
+    def load(
+        cls,
+        path: Path,
+        *,
+        settings: EngineSettings | None = None,
+        module: torch.nn.Module | None = None,
+    ) -> Int8Model:
+        """Return the model that `save` wrote; it continues with the same bits.
+
+        Torch is not needed, unless operators run in FP32: then `module` has their modules, by the same paths. Raises
+        ConfigError on any other file.
+        """
+        graph, algorithm, parameters, trackers = saving.load(path)
+        in_fp32 = [node for node in graph.nodes if isinstance(node, Fp32)]
+        factory: Fp32Factory | None = None
+        if in_fp32:
+            if module is None:
+                paths = ", ".join(node.path or node.name for node in in_fp32)
+                raise ConfigError(f"{path}: {paths} run in FP32; load it with module=…")
+            from socflower.precision.int8.fp32_operator import fp32_modules
+
+            factory = fp32_modules(graph, module)
+        model = cls(graph, parameters, algorithm=algorithm, settings=settings, fp32_factory=factory)
+        model.trackers.restore(trackers)
+        return model
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the engine and its memory, for pickle and copies."""
+        names = ("graph", "algorithm", "settings", "parameters", "trackers")
+        kept = {name: getattr(self, name) for name in names}
+        return {**kept, "fp32": self._fp32_factory, "input_gradient": self._input_gradient}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start an engine and memory of its own."""
+        self._fp32_factory = state.pop("fp32")
+        self._input_gradient = state.pop("input_gradient")
+        vars(self).update(state)
+        self.engine = _engine(self.settings)
+        self._clear_memory()
 
     def _begin(
         self,
         images: FloatArray,
         *,
-        training: bool = True,
+        takes_input: bool = True,
         share: BatchShare | None = None,
         trackers: ScaleTrackers | None = None,
     ) -> tuple[BoundGraph, StepContext]:
-        """Begin a pass over images that are the whole batch, or a share of it."""
+        """Begin a pass over images that are the whole batch, or a share of it; round them if it `takes_input`."""
         # This pass takes the memory of a kept one.
         self._kept = None
         self.regions.release_all()
@@ -537,9 +591,9 @@ class Int8Model:
             workspace=self._scratch(batch, "workspace", program.workspace_bytes, np.uint8),
             accumulators=self._scratch(batch, "accumulators", program.accumulator_size, np.int32),
             scratch=self._scratch(batch, "scratch", self._scratch_size(), np.float32),
-            training=training,
         )
-        program.take_input(images, exponent_for(largest), step.workspace)
+        if takes_input:
+            program.take_input(images, exponent_for(largest), step.workspace)
         return program, step
 
     def _program(self, batch: int) -> BoundGraph:
@@ -592,6 +646,14 @@ class Int8Model:
         return np.ascontiguousarray(images)
 
 
+def _engine(settings: EngineSettings) -> _int8.Engine:
+    """Return an engine; `ConfigError` for a kernel path or cores that this machine does not have."""
+    try:
+        return _int8.Engine(settings.num_threads, list(settings.cores), settings.kernel)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(str(error)) from None
+
+
 def round_gradient(
     engine: _int8.Engine,
     graph: Graph,
@@ -640,6 +702,8 @@ def mean_cross_entropy(real: DoubleArray, labels: Int32Array) -> float:
 
 def write_logits_gradient(
     rule: BackwardRule,
+    share: BatchShare,
+    real: DoubleArray,
     logits: Int8Array,
     exponent: int,
     labels: Int32Array,
@@ -648,16 +712,17 @@ def write_logits_gradient(
 ) -> int:
     """Write softmax(logits) - one-hot(labels), per sample, as int8 and return its exponent.
 
-    The `integer` rule uses only integer arithmetic (NITI §3.3); `fp32` computes in float64 and rounds to nearest.
+    The `integer` rule uses only integer arithmetic (NITI §3.3); `fp32` computes in float64 from the `real` logits and
+    rounds to the nearest int8 of the finest exponent.
     """
     if rule.loss == "integer":
         _int8.softmax_gradient(logits, exponent, labels, out, num_classes, rule.rounding)
         return GRADIENT_EXPONENT
-    real = real_logits(logits, exponent, num_classes)
     powers = np.exp(real - real.max(axis=1, keepdims=True))
     gradient = powers / powers.sum(axis=1, keepdims=True)
     gradient[np.arange(len(labels)), labels] -= 1.0
     out[...] = 0
-    rounded = np.clip(np.rint(np.ldexp(gradient, -GRADIENT_EXPONENT)), -127, 127)
+    exponent = max(exponent_for(share.most(float(np.abs(gradient).max()))), -MAX_EXPONENT)
+    rounded = np.clip(np.rint(np.ldexp(gradient, -exponent)), -127, 127)
     out[0, 0, :, :num_classes] = rounded.astype(np.int8)
-    return GRADIENT_EXPONENT
+    return exponent

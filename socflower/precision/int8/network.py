@@ -337,12 +337,12 @@ class Graph:
         """Return arrays by the names that nodes give them, of arrays by their names in the module's state_dict.
 
         Raises ConfigError for an array of another shape than the module's; if they must be `complete`, also for a
-        parameter that is missing.
+        trained parameter that is missing.
         """
         inside = dict(arrays)
         for node, part, inner, outer, shape in self._outside():
             if outer not in arrays:
-                if complete and part in node.parameters:
+                if complete and part in node.parameters and part not in node.frozen:
                     raise ConfigError(f"state: {outer} of shape {shape} is missing")
                 continue
             array = inside.pop(outer)

@@ -7,6 +7,7 @@ output is masked: the operator that reads the output applies the mask while it r
 from __future__ import annotations
 
 import math
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,16 +29,19 @@ from socflower.precision.int8.fixed_point import (
     Int32Array,
     channel_stride,
     scaled_integers,
+    to_real,
 )
 from socflower.precision.int8.parameters import Parameters, Weight
 from socflower.precision.int8.requantisation import (
+    ZERO_EXPONENT,
     ScaleTracker,
     ScaleTrackers,
     fit_int32,
+    require_exponent,
     round_elementwise,
     round_product,
 )
-from socflower.precision.int8.updates import update_vector, update_weight
+from socflower.precision.int8.updates import Rate, update_vector, update_weight
 
 MAX_ADD_SHIFT = 20
 AVERAGE_BITS = 14
@@ -48,26 +52,61 @@ AVERAGE_BITS = 14
 class Tensor:
     """An int8 tensor of a step, (h, w, batch, channel stride), and its gradient once it is computed.
 
-    The values of `activations` are all in 0..127. The only reader of a `masked` tensor sets the gradient of elements
-    that are not positive to 0.
+    A value is `factor` * 2^`exponent` times its int8; a gradient has an exponent only. The values of `activations` are
+    all in 0..127. The only reader of a `masked` tensor sets the gradient of elements that are not positive to 0. A
+    tensor is `normalised` if a BatchNorm reads it next, and nothing else does: under real scales it then also has
+    `accumulators`, which are valid until the next operator has run.
+
+    In evaluation a value is `by_image` times its int8, one float32 for each image, so that no image depends on the
+    others; accumulators are in the same units, without `bias`. The last value of a pass has `exact` real values
+    (h, w, batch, channel stride) if its operator knows them.
     """
 
     shape: ir.Shape
     batch: int
     data: Int8Array = field(init=False)
     exponent: int = 0
+    factor: float = 1.0
     activations: bool = False
     masked: bool = False
+    normalised: bool = False
+    accumulators: Int32Array | None = None
+    accumulator_scale: float = 1.0
+    by_image: FloatArray = field(init=False)
+    bias: FloatArray | None = None
+    is_result: bool = False
+    exact: FloatArray | None = None
     gradient: Int8Array | None = None
     gradient_exponent: int = 0
-    # Of the images only, (batch, channels, h, w): what an embedding reads.
-    real: FloatArray | None = None
+    # Of the input only, (batch, channels, h, w): what an embedding reads.
+    images: FloatArray | None = None
 
     @property
     def array_shape(self) -> tuple[int, int, int, int]:
         """Shape of `data` and `gradient`."""
         channels, height, width = self.shape
         return height, width, self.batch, channel_stride(channels)
+
+    @property
+    def scale(self) -> float:
+        """The real value of 1."""
+        return math.ldexp(self.factor, self.exponent)
+
+    def real(self) -> FloatArray:
+        """Return (batch, c, h, w) real values."""
+        real = to_real(self.data, self.exponent, self.shape)
+        return real if self.factor == 1.0 else real * np.float32(self.factor)
+
+    def evaluated(self) -> FloatArray:
+        """Return (batch, c, h, w) real values of an evaluation pass."""
+        real = self.exact
+        if real is None:
+            real = self.data * self.by_image[:, None]
+        return np.ascontiguousarray(real[..., : self.shape[0]].transpose(2, 3, 0, 1))
+
+    def each_image(self) -> DoubleArray:
+        """Return (h, w, batch, channels) real values of an evaluation pass, in float64."""
+        return self.data[..., : self.shape[0]] * self.by_image.astype(np.float64)[:, None]
 
     @property
     def mask(self) -> Int8Array | None:
@@ -94,7 +133,6 @@ class StepContext:
     workspace: npt.NDArray[np.uint8]
     accumulators: Int32Array
     scratch: FloatArray
-    training: bool = True
     differentiated: bool = True
     replay: bool = False
     learning_rate: float = 0.0
@@ -104,17 +142,21 @@ class StepContext:
 
     def tracker(self, name: str, role: str) -> ScaleTracker | None:
         """Return the tracker of a tensor's exponent; None in a pass that always searches the maximum."""
-        counts = self.training and self.differentiated
-        return self.trackers.tracker(name, role) if counts else None
+        return self.trackers.tracker(name, role) if self.differentiated else None
 
     def wide(self, shape: Sequence[int]) -> Int32Array:
         """Return accumulators of that shape."""
         return self.accumulators[: math.prod(shape)].reshape(shape)
 
     @property
-    def mean_learning_rate(self) -> float:
-        """Learning rate for gradients that are summed over the batch."""
-        return self.learning_rate / self.share.num_samples
+    def has_real_scales(self) -> bool:
+        """Whether results of BatchNorm and additions have real scales."""
+        return self.algorithm.forward.scales == "real"
+
+    @property
+    def rate(self) -> Rate:
+        """Learning rate, and the samples over which gradients are summed."""
+        return Rate(self.learning_rate, self.share.num_samples)
 
 
 NodeT = TypeVar("NodeT", bound=ir.Node)
@@ -138,7 +180,11 @@ class Operator(ABC, Generic[NodeT]):
 
     @abstractmethod
     def forward(self, step: StepContext) -> None:
-        """Compute the output's data and exponent."""
+        """Compute the output's data and scale in training."""
+
+    @abstractmethod
+    def evaluate(self, step: StepContext) -> None:
+        """Compute the output's data and scales in evaluation, each image by itself; the weights are int8 as well."""
 
     @abstractmethod
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
@@ -155,6 +201,83 @@ class Operator(ABC, Generic[NodeT]):
         """Store the result of `run(out, shift)`, rounded to int8, and return its exponent (F14)."""
         name = self.node.name
         return round_elementwise(name, step.share, step.tracker(name, role), acc_exponent, run, out)
+
+    def _affine_real(
+        self,
+        step: StepContext,
+        accumulators: Int32Array,
+        scale: FloatArray,
+        offset: FloatArray,
+        *,
+        relu: bool,
+    ) -> None:
+        """Round scale * accumulator + offset to the output, at the output's scale."""
+        batch = self.output.batch
+        by_image = np.ones(batch, dtype=np.float32)
+        inverse = np.full(batch, 1.0 / self.output.scale, dtype=np.float32)
+        out = self.output.data
+        _int8.affine_real(
+            step.engine, accumulators, by_image, scale, offset, None, None, out, inverse, None, relu
+        )
+
+    def _round_by_image(
+        self,
+        step: StepContext,
+        values: Int8Array | Int32Array,
+        by_image: FloatArray,
+        scale: FloatArray,
+        offset: FloatArray,
+        other: Tensor | None = None,
+        *,
+        relu: bool = False,
+    ) -> None:
+        """Write values * by_image * scale + offset + other, each image at the scale that fits it best."""
+        output = self.output
+
+        def run(out: Int8Array | None, inverse: FloatArray | None, most: FloatArray | None) -> None:
+            _int8.affine_real(
+                step.engine,
+                values,
+                by_image,
+                scale,
+                offset,
+                None if other is None else other.data,
+                None if other is None else other.by_image,
+                out,
+                inverse,
+                most,
+                relu,
+            )
+
+        largest = np.empty(output.batch, dtype=np.float32)
+        run(None, None, largest)
+        output.by_image, inverse = image_scales(self.node.name, largest)
+        run(output.data, inverse, None)
+
+    def _set_real_scale(self, largest: float) -> bool:
+        """Give the output the scale at which this magnitude is 127; return False for 0, and set the output to zeros."""
+        output = self.output
+        if largest == 0.0:
+            output.data[...] = 0
+            output.factor = 1.0
+            output.exponent = ZERO_EXPONENT
+            return False
+        output.factor, output.exponent = math.frexp(largest / 127.0)
+        require_exponent(self.node.name, f"{largest:.3g}", output.exponent)
+        return True
+
+    def _store_by_image(self, values: DoubleArray) -> None:
+        """Write (h, w, batch, channels) real values, each image rounded at the scale that fits it best."""
+        output = self.output
+        channels = values.shape[3]
+        largest = np.abs(values).max(axis=(0, 1, 3)).astype(np.float32)
+        output.by_image, inverse = image_scales(self.node.name, largest)
+        rounded = np.rint(values * inverse[:, None])
+        np.clip(rounded, -127, 127, out=rounded)
+        output.data[..., :channels] = rounded
+        output.data[..., channels:] = 0
+        if output.is_result:
+            output.exact = values.astype(np.float32)
 
     def _round_sums(
         self,
@@ -185,7 +308,11 @@ class Operator(ABC, Generic[NodeT]):
 
 
 class WideOperator(Operator[NodeT]):
-    """An operator whose NumPy code makes int32 accumulators of an output or of an input's gradient."""
+    """An operator whose NumPy code makes int32 accumulators of an output or of an input's gradient.
+
+    In evaluation sums of int8 values are exact integers; what follows is float64, element by element, and is rounded
+    for each image. So no result depends on the other images.
+    """
 
     def __init__(self, node: NodeT, inputs: Sequence[Tensor], output: Tensor) -> None:
         super().__init__(node, inputs, output)
@@ -218,14 +345,16 @@ class WeightedOperator(Operator[WeightedT]):
     def _weight(self, step: StepContext) -> Weight:
         return step.parameters.weights[f"{self.node.name}.weight"]
 
-    def _input_exponent(self) -> int:
-        """Return the exponent of what the output's gradient is multiplied by in the weight's gradient."""
-        return self.inputs[0].exponent
+    def _input_scale(self) -> float:
+        """Return the scale of what the output's gradient is multiplied by in the weight's gradient."""
+        return self.inputs[0].scale
 
-    def _integer_bias(self, step: StepContext, acc_exponent: int, room: int) -> Int32Array:
+    def _integer_bias(
+        self, step: StepContext, acc_exponent: int, factor: float, room: int
+    ) -> Int32Array:
         """Return the bias at the accumulator's scale; TrainingFailed if its magnitude is above `room`."""
         real = step.parameters.vectors[f"{self.node.name}.bias"].data.astype(np.float64)
-        scaled = np.rint(np.ldexp(real, -acc_exponent))
+        scaled = np.rint(np.ldexp(real, -acc_exponent) / factor)
         if not np.abs(scaled).max() <= room:
             worst = float(np.abs(real).max())
             raise TrainingFailed(
@@ -233,6 +362,22 @@ class WeightedOperator(Operator[WeightedT]):
                 "the learning rate"
             )
         return scaled.astype(np.int32)
+
+    def _bias(self, step: StepContext) -> FloatArray:
+        """Return the bias in float32, zeros if it has none."""
+        if not self.node.bias:
+            return np.zeros(self.output.array_shape[3], dtype=np.float32)
+        return step.parameters.vectors[f"{self.node.name}.bias"].data
+
+    def _store_products(self, step: StepContext, accumulators: Int32Array, *, relu: bool) -> None:
+        """Write accumulators, in units of input and weight, plus the bias, each image at its own scale."""
+        output = self.output
+        by_image = self.inputs[0].by_image * np.float32(2.0 ** self._weight(step).exponent)
+        bias = self._bias(step)
+        self._round_by_image(step, accumulators, by_image, np.ones_like(bias), bias, relu=relu)
+        if output.is_result:
+            exact = accumulators * by_image[:, None] + bias
+            output.exact = np.maximum(exact, np.float32(0.0)) if relu else exact
 
     def _update_bias(self, step: StepContext) -> None:
         dy = self.gradient
@@ -242,7 +387,7 @@ class WeightedOperator(Operator[WeightedT]):
 
         def update(sums: DoubleArray) -> None:
             gradient = np.ldexp(sums, exponent).astype(np.float32)
-            update_vector(step.algorithm, bias, gradient, step.mean_learning_rate)
+            update_vector(step.algorithm, bias, gradient, step.rate)
 
         step.share.add(self._sums[0].astype(np.float64), update)
 
@@ -260,7 +405,7 @@ class WeightedOperator(Operator[WeightedT]):
             own_largest, drop = compute(gradient)
         except OverflowError as error:
             own_largest = step.share.overflowed(error)
-        scale = 2.0 ** (self._input_exponent() + self.output.gradient_exponent + drop)
+        scale = math.ldexp(self._input_scale(), self.output.gradient_exponent + drop)
 
         def update(total: Int32Array, largest: int) -> None:
             update_weight(
@@ -271,12 +416,39 @@ class WeightedOperator(Operator[WeightedT]):
                 total.reshape(weight.data.shape),
                 largest=largest,
                 gradient_scale=scale,
-                learning_rate=step.mean_learning_rate,
+                rate=step.rate,
                 progress=step.progress,
                 scratch=step.scratch,
             )
 
         step.share.add_integers(gradient, own_largest, update)
+
+
+def product_scale(one: Tensor, other: Tensor) -> tuple[float, int]:
+    """Return factor and exponent of the scale of products of two tensors' values."""
+    exponent = one.exponent + other.exponent
+    factor = one.factor * other.factor
+    if factor == 1.0:
+        return factor, exponent
+    # Between 0.5 and 1, so that it does not shrink from product to product.
+    factor, own_exponent = math.frexp(factor)
+    return factor, exponent + own_exponent
+
+
+_FACTOR_BITS = 20
+
+
+def times_factor(
+    factor: float, sums: npt.NDArray[np.integer[Any]], most: int
+) -> tuple[npt.NDArray[np.integer[Any]], int, int]:
+    """Return factor * sums as integers, the exponent of their unit, and the bound that `most` becomes.
+
+    Gradients have an exponent alone, so the factor of a real scale becomes an integer of 20 bits. `most` is below 2^42.
+    """
+    if factor == 1.0:
+        return sums, 0, most
+    integer = round(math.ldexp(factor, _FACTOR_BITS))
+    return sums.astype(np.int64) * integer, -_FACTOR_BITS, most * integer
 
 
 def room_beside(depth: int) -> int:
@@ -308,10 +480,15 @@ class ConvolutionOperator(WeightedOperator[ir.Convolution]):
         weight = self._weight(step)
         weight_data = weight.data.reshape(self._weight_shape)
         acc_exponent = x.exponent + weight.exponent
-        bias = self._integer_bias(step, acc_exponent, self._room) if node.bias else None
+        bias = self._integer_bias(step, acc_exponent, x.factor, self._room) if node.bias else None
         rounding = step.algorithm.forward.rounding
+        self.output.factor = x.factor
+        tracker = step.tracker(node.name, "forward")
+        accumulators = step.wide(self.output.array_shape)
 
-        def run(destination: Int8Array | Int32Array, shift: int) -> int:
+        def run(
+            destination: Int8Array | Int32Array, shift: int, wide: Int32Array | None = None
+        ) -> int:
             return self._plan.forward(
                 step.engine,
                 x.data,
@@ -323,19 +500,82 @@ class ConvolutionOperator(WeightedOperator[ir.Convolution]):
                 shift,
                 rounding,
                 node.relu,
+                wide,
             )
 
+        if step.has_real_scales:
+            acc_scale = math.ldexp(x.factor, acc_exponent)
+            if not self.output.normalised:
+                largest = run(accumulators, 0)
+                self._round_real(step, accumulators, acc_scale, largest, relu=node.relu)
+                return
+            self.output.accumulators = accumulators
+            self.output.accumulator_scale = acc_scale
+            self.output.exponent = round_product(
+                node.name,
+                step.engine,
+                step.share,
+                tracker,
+                acc_exponent,
+                lambda destination, shift: run(
+                    destination, shift, None if destination is accumulators else accumulators
+                ),
+                self.output.data,
+                accumulators,
+                rounding,
+                keeps_accumulators=True,
+            )
+            return
         self.output.exponent = round_product(
             node.name,
             step.engine,
             step.share,
-            step.tracker(node.name, "forward"),
+            tracker,
             acc_exponent,
             run,
             self.output.data,
-            step.wide(self.output.array_shape),
+            accumulators,
             rounding,
         )
+
+    def evaluate(self, step: StepContext) -> None:
+        """Multiply; add the bias, apply the ReLU and round, unless a BatchNorm follows that does it."""
+        x = self.inputs[0]
+        node = self.node
+        output = self.output
+        weight = self._weight(step)
+        accumulators = step.wide(output.array_shape)
+        self._plan.forward(
+            step.engine,
+            x.data,
+            weight.data.reshape(self._weight_shape),
+            None,
+            accumulators,
+            step.workspace,
+            x.activations,
+        )
+        if not output.normalised:
+            self._store_products(step, accumulators, relu=node.relu)
+            return
+        output.accumulators = accumulators
+        output.by_image = x.by_image * np.float32(2.0**weight.exponent)
+        output.bias = self._bias(step)
+
+    def _round_real(
+        self,
+        step: StepContext,
+        accumulators: Int32Array,
+        acc_scale: float,
+        own_largest: int,
+        *,
+        relu: bool,
+    ) -> None:
+        """Round accumulators, in units of `acc_scale`, at the scale that fits them best."""
+        if self._set_real_scale(step.share.most(own_largest) * acc_scale):
+            channels = self.output.array_shape[3]
+            scale = np.full(channels, acc_scale, dtype=np.float32)
+            zeros = np.zeros(channels, dtype=np.float32)
+            self._affine_real(step, accumulators, scale, zeros, relu=relu)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Compute the input gradient with the weights of the forward pass, then the weight gradient, then update."""
@@ -422,7 +662,8 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
 
     Forward and input gradient are, element by element, sums of int8 values times per-channel integers of 21 bits,
     so they round like any product. The statistics are exact sums; the per-channel arithmetic on them is IEEE and the
-    same on every machine.
+    same on every machine. Under real scales the forward pass is instead float32 per element, on the accumulators of
+    the convolution; statistics and backward pass read the int8 that they were rounded to.
     """
 
     def __init__(self, node: ir.BatchNorm, inputs: Sequence[Tensor], output: Tensor) -> None:
@@ -433,23 +674,22 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
         self._slope: DoubleArray
 
     def forward(self, step: StepContext) -> None:
-        """Normalise with the statistics of the batch (training) or the running ones (evaluation)."""
+        """Normalise with the statistics of the batch."""
         x = self.inputs[0]
         node = self.node
         vectors = step.parameters.vectors
-        if step.training:
-            mean, variance = self._batch_statistics(step)
-        else:
-            running_mean = vectors[f"{node.name}.running_mean"].data.astype(np.float64)
-            running_var = vectors[f"{node.name}.running_var"].data.astype(np.float64)
-            mean = np.ldexp(running_mean, -x.exponent)
-            variance = np.ldexp(running_var, -2 * x.exponent)
-        deviation = np.sqrt(np.ldexp(variance, 2 * x.exponent) + node.eps)
-        slope: DoubleArray = np.ldexp(1.0 / deviation, x.exponent)
+        mean, variance = self._batch_statistics(step)
+        deviation = np.sqrt(variance * x.scale**2 + node.eps)
+        slope: DoubleArray = x.scale / deviation
         self._mean = mean
         self._slope = slope
         scale = vectors[f"{node.name}.weight"].data * slope
         offset = vectors[f"{node.name}.bias"].data - scale * mean
+        if x.accumulators is not None:
+            self._from_accumulators(step, x.accumulators, scale, offset)
+            x.accumulators = None
+            return
+        self.output.factor = 1.0
         acc_exponent, (int_scale, int_offset) = scaled_integers(21, (scale, 0), (offset, 7))
         rounding = step.algorithm.forward.rounding
 
@@ -460,6 +700,52 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
 
         self.output.exponent = self._round(step, "forward", acc_exponent, run, self.output.data)
 
+    def evaluate(self, step: StepContext) -> None:
+        """Normalise with the running statistics."""
+        x = self.inputs[0]
+        vectors = step.parameters.vectors
+        weight, bias, mean, variance = (
+            vectors[f"{self.node.name}.{part}"].data.astype(np.float64)
+            for part in ("weight", "bias", "running_mean", "running_var")
+        )
+        gain = weight / np.sqrt(variance + self.node.eps)
+        values: Int8Array | Int32Array = x.data
+        if x.accumulators is not None:
+            assert x.bias is not None
+            values = x.accumulators
+            mean = mean - x.bias
+            x.accumulators = None
+        offset = bias - gain * mean
+        self._round_by_image(
+            step,
+            values,
+            x.by_image,
+            gain.astype(np.float32),
+            offset.astype(np.float32),
+            relu=self.node.relu,
+        )
+
+    def _from_accumulators(
+        self,
+        step: StepContext,
+        accumulators: Int32Array,
+        scale: DoubleArray,
+        offset: DoubleArray,
+    ) -> None:
+        """Normalise accumulators; `scale` and `offset` are those of the int8 that they were rounded to."""
+        x = self.inputs[0]
+        relu = self.node.relu
+        # An accumulator is within half a quantum of its int8, so the ends of a channel bound the results.
+        by_pixel = x.data.reshape(-1, x.batch * len(scale))
+        highest = by_pixel.max(axis=0).reshape(x.batch, -1).max(axis=0) + 0.5
+        lowest = by_pixel.min(axis=0).reshape(x.batch, -1).min(axis=0) - 0.5
+        ends = np.array([scale * highest + offset, scale * lowest + offset])
+        own_largest = float((np.maximum(ends, 0.0) if relu else np.abs(ends)).max())
+        if not self._set_real_scale(step.share.most(own_largest)):
+            return
+        of_accumulator = (scale * (x.accumulator_scale / x.scale)).astype(np.float32)
+        self._affine_real(step, accumulators, of_accumulator, offset.astype(np.float32), relu=relu)
+
     def _batch_statistics(self, step: StepContext) -> tuple[DoubleArray, DoubleArray]:
         """Return mean and variance of the batch, in units of the input; update the running statistics."""
         x = self.inputs[0]
@@ -469,8 +755,8 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
         mean = sums[0] / rows
         variance = np.maximum(sums[1] / rows - mean * mean, 0.0)
         if not step.replay:
-            real_mean = np.ldexp(mean, x.exponent)
-            real_variance = np.ldexp(variance, 2 * x.exponent)
+            real_mean = mean * x.scale
+            real_variance = variance * x.scale**2
             step.share.change(lambda: self._track(step, rows, real_mean, real_variance))
         return mean, variance
 
@@ -511,11 +797,12 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
         exponents = [0]
         if into[0] is not None:
             # With the scale of the forward pass: it is updated below.
-            exponents[0] = self._input_gradient(step, into[0], gate, sum_dy, sum_dy_xhat)
+            seed = zlib.crc32(sums.tobytes())
+            exponents[0] = self._input_gradient(step, into[0], gate, sum_dy, sum_dy_xhat, seed)
         for part, gradient in (("weight", sum_dy_xhat), ("bias", sum_dy)):
             if part in node.trained:
                 vector = step.parameters.vectors[f"{node.name}.{part}"]
-                settings = (gradient.astype(np.float32), step.mean_learning_rate)
+                settings = (gradient.astype(np.float32), step.rate)
                 step.share.change(partial(update_vector, step.algorithm, vector, *settings))
         return exponents
 
@@ -526,27 +813,36 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
         gate: Int8Array | None,
         sum_dy: DoubleArray,
         sum_dy_xhat: DoubleArray,
+        seed: int,
     ) -> int:
-        """Write the gradient of the input and return its exponent."""
+        """Write the gradient of the input and return its exponent; `seed` is that of dithering."""
         x = self.inputs[0]
         dy = self.gradient
         rows = self._rows(step)
         gamma = step.parameters.vectors[f"{self.node.name}.weight"].data
         # gamma / sigma
-        gain = gamma * np.ldexp(self._slope, -x.exponent)
+        gain = gamma * (self._slope / x.scale)
         scale_dy = np.ldexp(gain, self.output.gradient_exponent)
         scale_x = -gain * self._slope * sum_dy_xhat / rows
         offset = -gain * sum_dy / rows - scale_x * self._mean
         acc_exponent, integers = scaled_integers(21, (scale_dy, 0), (scale_x, 0), (offset, 7))
         int_dy, int_x, int_offset = integers
         rounding = step.algorithm.backward.rounding
+        operands = (step.engine, dy, x.data, gate, int_dy, int_x, int_offset)
 
         def run(out: Int8Array | None, shift: int) -> int:
-            return _int8.affine_gradient(
-                step.engine, dy, x.data, gate, int_dy, int_x, int_offset, out, shift, rounding
+            return _int8.affine_gradient(*operands, out, shift, rounding)
+
+        def run_dithered(out: Int8Array | None, shift: int) -> int:
+            if out is None:
+                return run(out, shift)
+            share = step.share
+            return _int8.affine_gradient_at_random(
+                *operands, out, shift, seed, x.batch, max(share.num_samples, x.batch), share.first
             )
 
-        return self._round(step, "backward", acc_exponent, run, into)
+        dithered = step.algorithm.backward.dithered
+        return self._round(step, "backward", acc_exponent, run_dithered if dithered else run, into)
 
 
 class ReluOperator(Operator[ir.Relu]):
@@ -556,6 +852,12 @@ class ReluOperator(Operator[ir.Relu]):
         """Replace negative values by 0."""
         np.maximum(self.inputs[0].data, 0, out=self.output.data)
         self.output.exponent = self.inputs[0].exponent
+        self.output.factor = self.inputs[0].factor
+
+    def evaluate(self, step: StepContext) -> None:
+        """Replace negative values by 0."""
+        np.maximum(self.inputs[0].data, 0, out=self.output.data)
+        self.output.by_image = self.inputs[0].by_image
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Copy the gradient, which the readers of the output have already masked."""
@@ -578,6 +880,12 @@ class MaxPoolOperator(Operator[ir.MaxPool]):
         """Compute the maxima; the exponent does not change."""
         self._plan.max(step.engine, self.inputs[0].data, self.output.data, self._argmax)
         self.output.exponent = self.inputs[0].exponent
+        self.output.factor = self.inputs[0].factor
+
+    def evaluate(self, step: StepContext) -> None:
+        """Compute the maxima."""
+        self._plan.max(step.engine, self.inputs[0].data, self.output.data, self._argmax)
+        self.output.by_image = self.inputs[0].by_image
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Scatter every gradient to the position of its maximum; sum them if windows overlap."""
@@ -619,7 +927,30 @@ class AveragePoolOperator(Operator[ir.AveragePool]):
             return self._plan.average(step.engine, x.data, self._multiplier, out, shift, rounding)
 
         acc_exponent = x.exponent - AVERAGE_BITS
+        self.output.factor = x.factor
         self.output.exponent = self._round(step, "forward", acc_exponent, run, self.output.data)
+
+    def evaluate(self, step: StepContext) -> None:
+        """Sum the windows exactly, divide, round."""
+        x = self.inputs[0]
+        channels = x.array_shape[3]
+        zeros = np.zeros(channels, dtype=np.float32)
+        height, width = self.node.kernel
+        mean = np.full(channels, 1.0 / (height * width), dtype=np.float32)
+        self._round_by_image(step, self._window_sums(x.data), x.by_image, mean, zeros)
+
+    def _window_sums(self, values: Int8Array) -> Int32Array:
+        """Return the sums over the windows, with zeros in the padding."""
+        (pad_h, pad_w), (stride_h, stride_w) = self.node.padding, self.node.stride
+        out_h, out_w, *_ = self.output.array_shape
+        padded = np.pad(values, ((pad_h, pad_h), (pad_w, pad_w), (0, 0), (0, 0)))
+        sums = np.zeros(self.output.array_shape, dtype=np.int32)
+        for h in range(self.node.kernel[0]):
+            for w in range(self.node.kernel[1]):
+                sums += padded[
+                    h : h + stride_h * out_h : stride_h, w : w + stride_w * out_w : stride_w
+                ]
+        return sums
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Distribute every gradient over its window."""
@@ -662,12 +993,9 @@ class DropoutOperator(Operator[ir.Dropout]):
         self._zeros = np.zeros(channels, dtype=np.int32)
 
     def forward(self, step: StepContext) -> None:
-        """Draw the mask, multiply, round; copy in evaluation."""
+        """Draw the mask, multiply, round."""
         x = self.inputs[0]
-        if not step.training:
-            np.copyto(self.output.data, x.data)
-            self.output.exponent = x.exponent
-            return
+        self.output.factor = x.factor
         self._draw(step)
         if x.masked:
             # Zeros of the ReLU before it pass no gradient.
@@ -676,6 +1004,11 @@ class DropoutOperator(Operator[ir.Dropout]):
         self.output.exponent = self._scale(
             step, "forward", x.data, x.exponent, self.output.data, rounding
         )
+
+    def evaluate(self, step: StepContext) -> None:
+        """Copy the values."""
+        np.copyto(self.output.data, self.inputs[0].data)
+        self.output.by_image = self.inputs[0].by_image
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Multiply the gradient of kept values by the same factor; the others get 0."""
@@ -727,6 +1060,18 @@ class DropoutOperator(Operator[ir.Dropout]):
         self._gate[..., :channels] = (
             numbers.reshape(*shape, channels)[..., own, :] >= self._threshold
         )
+
+
+def image_scales(name: str, largest: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return for each image the scale at which its largest magnitude is 127, and its inverse.
+
+    Raises TrainingFailed, with `name`, if values left float32.
+    """
+    if not np.isfinite(largest).all():
+        raise TrainingFailed(f"{name}: values have left float32; lower the learning rate")
+    # Any scale is right for zeros. Below 2^-90 the inverse would leave float32.
+    bounded = np.where(largest < 2.0**-90, np.float32(127.0), largest).astype(np.float32)
+    return bounded / np.float32(127.0), np.float32(127.0) / bounded
 
 
 def copy_masked(gradient: Int8Array, mask: Int8Array | None, into: Int8Array) -> None:
@@ -782,6 +1127,9 @@ class AddOperator(Operator[ir.Add]):
     def forward(self, step: StepContext) -> None:
         """Align the exponents, add, apply the ReLU, round."""
         a, b = self.inputs
+        if step.has_real_scales:
+            self._add_real(step)
+            return
         self.output.exponent = add_tensors(
             self.node.name,
             step,
@@ -792,6 +1140,28 @@ class AddOperator(Operator[ir.Add]):
             rounding=step.algorithm.forward.rounding,
             relu=self.node.relu,
         )
+
+    def evaluate(self, step: StepContext) -> None:
+        """Add, apply the ReLU, round."""
+        a, b = self.inputs
+        channels = a.array_shape[3]
+        ones = np.ones(channels, dtype=np.float32)
+        zeros = np.zeros(channels, dtype=np.float32)
+        self._round_by_image(step, a.data, a.by_image, ones, zeros, b, relu=self.node.relu)
+
+    def _add_real(self, step: StepContext) -> None:
+        """Add in float32, and give the sum the scale that fits it best."""
+        a, b = self.inputs
+        channels = a.array_shape[3]
+        scale_a, scale_b = (np.full(a.batch, x.scale, dtype=np.float32) for x in (a, b))
+        ones = np.ones(channels, dtype=np.float32)
+        zeros = np.zeros(channels, dtype=np.float32)
+        operands = (step.engine, a.data, scale_a, ones, zeros, b.data, scale_b)
+        largest = np.empty(a.batch, dtype=np.float32)
+        _int8.affine_real(*operands, None, None, largest, self.node.relu)
+        if self._set_real_scale(step.share.most(float(largest.max()))):
+            inverse = np.full(a.batch, 1.0 / self.output.scale, dtype=np.float32)
+            _int8.affine_real(*operands, self.output.data, inverse, None, self.node.relu)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Copy the gradient to both inputs."""

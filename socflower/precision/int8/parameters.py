@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -27,8 +28,8 @@ class Weight:
     """Weight of a convolution, (kh, kw, in/groups, channel stride of out) int8 with one exponent.
 
     `master` and `velocity` (same shape, float32) exist under algorithms with FP32 weights, `gradient` under an
-    outside update, and has the shape (out, kh, kw, in/groups). A frozen weight has a master under every algorithm: its
-    original values, which are exported unchanged.
+    outside update, and has the shape (out, kh, kw, in/groups). A frozen weight has none of them: the module keeps the
+    original values.
     """
 
     data: Int8Array
@@ -52,7 +53,8 @@ class Parameters:
     """All parameters by their names in the module's state_dict.
 
     `vectors` are biases, and BatchNorm's scales, offsets and running statistics. `fp32` are the parameters of
-    operators on the FP32 side, `fp32_gradients` their gradients under an outside update. `num_steps` counts the steps
+    operators on the FP32 side, `fp32_velocities` their momentum, `fp32_gradients` their gradients under an outside
+    update. `num_steps` counts the steps
     made so far; it is the default seed of a step.
     """
 
@@ -61,6 +63,7 @@ class Parameters:
     num_batches_tracked: dict[str, int] = field(default_factory=dict)
     num_steps: int = 0
     fp32: dict[str, FloatArray] = field(default_factory=dict)
+    fp32_velocities: dict[str, FloatArray] = field(default_factory=dict)
     fp32_gradients: dict[str, FloatArray] = field(default_factory=dict)
 
     @property
@@ -71,7 +74,9 @@ class Parameters:
     @property
     def num_bytes(self) -> int:
         """Bytes of all arrays, those of the update rules included."""
-        arrays: list[AnyArray | None] = [*self.fp32.values(), *self.fp32_gradients.values()]
+        arrays: list[AnyArray | None] = []
+        for fp32 in (self.fp32, self.fp32_velocities, self.fp32_gradients):
+            arrays += fp32.values()
         for weight in self.weights.values():
             arrays += [weight.data, weight.master, weight.velocity, weight.gradient]
         for vector in self.vectors.values():
@@ -85,8 +90,11 @@ def import_parameters(
     *,
     keep_master: bool,
     exponents: Mapping[str, int] | None = None,
+    frozen: Mapping[str, Weight] | None = None,
 ) -> Parameters:
     """Return the parameters of a graph from the arrays of a torch state_dict.
+
+    Frozen weights that the state lacks are taken from `frozen`.
 
     A weight gets the smallest exponent that fits it, or that of `exponents` if it is larger: an integer update steps
     by units of the exponent, so keeping it keeps the step. Raises ConfigError if an array is missing, has a wrong
@@ -97,11 +105,15 @@ def import_parameters(
     for node in graph.nodes:
         if isinstance(node, Weighted):
             name = f"{node.name}.weight"
-            real = _take(left, name, graph.module_weight_shape(node))
-            keep = keep_master or "weight" in node.frozen
-            kept_exponent = (exponents or {}).get(name)
-            shaped = real.reshape(graph.weight_shape(node))
-            parameters.weights[name] = _import_weight(shaped, keep, kept_exponent)
+            is_frozen = "weight" in node.frozen
+            if is_frozen and frozen is not None and name not in left:
+                parameters.weights[name] = frozen[name]
+            else:
+                real = _take(left, name, graph.module_weight_shape(node))
+                kept_exponent = (exponents or {}).get(name)
+                shaped = real.reshape(graph.weight_shape(node))
+                keep = keep_master and not is_frozen
+                parameters.weights[name] = _import_weight(shaped, keep, kept_exponent)
         elif isinstance(node, Fp32):
             for name in _of_node(node, left):
                 parameters.fp32[name] = left.pop(name)
@@ -121,11 +133,12 @@ def import_parameters(
 def export_parameters(graph: Graph, parameters: Parameters) -> dict[str, AnyArray]:
     """Return float32 arrays (and int64 counters) by their names and shapes in the module's state_dict.
 
-    A weight is its int8 value times 2^exponent, exactly, or its master weight if there is one.
+    A weight is its int8 value times 2^exponent, exactly, or its master weight if there is one. Frozen weights are left
+    out: the module has them, more precisely.
     """
     state: dict[str, AnyArray] = {}
     for node in graph.nodes:
-        if isinstance(node, Weighted):
+        if isinstance(node, Weighted) and "weight" in node.trained:
             weight = parameters.weights[f"{node.name}.weight"]
             real = weight.master
             if real is None:
@@ -152,7 +165,7 @@ def export_velocities(graph: Graph, parameters: Parameters) -> dict[str, FloatAr
             velocities[name] = holder.velocity[: node.shape[0]].copy()
         else:
             velocities[name] = _to_module(graph, node, holder.velocity)
-    return graph.outward(velocities)
+    return graph.outward(velocities) | parameters.fp32_velocities
 
 
 def import_velocities(
@@ -168,6 +181,8 @@ def import_velocities(
             inside = inside.reshape(graph.weight_shape(node)).transpose(2, 3, 1, 0)
         holder.velocity = np.zeros_like(holder.data, dtype=np.float32)
         holder.velocity[..., : inside.shape[-1]] = inside
+    for name in parameters.fp32.keys() & velocities.keys():
+        parameters.fp32_velocities[name] = np.array(velocities[name], dtype=np.float32)
 
 
 def _trained(graph: Graph, parameters: Parameters) -> Iterator[tuple[Node, str, Weight | Vector]]:
@@ -215,7 +230,11 @@ def _import_weight(real: FloatArray, keep_master: bool, kept_exponent: int | Non
     out_channels, in_channels, *kernel = real.shape
     padded = np.zeros((*kernel, in_channels, channel_stride(out_channels)), dtype=np.float32)
     padded[..., :out_channels] = real.transpose(2, 3, 1, 0)
-    exponent = exponent_for(float(np.max(np.abs(padded))))
+    largest = float(np.max(np.abs(padded)))
+    if largest == 0.0:
+        # As torch would initialise it: an integer update steps by units of the exponent.
+        largest = 1.0 / math.sqrt(math.prod(real.shape[1:]))
+    exponent = exponent_for(largest)
     if kept_exponent is not None:
         exponent = max(exponent, kept_exponent)
     data = np.empty(padded.shape, dtype=np.int8)
@@ -232,7 +251,7 @@ def array_shapes(graph: Graph, *, keep_master: bool) -> dict[str, tuple[type, tu
             outs, in_channels, *kernel = graph.weight_shape(node)
             shape = (*kernel, in_channels, channel_stride(outs))
             needed[f"weight/{node.name}.weight"] = (np.int8, shape)
-            if keep_master or "weight" in node.frozen:
+            if keep_master and "weight" in node.trained:
                 needed[f"master/{node.name}.weight"] = (np.float32, shape)
         for name in _vector_names(node):
             needed[f"vector/{name}"] = (np.float32, (stride,))
@@ -254,25 +273,27 @@ def take_weights(
     parameters: Parameters,
     engine: _int8.Engine,
     state: Mapping[str, AnyArray],
-    seed: int,
+    seed: int | None,
 ) -> None:
     """Replace the parameters by those of a torch state_dict; weights are rounded up or down at random (F12).
 
-    The direction of each rounding depends on `seed` alone. Running statistics that `state` leaves out are unchanged.
-    Raises ConfigError if an array is missing or has a wrong shape, TrainingFailed if a value is not finite.
+    The direction of each rounding depends on `seed` alone; with None each weight is rounded to the nearest int8.
+    Running statistics that `state` leaves out are unchanged. Raises ConfigError if an array is missing or has a wrong
+    shape, TrainingFailed if a value is not finite.
     """
     state = graph.inward(state)
     for index, node in enumerate(graph.nodes):
         if isinstance(node, Weighted):
             name = f"{node.name}.weight"
             weight = parameters.weights[name]
-            # The value passed in replaces that of a frozen weight.
-            weight.master = None
             array = array_of(state, name, graph.module_weight_shape(node))
             outside = as_channels_last(array, graph.weight_shape(node))
             weight.exponent = exponent_within_float32(name, _int8.max_magnitude(outside))
-            own_seed = (seed + index * _SEED_STEP) % 2**32
-            _int8.round_weights(engine, outside, weight.data, weight.exponent, own_seed)
+            if seed is None:
+                _round_to_nearest(outside, weight)
+            else:
+                own_seed = (seed + index * _SEED_STEP) % 2**32
+                _int8.round_weights(engine, outside, weight.data, weight.exponent, own_seed)
         elif isinstance(node, Fp32):
             own = {f"{node.name}.{part}" for part in node.parameters}
             for name in _of_node(node, parameters.fp32):
@@ -287,6 +308,12 @@ def take_weights(
                 if not np.isfinite(array).all():
                     raise TrainingFailed(f"{name}: a value is not finite; lower the learning rate")
                 parameters.vectors[name].data[: node.shape[0]] = array
+
+
+def _round_to_nearest(outside: FloatArray, weight: Weight) -> None:
+    """Write the nearest int8 of (out, kh, kw, in) float32 to a weight, at its exponent."""
+    num_outs = len(outside)
+    quantise(outside.transpose(1, 2, 3, 0), weight.exponent, weight.data[..., :num_outs])
 
 
 def start_gradients(graph: Graph, parameters: Parameters) -> dict[str, FloatArray]:

@@ -156,6 +156,14 @@ def exponent_within_float32(name: str, largest: float) -> int:
     return max(exponent_for(largest), -MAX_EXPONENT)
 
 
+def require_exponent(name: str, largest: str, exponent: int) -> None:
+    """Raise TrainingFailed for a tensor, of this largest magnitude, whose exponent is beyond +-90."""
+    if abs(exponent) > MAX_EXPONENT:
+        raise TrainingFailed(
+            f"{name}: values reach {largest}, beyond int8's scales; lower the learning rate"
+        )
+
+
 def round_elementwise(
     name: str,
     share: BatchShare,
@@ -188,16 +196,24 @@ def round_product(
     out: Int8Array,
     accumulators: Int32Array,
     rounding: Rounding,
+    *,
+    keeps_accumulators: bool = False,
 ) -> int:
     """Store the result of `run(destination, shift)` in `out` and return the exponent of the stored values.
 
     A product is too costly to compute twice: without a known exponent its int32 values go to `accumulators`
-    (shaped as `out`); this is the cost of the search for a new exponent (Mandheling §3.4).
+    (shaped as `out`); this is the cost of the search for a new exponent (Mandheling §3.4). If `run` always writes
+    `accumulators` (`keeps_accumulators`), it runs once.
     """
     known = _known_shift(tracker, acc_exponent)
-    if known is not None and not share.saturates(_saturates(run(out, known), known)):
-        return _use_known_exponent(tracker, acc_exponent + known)
-    largest = int(share.most(run(accumulators, 0)))
+    own_largest: int | None = None
+    if known is not None:
+        own_largest = run(out, known)
+        if not share.saturates(_saturates(own_largest, known)):
+            return _use_known_exponent(tracker, acc_exponent + known)
+    if own_largest is None or not keeps_accumulators:
+        own_largest = run(accumulators, 0)
+    largest = int(share.most(own_largest))
     shift = shift_for(largest)
     _int8.requantise(engine, accumulators, out, shift, rounding)
     return _record_exponent(name, tracker, acc_exponent + shift, largest)
@@ -248,10 +264,7 @@ def _record_exponent(name: str, tracker: ScaleTracker | None, exponent: int, lar
             return ZERO_EXPONENT
         tracker.end_batch()
         return ZERO_EXPONENT if tracker.exponent is None else tracker.exponent
-    if abs(exponent) > MAX_EXPONENT:
-        raise TrainingFailed(
-            f"{name}: values reach {largest} * 2^{exponent}, beyond int8's scales; lower the learning rate"
-        )
+    require_exponent(name, f"{largest} * 2^{exponent}", exponent)
     if tracker is not None:
         tracker.found(exponent)
     return exponent

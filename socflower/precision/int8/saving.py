@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,19 @@ MAX_WEIGHT_EXPONENT = 200
 """No float32 weight has an exponent beyond it."""
 
 
-def save(path: Path, graph: Graph, algorithm: TrainingAlgorithm, parameters: Parameters) -> None:
-    """Write the file; `ConfigError` if it cannot be written, and an old file stays as it was."""
-    in_fp32 = any(node.kind == "fp32" for node in graph.nodes)
-    if in_fp32 or isinstance(algorithm.update, OutsideUpdate):
-        raise ConfigError(
-            "save: a torch module or trainer holds a part of these weights; save that instead"
-        )
+def save(
+    path: Path,
+    graph: Graph,
+    algorithm: TrainingAlgorithm,
+    parameters: Parameters,
+    trackers: Sequence[Any],
+) -> None:
+    """Write the file; `ConfigError` if it cannot be written, and an old file stays as it was.
+
+    `trackers` are plain values (`ScaleTrackers.to_json`).
+    """
+    if isinstance(algorithm.update, OutsideUpdate):
+        raise ConfigError("save: a trainer holds the weights of this model; save that instead")
     header = {
         "schema": SCHEMA,
         "graph": graph.to_json(),
@@ -48,6 +54,7 @@ def save(path: Path, graph: Graph, algorithm: TrainingAlgorithm, parameters: Par
         "exponents": parameters.exponents,
         "num_batches_tracked": parameters.num_batches_tracked,
         "num_steps": parameters.num_steps,
+        "trackers": list(trackers),
     }
     arrays: dict[str, Any] = {"header": np.array(json.dumps(header))}
     for name, weight in parameters.weights.items():
@@ -57,6 +64,9 @@ def save(path: Path, graph: Graph, algorithm: TrainingAlgorithm, parameters: Par
     for name, vector in parameters.vectors.items():
         arrays[f"vector/{name}"] = vector.data
         arrays[f"velocity/{name}"] = vector.velocity
+    for name, array in parameters.fp32.items():
+        arrays[f"fp32/{name}"] = array
+        arrays[f"velocity/{name}"] = parameters.fp32_velocities.get(name)
     try:
         with atomic_file(Path(path)) as file:
             np.savez(file, **{key: array for key, array in arrays.items() if array is not None})
@@ -64,7 +74,7 @@ def save(path: Path, graph: Graph, algorithm: TrainingAlgorithm, parameters: Par
         raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
 
 
-def load(path: Path) -> tuple[Graph, TrainingAlgorithm, Parameters]:
+def load(path: Path) -> tuple[Graph, TrainingAlgorithm, Parameters, list[Any]]:
     """Return the content written by `save`. Raises ConfigError on a missing, foreign or damaged file."""
     try:
         with Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as file:
@@ -76,7 +86,8 @@ def load(path: Path) -> tuple[Graph, TrainingAlgorithm, Parameters]:
         algorithm = _algorithm(header["algorithm"])
         keep_master = isinstance(algorithm.update, Fp32Update)
         _require_arrays(arrays, array_shapes(graph, keep_master=keep_master))
-        return graph, algorithm, _parameters(graph, header, arrays)
+        trackers = [[str(name), str(role), values] for name, role, values in header["trackers"]]
+        return graph, algorithm, _parameters(graph, header, arrays), trackers
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file") from None
     except ConfigError as error:
@@ -93,9 +104,13 @@ def _require_arrays(
     expected = dict(needed)
     for key in arrays:
         role, _, name = key.partition("/")
-        if role in ("master", "velocity"):
+        if role == "velocity" and f"fp32/{name}" in arrays:
+            expected[key] = (np.float32, arrays[f"fp32/{name}"].shape)
+        elif role in ("master", "velocity"):
             _, shape = needed.get(f"weight/{name}") or needed[f"vector/{name}"]
             expected[key] = (np.float32, shape)
+        elif role == "fp32":
+            require_finite(arrays[key], key)
     for key, (kind, shape) in expected.items():
         array = arrays.get(key)
         if array is None or array.dtype != kind or array.shape != shape:
@@ -117,11 +132,17 @@ def _algorithm(document: dict[str, Any]) -> TrainingAlgorithm:
         )
     else:
         rule = Fp32Update(**update)
-    backward = document["backward"]
+    forward, backward = document["forward"], document["backward"]
     return TrainingAlgorithm(
         name=document["name"],
-        forward=OperatorTranslation(rounding=Rounding(document["forward"]["rounding"])),
-        backward=BackwardRule(rounding=Rounding(backward["rounding"]), loss=backward["loss"]),
+        forward=OperatorTranslation(
+            rounding=Rounding(forward["rounding"]), scales=forward["scales"]
+        ),
+        backward=BackwardRule(
+            rounding=Rounding(backward["rounding"]),
+            loss=backward["loss"],
+            dithered=bool(backward["dithered"]),
+        ),
         weight=document["weight"],
         update=rule,
     )
@@ -148,4 +169,8 @@ def _parameters(graph: Graph, header: dict[str, Any], arrays: dict[str, Any]) ->
             )
         elif role == "vector":
             parameters.vectors[name] = Vector(data=array, velocity=velocity)
+        elif role == "fp32":
+            parameters.fp32[name] = array
+            if velocity is not None:
+                parameters.fp32_velocities[name] = velocity
     return parameters

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from socflower import _int8
@@ -16,6 +18,19 @@ from socflower.precision.int8.parameters import Vector, Weight
 from socflower.precision.int8.requantisation import MAX_SHIFT, exponent_within_float32
 
 
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A learning rate, for gradients that are sums over so many samples."""
+
+    learning_rate: float
+    num_samples: int
+
+    @property
+    def of_sum(self) -> float:
+        """Factor of a gradient in a step of plain SGD."""
+        return self.learning_rate / self.num_samples
+
+
 def update_weight(
     name: str,
     engine: _int8.Engine,
@@ -25,13 +40,13 @@ def update_weight(
     *,
     largest: int,
     gradient_scale: float,
-    learning_rate: float,
+    rate: Rate,
     progress: float,
     scratch: FloatArray,
 ) -> None:
     """Update `weight` with an int32 gradient whose real value is gradient * gradient_scale.
 
-    Under an outside update only `weight.gradient` changes: it becomes `learning_rate` times the gradient.
+    Under an outside update only `weight.gradient` changes: it becomes the gradient times the rate.
 
     `largest` is the gradient's largest magnitude; `scratch` holds as many float32 as the weight. Raises
     TrainingFailed, with `name`, when FP32 weights have diverged.
@@ -43,46 +58,52 @@ def update_weight(
         return
     if isinstance(rule, OutsideUpdate):
         assert weight.gradient is not None
-        _int8.export_gradient(engine, gradient, weight.gradient, gradient_scale * learning_rate)
+        _int8.export_gradient(engine, gradient, weight.gradient, gradient_scale * rate.of_sum)
         return
     assert weight.master is not None
     step = scratch[: gradient.size].reshape(gradient.shape)
     np.multiply(gradient, np.float32(gradient_scale), out=step, casting="unsafe")
-    _descend(weight.master, weight, step, learning_rate, rule.momentum)
+    weight.velocity = descend(weight.master, weight.velocity, step, rate, rule)
     weight.exponent = exponent_within_float32(name, _int8.max_magnitude(weight.master))
     _int8.quantise(engine, weight.master, weight.data, weight.exponent)
 
 
 def update_vector(
-    algorithm: TrainingAlgorithm,
-    vector: Vector,
-    gradient: FloatArray,
-    learning_rate: float,
+    algorithm: TrainingAlgorithm, vector: Vector, gradient: FloatArray, rate: Rate
 ) -> None:
-    """Update a vector by SGD, with the momentum of an FP32 update; under an outside update store the gradient."""
+    """Update a vector by SGD; under an outside update store the gradient."""
     rule = algorithm.update
     if isinstance(rule, OutsideUpdate):
         assert vector.gradient is not None
-        np.multiply(gradient, np.float32(learning_rate), out=vector.gradient)
+        np.multiply(gradient, np.float32(rate.of_sum), out=vector.gradient)
         return
-    momentum = rule.momentum if isinstance(rule, Fp32Update) else 0.0
-    _descend(vector.data, vector, gradient, learning_rate, momentum)
+    sgd = rule if isinstance(rule, Fp32Update) else Fp32Update()
+    vector.velocity = descend(vector.data, vector.velocity, gradient, rate, sgd)
 
 
-def _descend(
+def descend(
     values: FloatArray,
-    holder: Weight | Vector,
+    velocity: FloatArray | None,
     gradient: FloatArray,
-    learning_rate: float,
-    momentum: float,
-) -> None:
-    """values -= learning_rate * velocity, velocity = momentum * velocity + gradient; `gradient` is overwritten."""
-    if momentum > 0.0:
-        if holder.velocity is None:
-            holder.velocity = np.zeros_like(values)
-        holder.velocity *= np.float32(momentum)
-        holder.velocity += gradient
-        np.multiply(holder.velocity, np.float32(learning_rate), out=gradient)
-    else:
-        gradient *= np.float32(learning_rate)
-    values -= gradient
+    rate: Rate,
+    rule: Fp32Update,
+) -> FloatArray | None:
+    """Do a step of torch.optim.SGD on `values` in place and return the velocity; `gradient` is overwritten.
+
+    velocity = momentum * velocity + mean gradient + weight_decay * values, values -= learning_rate * velocity.
+    """
+    if not rule.momentum and not rule.weight_decay:
+        gradient *= np.float32(rate.of_sum)
+        values -= gradient
+        return velocity
+    gradient *= np.float32(1.0 / rate.num_samples)
+    if rule.weight_decay:
+        gradient += np.float32(rule.weight_decay) * values
+    if rule.momentum:
+        if velocity is None:
+            velocity = np.zeros_like(values)
+        velocity *= np.float32(rule.momentum)
+        velocity += gradient
+        gradient = velocity
+    values -= np.float32(rate.learning_rate) * gradient
+    return velocity

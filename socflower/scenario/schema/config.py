@@ -295,9 +295,10 @@ class PrecisionConfig(Table):
         ),
     )
     algorithm: Annotated[str, OneOf(tuple(ALGORITHMS))] = Field(
-        "niti",
+        "real-scales",
         description=(
-            "of int8 training: `niti` (int8 weights, integer update) or `adaptive-fixed-point` (FP32 master weights)"
+            "of int8 training: `real-scales` (FP32 master weights, as accurate as FP32), `niti` (int8 weights, integer "
+            "update) or `adaptive-fixed-point` (FP32 master weights, powers of two as scales)"
         ),
     )
     gradient_bits: tuple[Annotated[int, Field(ge=0, le=7)], ...] = Field(
@@ -976,7 +977,7 @@ class ScenarioFile(ClusterFile):
         for broken, key, instead in (
             (in_integers and self.optimizer != "sgd", "optimizer", "'sgd'"),
             (in_integers and train.device not in ("auto", "cpu"), "device", "'cpu'"),
-            (in_int8 and train.weight_decay, "weight_decay", "0"),
+            (self._trains_by_niti and train.weight_decay, "weight_decay", "0"),
             (in_int8 and train.reduction != "auto", "reduction", "'auto'"),
         ):
             yield broken, self._at("train", key), f"{said} does not know it; use {instead}"
@@ -998,7 +999,7 @@ class ScenarioFile(ClusterFile):
         yield (
             train.momentum and self._trains_by_niti and not self.is_split,
             self._at("train", "momentum"),
-            f"{self._at('precision', 'algorithm')} has none; leave it out, or use 'adaptive-fixed-point'",
+            f"{self._at('precision', 'algorithm')} has none; leave it out, or use 'real-scales'",
         )
         yield (
             arithmetic == "mixed" and self._kind.has_local_epochs,

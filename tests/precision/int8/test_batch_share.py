@@ -46,7 +46,7 @@ class Residual(nn.Module):
 
 
 def made(name: str, module: nn.Module | None = None, **options: object) -> Int8Model:
-    algorithm = int8_algorithm(name, 0.5 if name == "adaptive-fixed-point" else 0.0)
+    algorithm = int8_algorithm(name, None if name == "niti" else 0.5)
     return Int8Model.from_module(
         module or built(Residual, 3),
         input_shape=SHAPE,
@@ -102,7 +102,7 @@ splits_of_three = st.lists(
 )
 
 
-@pytest.mark.parametrize("name", ["niti", "adaptive-fixed-point"])
+@pytest.mark.parametrize("name", ["niti", "adaptive-fixed-point", "real-scales"])
 @settings(max_examples=4, deadline=None)
 @given(splits=splits_of_three)
 def test_any_shares_give_the_step_of_the_whole_batch(

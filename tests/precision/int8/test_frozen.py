@@ -2,11 +2,18 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from socflower.precision import EngineSettings, Int8Model, NativeInt8Backend
+from socflower.precision import (
+    REAL_SCALES,
+    EngineSettings,
+    Int8Model,
+    NativeInt8Backend,
+    int8_algorithm,
+)
 from socflower.precision.int8.network import INPUT
 from socflower.precision.int8.operators import ConvolutionOperator
 from socflower.precision.int8.parameters import export_velocities
@@ -24,6 +31,7 @@ from tests.precision.networks import (
     state_of,
     train,
 )
+from tests.seeded import built
 
 
 def frozen(name, names):
@@ -59,13 +67,19 @@ def test_any_frozen_parameters_keep_every_bit_and_the_others_go_the_way_they_wou
     for each in (model, free):
         train(each, data[:1])
     others = free.arrays()
-    assert_same(
-        model.arrays(), {key: before[key] if key in chosen else others[key] for key in others}
-    )
+    # The module has frozen weights; the model has them as int8 only.
+    in_int8 = chosen & set(model.parameters.weights)
+    expected = {key: before[key] if key in chosen else others[key] for key in others}
+    assert_same(model.arrays(), {key: each for key, each in expected.items() if key not in in_int8})
+    held = {key: np.array(model.parameters.weights[key].data) for key in in_int8}
     train(model, data[1:])
     after = model.arrays()
-    for key in chosen:
+    for key in chosen - in_int8:
         np.testing.assert_array_equal(after[key].view(np.int32), before[key].view(np.int32), key)
+    for key in in_int8:
+        weight = model.parameters.weights[key]
+        np.testing.assert_array_equal(weight.data, held[key])
+        assert weight.master is None and weight.velocity is None
     assert exponents.items() <= model.parameters.exponents.items()
     assert not set(export_velocities(model.graph, model.parameters)) & set(chosen)
 
@@ -156,8 +170,16 @@ def test_a_saved_model_keeps_what_is_frozen(tmp_path, algorithm):
         train(each, data[2:])
     assert_same(loaded.arrays(), model.arrays())
     assert not set(changed(loaded, state)) & set(chosen)
-    model.load_state_dict(module.state_dict())
-    np.testing.assert_array_equal(model.arrays()["stem.weight"], state["stem.weight"])
+    held = np.array(model.parameters.weights["stem.weight"].data)
+    model.load_state_dict(model.state_dict())
+    assert model.parameters.weights["stem.weight"].data is not held
+    np.testing.assert_array_equal(model.parameters.weights["stem.weight"].data, held)
+    doubled = {key: 2.0 * each for key, each in module.state_dict().items()}
+    model.load_state_dict(doubled)
+    np.testing.assert_array_equal(model.parameters.weights["stem.weight"].data, held)
+    assert (
+        model.parameters.exponents["stem.weight"] == loaded.parameters.exponents["stem.weight"] + 1
+    )
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -182,3 +204,63 @@ def test_only_values_behind_a_trained_parameter_have_a_gradient():
     assert INPUT not in graph.differentiated
     assert "stem" not in graph.differentiated and "a" not in graph.differentiated
     assert {"norm", "add", "b", "project", "head"} <= graph.differentiated
+
+
+class LowRank(nn.Module):
+    """LoRA: a frozen linear layer beside two small ones, of which the second starts at zero."""
+
+    def __init__(self, ins, outs, rank=8):
+        super().__init__()
+        self.base = nn.Linear(ins, outs)
+        self.down = nn.Linear(ins, rank, bias=False)
+        self.up = nn.Linear(rank, outs, bias=False)
+        nn.init.zeros_(self.up.weight)
+        self.base.requires_grad_(False)
+
+    def forward(self, inputs):
+        return self.base(inputs) + self.up(self.down(inputs))
+
+
+def low_rank_case():
+    random = np.random.default_rng(0)
+    images = random.normal(size=(128, 192, 1, 1)).astype(np.float32)
+    labels = images[:, :10, 0, 0].argmax(axis=1).astype(np.int32)
+    layers = built(
+        lambda: nn.Sequential(nn.Flatten(), LowRank(192, 256), nn.ReLU(), LowRank(256, 10)), 0
+    )
+    return layers, images, labels
+
+
+def test_a_frozen_base_takes_a_quarter_of_its_fp32_bytes():
+    module, _, _ = low_rank_case()
+    model = int8(module, REAL_SCALES, shape=(192, 1, 1))
+    of_base = [weight for name, weight in model.parameters.weights.items() if ".base." in name]
+    held = sum(weight.data.nbytes for weight in of_base)
+    in_fp32 = sum(4 * part.numel() for name, part in module.named_parameters() if ".base.w" in name)
+    assert held <= 0.3 * in_fp32
+    assert all(weight.master is None for weight in of_base)
+
+
+@pytest.mark.parametrize("name", ["real-scales", "adaptive-fixed-point"])
+def test_low_rank_adapters_that_start_at_zero_train_as_in_torch(name):
+    module, images, labels = low_rank_case()
+    algorithm = int8_algorithm(name, momentum=0.9)
+    model = int8(module, algorithm, shape=(192, 1, 1))
+    got = [
+        model.train_step(images, labels, learning_rate=0.1, progress=0.0).loss for _ in range(60)
+    ]
+    trained = [part for part in module.parameters() if part.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+    expected = []
+    for _ in range(60):
+        loss = nn.functional.cross_entropy(
+            module(torch.from_numpy(images)), torch.from_numpy(labels).long()
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert expected[-1] < 0.1 * expected[0]
+    # In hundredths of the loss at the start.
+    assert np.abs(np.subtract(got, expected)).max() < 0.05 * expected[0]
+    assert abs(got[-1] - expected[-1]) < 0.01 * expected[0]

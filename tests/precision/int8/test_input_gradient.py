@@ -1,21 +1,29 @@
 """The gradient of the images, for layers before: close to autograd's, and bit for bit that inside one engine."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from socflower.precision.algorithm import HANDED_OUT_GRADIENTS
+from socflower.precision.algorithm import (
+    ADAPTIVE_FIXED_POINT,
+    HANDED_OUT_GRADIENTS,
+    OutsideUpdate,
+)
 from socflower.precision.int8.parameters import start_gradients
 from tests.one_line import refused
 from tests.precision.int8.test_gradients import cosine
 from tests.precision.networks import IMAGE, NETWORKS, REACH, assert_same, batches, build, int8
 from tests.seeded import built
 
+POWERS_OF_TWO = replace(ADAPTIVE_FIXED_POINT, update=OutsideUpdate())
 
-def engine(module, shape=IMAGE, **options):
+
+def engine(module, shape=IMAGE, algorithm=HANDED_OUT_GRADIENTS, **options):
     """Return a model that hands its gradients out, and those gradients."""
-    made = int8(module, HANDED_OUT_GRADIENTS, shape=shape, options={"head": False, **options})
+    made = int8(module, algorithm, shape=shape, options={"head": False, **options})
     return made, start_gradients(made.graph, made.parameters)
 
 
@@ -93,7 +101,10 @@ CUTS = {
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("size", [8, 11])
 def test_two_engines_in_a_row_compute_the_bits_of_one(cut, size):
-    """Where a rounded product crosses the cut, whose exponent the second engine finds again in its largest value."""
+    """Where a rounded product crosses the cut, whose exponent the second engine finds again in its largest value.
+
+    Of a real scale the second engine would find another one.
+    """
     images = batches(1, size=size, seed=4)[0][0]
 
     def parts():
@@ -102,11 +113,13 @@ def test_two_engines_in_a_row_compute_the_bits_of_one(cut, size):
         return front, back
 
     front, back = built(parts, 0)
-    logits, _, of_one = passes(*engine(nn.Sequential(*front, *back)), images, at_random)
+    logits, _, of_one = passes(
+        *engine(nn.Sequential(*front, *back), algorithm=POWERS_OF_TWO), images, at_random
+    )
     shape = tuple(front(torch.from_numpy(images)).shape)
     (first_engine, of_first), (second_engine, of_second) = (
-        engine(front),
-        engine(back, shape[1:], input_gradient=True),
+        engine(front, algorithm=POWERS_OF_TWO),
+        engine(back, shape[1:], POWERS_OF_TWO, input_gradient=True),
     )
     crossing, _ = first_engine.forward(images)
     inputs = crossing.reshape(*shape, *(1,) * (4 - len(shape)))

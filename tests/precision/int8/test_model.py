@@ -11,15 +11,16 @@ from torch import nn
 
 from socflower.errors import TrainingFailed
 from socflower.precision import ADAPTIVE_FIXED_POINT, NITI
-from socflower.precision.algorithm import IntegerUpdate
+from socflower.precision.algorithm import REAL_SCALES, Fp32Update, IntegerUpdate
 from socflower.precision.int8.parameters import export_velocities, import_velocities
 from socflower.precision.int8.requantisation import MAX_EXPONENT
-from socflower.precision.int8.updates import update_weight
+from socflower.precision.int8.updates import Rate, update_weight
 from tests.one_line import refused
 from tests.precision import numpy_kernels as nk
 from tests.precision.networks import (
     ALGORITHMS,
     CLASSES,
+    CORNERS,
     MOMENTUM,
     NETWORKS,
     REACH,
@@ -79,7 +80,7 @@ def test_the_fewest_gradient_bits_take_any_gradient():
     largest = 2**25 + 2**15
     gradient = np.full(weight.data.shape, largest, np.int32)
     update_weight(
-        "0", model.engine, fewest, weight, gradient, largest=largest, gradient_scale=1.0, learning_rate=0.0,
+        "0", model.engine, fewest, weight, gradient, largest=largest, gradient_scale=1.0, rate=Rate(0.0, 1),
         progress=0.0, scratch=np.empty(0, np.float32),
     )  # fmt: skip
     step = nk.round_shift(gradient, 30, nk.PSEUDO_STOCHASTIC)
@@ -390,3 +391,62 @@ def test_a_network_whose_weights_all_run_in_fp32_trains_and_counts_their_memory(
     train(model, batches(1))
     assert model.regions.held_bytes > 0
     assert not np.array_equal(model.arrays()["2.weight"], module[2].weight.detach().numpy())
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
+@pytest.mark.parametrize("name", [*NETWORKS, *CORNERS])
+def test_a_prediction_does_not_depend_on_the_other_images(name, algorithm):
+    """Not a bit, also beside an image of other magnitude, a black one, and in batches of other sizes."""
+    model = int8(name, algorithm)
+    train(model, batches(2))
+    images = batches(1, size=12, seed=9)[0][0]
+    together = model.predict(images)
+    np.testing.assert_array_equal(together, model.predict(images, batch_size=5))
+    alone = np.concatenate([model.predict(images[index : index + 1]) for index in range(12)])
+    np.testing.assert_array_equal(together, alone)
+    images[3] *= 200.0
+    images[7] = 0.0
+    others = [index for index in range(12) if index not in (3, 7)]
+    np.testing.assert_array_equal(model.predict(images)[others], together[others])
+
+
+@pytest.mark.parametrize("name", [*NETWORKS, *CORNERS])
+def test_a_prediction_is_that_of_the_fp32_network(name):
+    """With the weights that int8 stands for; an image is rounded in every layer at its own scale."""
+    module = build(name)
+    model = int8(module, NITI)
+    module.load_state_dict(model.state_dict())
+    images = batches(1, size=12, seed=9)[0][0]
+    with torch.no_grad():
+        expected = module.eval()(torch.from_numpy(images)).numpy()
+    got = model.predict(images)
+    assert np.linalg.norm(got - expected) <= 0.03 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("operator", [nn.PReLU, lambda: nn.GroupNorm(2, 8)])
+def test_sgd_with_momentum_and_weight_decay_is_torchs_in_every_operator(operator):
+    """Also in FP32 operators, and where batches have unequal sizes: torch's mean gradients go into the velocity."""
+    rule = Fp32Update(momentum=0.9, weight_decay=0.05)
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), operator(), nn.Flatten(), nn.Linear(8 * 64, CLASSES)]
+    module = nn.Sequential(*layers)
+    plain = dataclasses.replace(REAL_SCALES, update=Fp32Update())
+    model = int8(
+        module, dataclasses.replace(REAL_SCALES, update=rule), options={"unsupported": "fp32"}
+    )
+    velocities = {}
+    data = [
+        (images[:size], labels[:size])
+        for size, (images, labels) in zip((16, 7, 12), batches(3), strict=True)
+    ]
+    for images, labels in data:
+        before = {name: np.array(each) for name, each in model.arrays().items()}
+        # A step of plain SGD from the same values shows the gradient.
+        other = int8(module, plain, options={"unsupported": "fp32"})
+        other.load_state_dict(before)
+        other.train_step(images, labels, learning_rate=1.0)
+        model.train_step(images, labels, learning_rate=0.1)
+        for name, value in model.arrays().items():
+            gradient = before[name] - other.arrays()[name] + 0.05 * before[name]
+            velocities[name] = 0.9 * velocities.get(name, 0.0) + gradient
+            expected = before[name] - 0.1 * velocities[name]
+            np.testing.assert_allclose(value, expected, atol=2e-6, err_msg=name)

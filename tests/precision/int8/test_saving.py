@@ -1,8 +1,10 @@
 """Int8 models in files: exact, whole or not at all, and readable without torch."""
 
+import copy
 import dataclasses
 import errno
 import json
+import pickle
 import subprocess
 import sys
 import zipfile
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from socflower.errors import ConfigError
 from socflower.precision import NITI, EngineSettings, Int8Model
@@ -25,13 +28,16 @@ from tests.precision.int8.test_steps import assert_same_parameters
 from tests.precision.networks import (
     ALGORITHMS,
     ALWAYS,
+    CLASSES,
     NETWORKS,
     REACH,
+    SELDOM,
     assert_same,
     batches,
     int8,
     train,
 )
+from tests.seeded import built
 
 ALL = {
     **ALGORITHMS,
@@ -208,13 +214,69 @@ def test_a_place_that_cannot_be_written_is_a_config_error(where, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "options"), [(HANDED_OUT_GRADIENTS, {}), (NITI, {"fp32_operators": ["3"]})]
-)
-def test_a_model_that_is_not_whole_is_not_saved(algorithm, options, tmp_path):
-    """Its weights are rounded copies of masters elsewhere, or a torch module has a part of them."""
-    refused(lambda: int8("plain", algorithm, options=options).save(tmp_path / "model.npz"), "save")
+def test_a_model_whose_weights_a_trainer_holds_is_not_saved(tmp_path):
+    refused(lambda: int8("plain", HANDED_OUT_GRADIENTS).save(tmp_path / "model.npz"), "save")
     assert not list(tmp_path.iterdir())
+
+
+def with_fp32(seed=0):
+    return built(
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.BatchNorm2d(8), nn.PReLU(8), nn.GroupNorm(2, 8), nn.Tanhshrink(),
+            nn.PReLU(8), nn.Flatten(), nn.Linear(8 * 64, CLASSES),
+        ), seed
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_a_model_with_fp32_operators_goes_on_bit_for_bit(algorithm, tmp_path):
+    path = tmp_path / "model.npz"
+    model = int8(with_fp32(), algorithm, options={"unsupported": "fp32"})
+    train(model, batches(3))
+    model.save(path)
+    # Another module of the same layers: its values do not count.
+    loaded = Int8Model.load(path, settings=model.settings, module=with_fp32(5))
+    data = batches(3, seed=8)
+    assert train(loaded, data) == train(model, data)
+    assert_same(loaded.arrays(), model.arrays())
+    refused(lambda: Int8Model.load(path), path, "module", "3, ")
+    other = nn.Sequential(*(nn.ReLU() for _ in range(9)))
+    refused(lambda: Int8Model.load(path, module=other), "ReLU", "PReLU", "'3'")
+    refused(lambda: Int8Model.load(path, module=nn.ReLU()), "nothing", "PReLU", "'3'")
+
+
+def test_an_operator_of_several_modules_is_looked_for_in_the_network(tmp_path):
+    path = tmp_path / "model.npz"
+    int8(with_fp32(), options={"unsupported": "fp32"}).save(path)
+    other = with_fp32()
+    other[5] = nn.Softsign()
+    refused(lambda: Int8Model.load(path, module=other), "Tanhshrink")
+
+
+def by_file(model, path):
+    model.save(path)
+    return Int8Model.load(path, settings=model.settings, module=with_fp32())
+
+
+@pytest.mark.parametrize(
+    "again",
+    [lambda model, _: copy.deepcopy(model), lambda model, _: pickle.loads(pickle.dumps(model)), by_file],
+    ids=["deepcopy", "pickle", "file"],
+)  # fmt: skip
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_exponents_that_are_looked_for_seldom_are_kept(algorithm, again, tmp_path):
+    """A copy continues with the same bits, apart from the original."""
+    model = int8(with_fp32(), algorithm, rescaling=SELDOM, options={"unsupported": "fp32"})
+    train(model, batches(12))
+    other = again(model, tmp_path / "model.npz")
+    before = {name: np.array(each) for name, each in model.arrays().items()}
+    # Larger images: exponents are looked for in the batches in which they would have been.
+    data = [(1.4 * images, labels) for images, labels in batches(9, seed=3)]
+    losses = train(other, data)
+    assert_same(model.arrays(), before)
+    assert train(model, data) == losses
+    assert_same(model.arrays(), other.arrays())
+    assert model.trackers.to_json() == other.trackers.to_json()
 
 
 @pytest.mark.parametrize(

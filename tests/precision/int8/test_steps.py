@@ -12,13 +12,13 @@ from socflower.precision.int8.from_torch import capture_network
 from tests.one_line import refused
 from tests.precision import numpy_kernels as nk
 from tests.precision.networks import (
-    ALGORITHMS,
     ALWAYS,
     CLASSES,
     CORNERS,
     IMAGE,
     MOMENTUM,
     NETWORKS,
+    POWERS_OF_TWO,
     REACH,
     SELDOM,
     assert_same,
@@ -74,7 +74,7 @@ def blocks_of(name):
 
 
 @pytest.mark.parametrize("policy", [ALWAYS, SELDOM], ids=["always", "seldom"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
+@pytest.mark.parametrize("algorithm", POWERS_OF_TWO.values(), ids=POWERS_OF_TWO)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_steps_equal_numpy_bit_for_bit(name, algorithm, policy):
     assert_steps_equal_numpy(name, algorithm, policy, batches(8 if policy is SELDOM else STEPS))

@@ -50,9 +50,9 @@ class EmbeddingOperator(WeightedOperator[Embedding]):
 
     def _rows(self) -> npt.NDArray[np.int64]:
         """Return the numbers of the rows, (pixels, samples). Raises ConfigError for one that does not exist."""
-        real = self.inputs[0].real
-        assert real is not None
-        numbers = real.reshape(len(real), -1).T
+        images = self.inputs[0].images
+        assert images is not None
+        numbers = images.reshape(len(images), -1).T
         rows = numbers.astype(np.int64)
         known = self.node.num_rows
         wrong = (numbers != rows) | (rows < 0) | (rows >= known)
@@ -62,9 +62,9 @@ class EmbeddingOperator(WeightedOperator[Embedding]):
             )
         return rows
 
-    def _input_exponent(self) -> int:
-        """Return 0: the sums are of the output's gradient alone."""
-        return 0
+    def _input_scale(self) -> float:
+        """Return 1: the sums are of the output's gradient alone."""
+        return 1.0
 
     def forward(self, step: StepContext) -> None:
         """Copy the rows; the exponent is that of the weight."""
@@ -74,7 +74,13 @@ class EmbeddingOperator(WeightedOperator[Embedding]):
         channels = self.node.shape[0]
         data[..., channels:] = 0
         data[..., :channels] = table[self._rows()].reshape(*data.shape[:3], channels)
+        self.output.factor = 1.0
         self.output.exponent = weight.exponent
+
+    def evaluate(self, step: StepContext) -> None:
+        """Copy the rows; all images have the scale of the weight."""
+        self.forward(step)
+        self.output.by_image = np.full(self.output.batch, self.output.scale, dtype=np.float32)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Update by the sums of the gradients of each row's copies; numbers of rows have no gradient."""

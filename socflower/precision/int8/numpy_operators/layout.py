@@ -104,6 +104,12 @@ class RearrangeOperator(WideOperator[Rearrange]):
         node = self.node
         self._move(x.data, self.output.data, node.sizes, node.order, node.num_pixels)
         self.output.exponent = x.exponent
+        self.output.factor = x.factor
+
+    def evaluate(self, step: StepContext) -> None:
+        """Copy; the scales do not change."""
+        self.forward(step)
+        self.output.by_image = self.inputs[0].by_image
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Copy the gradient back."""
@@ -163,6 +169,12 @@ class SelectOperator(WideOperator[Select]):
         self.output.data[..., : part.shape[3]] = part
         self.output.data[..., part.shape[3] :] = 0
         self.output.exponent = x.exponent
+        self.output.factor = x.factor
+
+    def evaluate(self, step: StepContext) -> None:
+        """Copy; the scales do not change."""
+        self.forward(step)
+        self.output.by_image = self.inputs[0].by_image
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Sum the gradients of the copies of each element; without repetitions they stay exact."""
@@ -208,7 +220,10 @@ class ConcatOperator(WideOperator[Concat]):
     """Concatenation of tensors of different exponents."""
 
     def forward(self, step: StepContext) -> None:
-        """Align the exponents, and round at a common one."""
+        """Align the exponents, and round at a common one; under real scales, round at the scale that fits best."""
+        if step.has_real_scales:
+            self._join_real(step)
+            return
         tensors = [(x.data, x.exponent) for x in self.inputs]
         low, shifts = aligned(step.share, *tensors)
         parts = [
@@ -220,6 +235,28 @@ class ConcatOperator(WideOperator[Concat]):
         self.output.exponent = self._round_sums(
             step, "forward", low, sums, self.output.data, most=most
         )
+
+    def _join_real(self, step: StepContext) -> None:
+        output = self.output
+        parts = [x.data[..., : x.shape[0]] for x in self.inputs]
+        largest = max(
+            x.scale * float(np.abs(part).max()) for x, part in zip(self.inputs, parts, strict=True)
+        )
+        if not self._set_real_scale(step.share.most(largest)):
+            return
+        rounded = [
+            np.clip(np.rint(part * (x.scale / output.scale)), -127, 127)
+            for x, part in zip(self.inputs, parts, strict=True)
+        ]
+        output.data[..., : output.shape[0]] = np.concatenate(
+            rounded, axis=_ARRAY_AXIS[self.node.axis]
+        )
+        output.data[..., output.shape[0] :] = 0
+
+    def evaluate(self, step: StepContext) -> None:
+        """Join the real values, round."""
+        values = [x.each_image() for x in self.inputs]
+        self._store_by_image(np.concatenate(values, axis=_ARRAY_AXIS[self.node.axis]))
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Copy each part of the gradient to its input."""

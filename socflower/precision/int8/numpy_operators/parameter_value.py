@@ -57,7 +57,13 @@ class ParameterValueOperator(Operator[ParameterValue]):
         rounded = np.empty(values.shape, np.int8)
         quantise(values, exponent, rounded)
         self.output.data[...] = rounded
+        self.output.factor = 1.0
         self.output.exponent = exponent
+
+    def evaluate(self, step: StepContext) -> None:
+        """Round to nearest, for all images at the same scale."""
+        self.forward(step)
+        self.output.by_image = np.full(self.output.batch, self.output.scale, dtype=np.float32)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Sum the gradient over the batch, update."""
@@ -67,7 +73,7 @@ class ParameterValueOperator(Operator[ParameterValue]):
         exponent = self.output.gradient_exponent
         _int8.channel_sums(step.engine, dy, dy, None, self._sums[0], self._sums[1])
         vector = step.parameters.vectors[f"{self.node.name}.value"]
-        rate = step.mean_learning_rate
+        rate = step.rate
 
         def update(sums: DoubleArray) -> None:
             gradient = np.ldexp(sums, exponent).astype(np.float32)

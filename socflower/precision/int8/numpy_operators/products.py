@@ -12,7 +12,13 @@ import numpy.typing as npt
 
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.fixed_point import DoubleArray, Int8Array
-from socflower.precision.int8.operators import StepContext, Tensor, WideOperator
+from socflower.precision.int8.operators import (
+    StepContext,
+    Tensor,
+    WideOperator,
+    product_scale,
+    times_factor,
+)
 
 _LARGEST_PRODUCT = 127 * 127
 
@@ -87,15 +93,18 @@ class MultiplyOperator(WideOperator[Multiply]):
     def forward(self, step: StepContext) -> None:
         """Multiply, round."""
         a, b = self.inputs
-        products = np.multiply(_channels(a.data, a), _channels(b.data, b), dtype=np.int32)
+        self.output.factor, exponent = product_scale(a, b)
         self.output.exponent = self._round_sums(
-            step,
-            "forward",
-            a.exponent + b.exponent,
-            products,
-            self.output.data,
-            most=_LARGEST_PRODUCT,
+            step, "forward", exponent, self._products(), self.output.data, most=_LARGEST_PRODUCT
         )
+
+    def evaluate(self, step: StepContext) -> None:
+        """Multiply exactly, round."""
+        self._store_by_image(self._products() * _scales_of_products(*self.inputs))
+
+    def _products(self) -> npt.NDArray[np.int32]:
+        a, b = self.inputs
+        return np.multiply(_channels(a.data, a), _channels(b.data, b), dtype=np.int32)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Multiply the gradient by the other factor."""
@@ -112,13 +121,14 @@ class MultiplyOperator(WideOperator[Multiply]):
                 repeated.append(3)
             sums = products.sum(axis=tuple(repeated), keepdims=True, dtype=np.int64)
             repeats = math.prod(self.output.shape) // math.prod(x.shape)
+            integers, unit, most = times_factor(other.factor, sums, _LARGEST_PRODUCT * repeats)
             exponents[index] = self._round_sums(
                 step,
                 f"backward {index}",
-                self.output.gradient_exponent + other.exponent,
-                sums,
+                self.output.gradient_exponent + other.exponent + unit,
+                integers,
                 target,
-                most=_LARGEST_PRODUCT * repeats,
+                most=most,
                 mask=x.mask,
             )
         return exponents
@@ -126,6 +136,12 @@ class MultiplyOperator(WideOperator[Multiply]):
 
 def _channels(array: Int8Array, tensor: Tensor) -> Int8Array:
     return array[..., : tensor.shape[0]]
+
+
+def _scales_of_products(one: Tensor, other: Tensor) -> DoubleArray:
+    """Return for each image of an evaluation the scale of products of two tensors' values, (batch, 1)."""
+    scales: DoubleArray = one.by_image.astype(np.float64) * other.by_image
+    return scales[:, None]
 
 
 class MatMulOperator(WideOperator[MatMul]):
@@ -152,11 +168,16 @@ class MatMulOperator(WideOperator[MatMul]):
 
     def forward(self, step: StepContext) -> None:
         """Multiply, round."""
-        exponent = self.inputs[0].exponent + self.inputs[1].exponent
+        self.output.factor, exponent = product_scale(*self.inputs)
         made = _exact_product(self._first(), self._second())
         self.output.exponent = self._store(
-            step, "forward", exponent, made, self._depth, self.output.data, None
+            step, "forward", exponent, 1.0, made, self._depth, self.output.data, None
         )
+
+    def evaluate(self, step: StepContext) -> None:
+        """Multiply exactly, round."""
+        sums = self._as_pixels(_exact_product(self._first(), self._second()), self.output.data)
+        self._store_by_image(sums * _scales_of_products(*self.inputs))
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Multiply the gradient by the other matrix, transposed."""
@@ -167,7 +188,14 @@ class MatMulOperator(WideOperator[MatMul]):
             made = _exact_product(dy, self._second().swapaxes(2, 3))
             exponent = self.output.gradient_exponent + second.exponent
             exponents[0] = self._store(
-                step, "backward 0", exponent, made, self._columns, into[0], first.mask
+                step,
+                "backward 0",
+                exponent,
+                second.factor,
+                made,
+                self._columns,
+                into[0],
+                first.mask,
             )
         if into[1] is not None:
             made = _exact_product(self._first().swapaxes(2, 3), dy)
@@ -175,7 +203,7 @@ class MatMulOperator(WideOperator[MatMul]):
                 made = made.swapaxes(2, 3)
             exponent = self.output.gradient_exponent + first.exponent
             exponents[1] = self._store(
-                step, "backward 1", exponent, made, self._rows, into[1], second.mask
+                step, "backward 1", exponent, first.factor, made, self._rows, into[1], second.mask
             )
         return exponents
 
@@ -184,16 +212,22 @@ class MatMulOperator(WideOperator[MatMul]):
         step: StepContext,
         role: str,
         exponent: int,
+        factor: float,
         matrices: npt.NDArray[np.int64],
         depth: int,
         out: Int8Array,
         mask: Int8Array | None,
     ) -> int:
-        """Round matrices (batches, samples, pixels, channels) to the array of a tensor, and return the exponent."""
+        """Round factor * matrices to the array of a tensor, and return the exponent."""
+        sums = self._as_pixels(matrices, out)
+        integers, unit, most = times_factor(factor, sums, depth * _LARGEST_PRODUCT)
+        return self._round_sums(step, role, exponent + unit, integers, out, most=most, mask=mask)
+
+    @staticmethod
+    def _as_pixels(matrices: npt.NDArray[np.int64], out: Int8Array) -> npt.NDArray[np.int64]:
+        """Return matrices (batches, samples, pixels, channels) as the pixels of `out`."""
         height, width, samples, _ = out.shape
-        sums = matrices.swapaxes(1, 2).reshape(height, width, samples, -1)
-        most = depth * _LARGEST_PRODUCT
-        return self._round_sums(step, role, exponent, sums, out, most=most, mask=mask)
+        return matrices.swapaxes(1, 2).reshape(height, width, samples, -1)
 
 
 def _exact_product(lhs: npt.NDArray[np.int8], rhs: npt.NDArray[np.int8]) -> npt.NDArray[np.int64]:
@@ -220,8 +254,9 @@ class SoftmaxOperator(WideOperator[Softmax]):
         x = self.inputs[0]
         values = _channels(x.data, x).astype(np.int16)
         below = values.max(axis=3, keepdims=True) - values
-        powers = _powers(self.node.scale, x.exponent)[below]
+        powers = _powers(self.node.scale * x.scale)[below]
         sums = powers.sum(axis=3, keepdims=True)
+        self.output.factor = 1.0
         quotients = ((powers << (_PROBABILITY_BITS + 1)) + sums) // (2 * sums)
         self.output.exponent = self._round_sums(
             step,
@@ -231,6 +266,17 @@ class SoftmaxOperator(WideOperator[Softmax]):
             self.output.data,
             most=1 << _PROBABILITY_BITS,
         )
+
+    def evaluate(self, step: StepContext) -> None:
+        """Divide each image's powers by their exact sum, round."""
+        x = self.inputs[0]
+        values = _channels(x.data, x).astype(np.int16)
+        below = values.max(axis=3, keepdims=True) - values
+        made = np.empty(values.shape)
+        for image, scale in enumerate(x.by_image.tolist()):
+            powers = _powers(self.node.scale * scale)[below[:, :, image]]
+            made[:, :, image] = powers / powers.sum(axis=2, keepdims=True)
+        self._store_by_image(made)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Compute dx = scale * p * (dy - sum(p * dy)) with the rounded probabilities p."""
@@ -254,9 +300,7 @@ class SoftmaxOperator(WideOperator[Softmax]):
         ]
 
 
-def _powers(scale: float, exponent: int) -> npt.NDArray[np.int64]:
-    """Return 2^20 * exp(-d * 2^exponent * scale) for d = 0..254, rounded."""
-    powers: DoubleArray = np.array(
-        [math.exp(-min(math.ldexp(d * scale, exponent), 700.0)) for d in range(255)]
-    )
+def _powers(scale: float) -> npt.NDArray[np.int64]:
+    """Return 2^20 * exp(-d * scale) for d = 0..254, rounded."""
+    powers: DoubleArray = np.array([math.exp(-min(d * scale, 700.0)) for d in range(255)])
     return np.rint(np.ldexp(powers, _POWER_BITS)).astype(np.int64)

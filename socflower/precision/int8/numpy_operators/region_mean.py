@@ -68,12 +68,8 @@ class RegionMeanOperator(WideOperator[RegionMean]):
     def forward(self, step: StepContext) -> None:
         """Sum each region, divide, round."""
         x = self.inputs[0]
-        values = x.data[..., : x.shape[0]]
-        rows = np.stack(
-            [values[a:b].sum(axis=0, dtype=np.int64) for a, b in self.node.rows], axis=0
-        )
-        sums = np.stack([rows[:, a:b].sum(axis=1) for a, b in self.node.columns], axis=1)
-        quotients = _divided(sums, self._divisors)
+        quotients = _divided(self._sums(), self._divisors)
+        self.output.factor = x.factor
         self.output.exponent = self._round_sums(
             step,
             "forward",
@@ -82,6 +78,20 @@ class RegionMeanOperator(WideOperator[RegionMean]):
             self.output.data,
             most=self._most,
         )
+
+    def evaluate(self, step: StepContext) -> None:
+        """Sum each region exactly, divide, round."""
+        by_image = self.inputs[0].by_image.astype(np.float64)[:, None]
+        self._store_by_image(self._sums() * by_image / self._divisors)
+
+    def _sums(self) -> npt.NDArray[np.int64]:
+        """Return the sum of each region, (rows, columns, batch, channels)."""
+        x = self.inputs[0]
+        values = x.data[..., : x.shape[0]]
+        rows = np.stack(
+            [values[a:b].sum(axis=0, dtype=np.int64) for a, b in self.node.rows], axis=0
+        )
+        return np.stack([rows[:, a:b].sum(axis=1) for a, b in self.node.columns], axis=1)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Divide each gradient, and distribute it over its region."""

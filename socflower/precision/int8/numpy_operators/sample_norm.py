@@ -92,16 +92,10 @@ class SampleNormOperator(WideOperator[SampleNorm]):
         """Normalise with the statistics of each sample."""
         x = self.inputs[0]
         values = self._values(x.data)
-        axes = (*self._pixel_axes, 4)
-        sums = values.sum(axis=axes, keepdims=True)
-        squares = (values * values).sum(axis=axes, keepdims=True)
-        count = self._count
-        mean = sums / count
-        # The numerator is an exact integer.
-        variance = (count * squares - sums * sums) / float(count) ** 2
-        deviation = np.sqrt(np.ldexp(variance, 2 * x.exponent) + self.node.eps)
+        mean, variance = self._statistics(values)
+        deviation = np.sqrt(variance * x.scale**2 + self.node.eps)
         self._mean = mean
-        self._slope = np.ldexp(1.0 / deviation, x.exponent)
+        self._slope = x.scale / deviation
         scale = self._vector(step, "weight", 1.0) * self._slope
         offset = self._vector(step, "bias", 0.0) - scale * mean
         exponent, (int_scale, _) = _agreed_integers(
@@ -111,9 +105,29 @@ class SampleNormOperator(WideOperator[SampleNorm]):
         real_offset = np.ldexp(self._vector(step, "bias", 0.0), -exponent) - int_scale * mean
         int_offset = np.rint(real_offset).astype(np.int64)
         made = int_scale * values + int_offset
+        self.output.factor = 1.0
         self.output.exponent = self._round_sums(
             step, "forward", exponent, self._flat(made), self.output.data, most=_MOST
         )
+
+    def evaluate(self, step: StepContext) -> None:
+        """Normalise with the statistics of each sample, which are exact sums."""
+        x = self.inputs[0]
+        values = self._values(x.data)
+        mean, variance = self._statistics(values)
+        by_image = x.by_image.astype(np.float64)[:, None, None]
+        normal = (values - mean) * (by_image / np.sqrt(variance * by_image**2 + self.node.eps))
+        made = self._vector(step, "weight", 1.0) * normal + self._vector(step, "bias", 0.0)
+        self._store_by_image(made.reshape(*self._grouped[:3], -1))
+
+    def _statistics(self, values: Integers) -> tuple[DoubleArray, DoubleArray]:
+        """Return mean and variance of each statistic's values, in units of the input."""
+        axes = (*self._pixel_axes, 4)
+        sums = values.sum(axis=axes, keepdims=True)
+        squares = (values * values).sum(axis=axes, keepdims=True)
+        count = self._count
+        # The numerator is an exact integer.
+        return sums / count, (count * squares - sums * sums) / float(count) ** 2
 
     def _flat(self, grouped: Integers) -> Integers:
         return grouped.reshape(*self._grouped[:3], -1)
@@ -153,7 +167,7 @@ class SampleNormOperator(WideOperator[SampleNorm]):
         )
         sum_g_xhat = self._slope * (sum_g_x - self._mean * sum_g)
         # 1 / sigma
-        gain = np.ldexp(self._slope, -x.exponent)
+        gain = self._slope / x.scale
         scale_dy = np.ldexp(gamma * gain, g_exponent)
         scale_x = -gain * self._slope * sum_g_xhat / self._count
         offset = -gain * sum_g / self._count - scale_x * self._mean
@@ -186,9 +200,7 @@ class SampleNormOperator(WideOperator[SampleNorm]):
             vector = step.parameters.vectors[f"{node.name}.{part}"]
             gradient = np.zeros_like(vector.data)
             gradient[: node.shape[0]] = gradients[part]
-            change = partial(
-                update_vector, step.algorithm, vector, gradient, step.mean_learning_rate
-            )
+            change = partial(update_vector, step.algorithm, vector, gradient, step.rate)
             step.share.change(change)
 
 

@@ -1,6 +1,6 @@
 """Functions of single elements in int8: a table of 255 values, and a table of 255 slopes for the gradient.
 
-An int8 tensor of exponent e holds at most 255 different numbers, q * 2^e, so a function of one element is a table. Its
+An int8 tensor holds at most 255 different numbers, q times its scale, so a function of one element is a table. Its
 values are computed in float64 and rounded to 21 bits of the largest; then they are rounded to int8 as any accumulator
 (F14), with the maximum of the values that the tensor really has. The gradient is dy times a slope of 21 bits, rounded
 in the same way.
@@ -53,17 +53,23 @@ class Table(ir.Node):
 
 @lru_cache(maxsize=256)
 def _tabulated(
-    function: str, arguments: tuple[float, ...], exponent: int
+    function: str, arguments: tuple[float, ...], scale: float
 ) -> tuple[DoubleArray, DoubleArray]:
-    """Return the values and slopes at q * 2^exponent for each byte q; -128, which never occurs, has 0."""
-    values = np.zeros(_TABLE_SIZE)
+    """Return the values and slopes at q * scale for each byte q; -128, which never occurs, has 0."""
     slopes = np.zeros(_TABLE_SIZE)
     known = FUNCTIONS[function]
     for q in range(-127, 128):
-        x = math.ldexp(float(q), exponent)
-        values[q % _TABLE_SIZE] = known.value(x, arguments)
-        slopes[q % _TABLE_SIZE] = known.slope(x, arguments)
-    return values, slopes
+        slopes[q % _TABLE_SIZE] = known.slope(q * scale, arguments)
+    return _values_at(function, arguments, scale), slopes
+
+
+def _values_at(function: str, arguments: tuple[float, ...], scale: float) -> DoubleArray:
+    """Return the values at q * scale for each byte q; each image of an evaluation has a scale of its own."""
+    known = FUNCTIONS[function]
+    values = np.zeros(_TABLE_SIZE)
+    for q in range(-127, 128):
+        values[q % _TABLE_SIZE] = known.value(q * scale, arguments)
+    return values
 
 
 class TableOperator(WideOperator[Table]):
@@ -72,7 +78,7 @@ class TableOperator(WideOperator[Table]):
     def forward(self, step: StepContext) -> None:
         """Round the table to int8, and look each element up."""
         x = self.inputs[0]
-        values, _ = _tabulated(self.node.function, self.node.arguments, x.exponent)
+        values, _ = _tabulated(self.node.function, self.node.arguments, x.scale)
         exponent, (table,) = scaled_integers(_TABLE_BITS, (values, 0))
         channels = x.shape[0]
         bytes_of_x = x.data.view(np.uint8)
@@ -88,7 +94,17 @@ class TableOperator(WideOperator[Table]):
                 out[..., channels:] = 0
             return largest
 
+        self.output.factor = 1.0
         self.output.exponent = self._round(step, "forward", exponent, run, self.output.data)
+
+    def evaluate(self, step: StepContext) -> None:
+        """Look each element up in its image's table of float64."""
+        x = self.inputs[0]
+        made = np.empty((*x.array_shape[:3], x.shape[0]))
+        for image, scale in enumerate(x.by_image.tolist()):
+            known = _values_at(self.node.function, self.node.arguments, scale)
+            made[:, :, image] = known[x.data[:, :, image, : x.shape[0]].view(np.uint8)]
+        self._store_by_image(made)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Multiply by the slopes."""
@@ -96,7 +112,7 @@ class TableOperator(WideOperator[Table]):
         target = into[0]
         if target is None:
             return [0]
-        _, slopes = _tabulated(self.node.function, self.node.arguments, x.exponent)
+        _, slopes = _tabulated(self.node.function, self.node.arguments, x.scale)
         exponent, (table,) = scaled_integers(_TABLE_BITS, (slopes, 0))
         channels = x.shape[0]
         products = table[x.data.view(np.uint8)[..., :channels]]

@@ -93,6 +93,7 @@ class TransposedConvolutionOperator(WeightedOperator[ir.TransposedConvolution]):
         acc_exponent = x.exponent + weight.exponent
         rounding = step.algorithm.forward.rounding
         accumulators = step.wide(self.output.array_shape)
+        self.output.factor = x.factor
 
         def product(destination: Int8Array | Int32Array, shift: int) -> int:
             return self._plan.input_gradient(
@@ -114,7 +115,7 @@ class TransposedConvolutionOperator(WeightedOperator[ir.TransposedConvolution]):
                 rounding,
             )
             return
-        bias = self._integer_bias(step, acc_exponent, self._room)
+        bias = self._integer_bias(step, acc_exponent, x.factor, self._room)
         product(accumulators, 0)
         accumulators += bias
 
@@ -124,6 +125,21 @@ class TransposedConvolutionOperator(WeightedOperator[ir.TransposedConvolution]):
         self.output.exponent = round_elementwise(
             node.name, step.share, tracker, acc_exponent, run, out
         )
+
+    def evaluate(self, step: StepContext) -> None:
+        """Multiply exactly, add the bias, round."""
+        weight = self._weight(step)
+        accumulators = step.wide(self.output.array_shape)
+        self._plan.input_gradient(
+            step.engine,
+            self.inputs[0].data,
+            weight.data,
+            accumulators,
+            step.workspace,
+            0,
+            step.algorithm.forward.rounding,
+        )
+        self._store_products(step, accumulators, relu=False)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Compute the input gradient by the convolution, then the weight gradient, then update."""
@@ -192,10 +208,12 @@ class WideLinearOperator(WeightedOperator[ir.Convolution]):
     def forward(self, step: StepContext) -> None:
         """Multiply, add the bias, apply the ReLU, round."""
         node = self.node
-        exponent = self.inputs[0].exponent + self._weight(step).exponent
+        x = self.inputs[0]
+        exponent = x.exponent + self._weight(step).exponent
+        self.output.factor = x.factor
         sums = _blockwise_product(self._images(), self._matrix(step))
         if node.bias:
-            sums[:, :] += self._integer_bias(step, exponent, 2**31 - 1)[: self._outs]
+            sums[:, :] += self._integer_bias(step, exponent, x.factor, 2**31 - 1)[: self._outs]
         if node.relu:
             np.maximum(sums, 0.0, out=sums)
         integers = sums.astype(np.int64)[None, None]
@@ -203,6 +221,15 @@ class WideLinearOperator(WeightedOperator[ir.Convolution]):
         self.output.exponent = self._round_sums(
             step, "forward", exponent, integers, self.output.data, most=most
         )
+
+    def evaluate(self, step: StepContext) -> None:
+        """Multiply exactly, add the bias, apply the ReLU, round."""
+        scales = self.inputs[0].by_image * 2.0 ** self._weight(step).exponent
+        made = _blockwise_product(self._images(), self._matrix(step)) * scales[:, None]
+        made += self._bias(step)[: self._outs]
+        if self.node.relu:
+            np.maximum(made, 0.0, out=made)
+        self._store_by_image(made[None, None])
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Compute the input gradient with the weights of the forward pass, then update."""
