@@ -7,7 +7,7 @@ import pytest
 
 from socflower import _int8
 from socflower.precision import NITI
-from socflower.precision.algorithm import IntegerUpdate
+from socflower.precision.algorithm import REAL_SCALES, IntegerUpdate
 from socflower.precision.int8.from_torch import capture_network
 from tests.one_line import refused
 from tests.precision import numpy_kernels as nk
@@ -121,10 +121,11 @@ def assert_steps_equal_numpy(name, algorithm, policy, data):
         assert_numpys_parameters(model, trainer)
 
 
+@pytest.mark.parametrize("algorithm", [NITI, REAL_SCALES], ids=["niti", "real-scales"])
 @pytest.mark.parametrize("name", [*NETWORKS, *REACH, "dropped"])
-def test_no_setting_of_the_machine_changes_a_bit(name):
+def test_no_setting_of_the_machine_changes_a_bit(name, algorithm):
     data = batches(4, size=7)
-    expected = int8(name, rescaling=SELDOM)
+    expected = int8(name, algorithm, rescaling=SELDOM)
     losses = train(expected, data)
     for settings in (
         *({"kernel": kernel} for kernel in _int8.available_kernels()),
@@ -133,7 +134,7 @@ def test_no_setting_of_the_machine_changes_a_bit(name):
         {"reuse_graph": False},
         {"batch_blocks": blocks_of(name)},
     ):
-        model = int8(name, rescaling=SELDOM, **settings)
+        model = int8(name, algorithm, rescaling=SELDOM, **settings)
         assert train(model, data) == losses, settings
         assert_same_parameters(model, expected)
 
