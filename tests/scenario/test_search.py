@@ -112,6 +112,7 @@ OF_PRINCIPLE = {
     "doubling_epochs": "the interval does not decay, or one group only evaluates after it",
     "preemption": "there are no several groups of several SoCs",
     "dispatch": "nodes pass over data of their own, or hold a stage",
+    "use_spares": "nodes pass over data of their own, or a plan of stages replaces who is gone",
 }
 
 
