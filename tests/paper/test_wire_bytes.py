@@ -24,7 +24,7 @@ def test_bytes_of_a_hybrid_pipeline_by_hand() -> None:
     plan = straight_plan((4, 5), ((2, 2), (4,)), 2)
     own = read(module)
     weights = own.model.weight_bytes(0, 4)
-    crossing = own.model.layers[4].output_bytes * 8
+    crossing = own.model.layers[4].crossing_bytes * 8
     assert sent_bytes(plan, own, module, data(), minis(2, 8)) == 2 * (2 * weights + 2 * crossing)
     alone = straight_plan((5,), ((4,),), 2)
     assert sent_bytes(alone, own, module, data(), minis(2, 8)) == 0

@@ -115,7 +115,9 @@ def test_each_arithmetic_that_fits_has_candidates_of_its_own(scenario: Scenario)
 
 def test_a_model_that_int8_cannot_train_is_named_with_the_reason(scenario: Scenario) -> None:
     recurrent = scenario.replaced(
-        model=ModelConfig(factory="models_for_tests:with_tanh"), folder=str(Path(__file__).parent)
+        precision=PrecisionConfig(unsupported="refuse"),
+        model=ModelConfig(factory="models_for_tests:with_tanh"),
+        folder=str(Path(__file__).parent),
     )
     found, why = candidates_of(recurrent, ("sgd",), ("fp32", "int8"))
     assert {each.settings[0].choice["arithmetic"] for each in found} == {"fp32"}
