@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.harness import Row, less_is_better, main, measure_interleaved
-from socflower.precision import EngineSettings, Int8Model, RescalingPolicy
+from socflower.precision import NITI, EngineSettings, Int8Model, RescalingPolicy
 from socflower.precision.int8.batch_splitting import best_blocks, profile_batch_blocks
 from socflower.precision.operator_costs import profile_operators
 from socflower.workloads.models.classifiers import build_model
@@ -107,7 +107,13 @@ def placement(batch: int, steps: int) -> Row:
     images, labels = batch_of(batch)
     settings = EngineSettings(rescaling=SETTLED)
     models = [
-        Int8Model.from_module(module, input_shape=SHAPE, settings=settings, fp32_operators=names)
+        Int8Model.from_module(
+            module,
+            input_shape=SHAPE,
+            algorithm=NITI,
+            settings=settings,
+            fp32_operators=names,
+        )
         for names in (profile.placement.on_cpu, greedy)
     ]
     functions = [stepper(model, images, labels) for model in models]
@@ -126,7 +132,7 @@ def placement(batch: int, steps: int) -> Row:
 
 def int8(workload: StepWorkload, settings: EngineSettings) -> Int8Model:
     module = build_model(workload.model, in_channels=3, image_size=32, num_classes=10, seed=0)
-    return Int8Model.from_module(module, input_shape=SHAPE, settings=settings)
+    return Int8Model.from_module(module, input_shape=SHAPE, algorithm=NITI, settings=settings)
 
 
 def batch_of(batch: int) -> tuple[np.ndarray, np.ndarray]:

@@ -37,7 +37,7 @@ from benchmarks.int8_step_isolated import (
     torch_step,
     training,
 )
-from socflower.precision import EngineSettings, Int8Model, RescalingPolicy
+from socflower.precision import NITI, EngineSettings, Int8Model, RescalingPolicy
 
 TITLES = {
     "lenet5": "LeNet-5",
@@ -181,7 +181,9 @@ def _module(name: str) -> Any:
 
 
 def _int8_model(module: Any, name: str, settings: EngineSettings) -> Int8Model:
-    return Int8Model.from_module(module, input_shape=INPUT_SHAPES[name], settings=settings)
+    return Int8Model.from_module(
+        module, input_shape=INPUT_SHAPES[name], algorithm=NITI, settings=settings
+    )
 
 
 def _torch_training(

@@ -34,6 +34,7 @@ METHODS: dict[str, list[str]] = {
     # as many samples.
     NITI: [
         "precision.arithmetic=int8",
+        "precision.algorithm=niti",
         "precision.gradient_bits=[2, 1, 0]",
         "precision.held_out=128",
     ],

@@ -139,7 +139,7 @@ REAL_SCALES = TrainingAlgorithm(
     weight="fp32",
     update=Fp32Update(momentum=0.9),
 )
-"""As accurate as FP32, at FP32's learning rate: FP32 master weights, real scales, unbiased gradients."""
+"""Made for FP32's learning rate: FP32 master weights, real scales, unbiased gradients."""
 
 HANDED_OUT_GRADIENTS = replace(REAL_SCALES, name="handed-out-gradients", update=OutsideUpdate())
 """The passes of `REAL_SCALES`, with an `OutsideUpdate`."""

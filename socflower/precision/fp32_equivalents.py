@@ -139,7 +139,8 @@ def _of_images(node: ir.Node, batch: int) -> Compute | None:
 
 def _matmul(node: MatMul, inputs: Sequence[Tensor]) -> Tensor:
     """Multiply as the operator does, the pixels (batches, rows) and the channels as columns."""
-    rows, depth, columns = node.sizes([tuple(x.shape[1:]) for x in inputs])  # type: ignore[misc]
+    shapes = [(channels, height, width) for _, channels, height, width in (x.shape for x in inputs)]
+    rows, depth, columns = node.sizes(shapes)
     first, second = inputs
     lhs = first.reshape(len(first), depth, node.batches, rows).permute(0, 2, 3, 1)
     pixels = math.prod(second.shape[2:]) // node.batches

@@ -297,8 +297,8 @@ class PrecisionConfig(Table):
     algorithm: Annotated[str, OneOf(tuple(ALGORITHMS))] = Field(
         "real-scales",
         description=(
-            "of int8 training: `real-scales` (FP32 master weights, as accurate as FP32), `niti` (int8 weights, integer "
-            "update) or `adaptive-fixed-point` (FP32 master weights, powers of two as scales)"
+            "of int8 training: `real-scales` (FP32 master weights, FP32's learning rates), `niti` (int8 weights, "
+            "integer update) or `adaptive-fixed-point` (FP32 master weights, powers of two as scales)"
         ),
     )
     gradient_bits: tuple[Annotated[int, Field(ge=0, le=7)], ...] = Field(

@@ -188,37 +188,31 @@ def _batch_norm(call: ModuleCall) -> Value:
     return call.put(ir.BatchNorm, x, x.layout, eps=module.eps, momentum=module.momentum)
 
 
-def _group_norm(call: ModuleCall) -> Value:
+def _sample_norm(call: ModuleCall, groups: int) -> Value:
     module = call.module
-    call.require_plain_parameters()
     x = call.image()
-    affine = module.affine
     return call.put(
         SampleNorm,
         x,
         x.layout,
         eps=module.eps,
-        groups=module.num_groups,
-        scale=affine,
-        offset=affine,
+        groups=groups,
+        scale=module.affine,
+        offset=module.affine,
     )
+
+
+def _group_norm(call: ModuleCall) -> Value:
+    module = call.module
+    call.require_plain_parameters()
+    return _sample_norm(call, module.num_groups)
 
 
 def _instance_norm(call: ModuleCall) -> Value:
     module = call.module
     call.require_settings(track_running_stats=(False,))
     call.require(len(call.x.form) > 1, "of one value a channel")
-    x = call.image()
-    affine = module.affine
-    return call.put(
-        SampleNorm,
-        x,
-        x.layout,
-        eps=module.eps,
-        groups=module.num_features,
-        scale=affine,
-        offset=affine,
-    )
+    return _sample_norm(call, module.num_features)
 
 
 def layer_norm(call: ModuleCall) -> Value:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -95,21 +96,36 @@ class Concat(ir.Node):
         return (made[0], made[1], made[2]) if len(others) == 1 else None
 
 
-class RearrangeOperator(WideOperator[Rearrange]):
-    """Transpose; the exponent does not change."""
+MoveT = TypeVar("MoveT", bound=ir.Node)
+
+
+class _MovingOperator(WideOperator[MoveT]):
+    """An operator that copies values at their scales."""
 
     def forward(self, step: StepContext) -> None:
-        """Copy to the other arrangement."""
+        """Copy; the scale does not change."""
         x = self.inputs[0]
-        node = self.node
-        self._move(x.data, self.output.data, node.sizes, node.order, node.num_pixels)
+        self._copy(x.data)
         self.output.exponent = x.exponent
         self.output.factor = x.factor
 
     def evaluate(self, step: StepContext) -> None:
         """Copy; the scales do not change."""
-        self.forward(step)
-        self.output.by_image = self.inputs[0].by_image
+        x = self.inputs[0]
+        self._copy(x.data)
+        self.output.by_image = x.by_image
+
+    @abstractmethod
+    def _copy(self, values: Int8Array) -> None:
+        """Write the values to the output."""
+
+
+class RearrangeOperator(_MovingOperator[Rearrange]):
+    """Transpose."""
+
+    def _copy(self, values: Int8Array) -> None:
+        node = self.node
+        self._move(values, self.output.data, node.sizes, node.order, node.num_pixels)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Copy the gradient back."""
@@ -143,7 +159,7 @@ class RearrangeOperator(WideOperator[Rearrange]):
         out[..., made_channels:] = 0
 
 
-class SelectOperator(WideOperator[Select]):
+class SelectOperator(_MovingOperator[Select]):
     """Copy by index; the gradient of an element is the sum over its copies."""
 
     def __init__(self, node: Select, inputs: Sequence[Any], output: Any) -> None:
@@ -159,22 +175,13 @@ class SelectOperator(WideOperator[Select]):
             found = chosen[chosen != ZERO]
             self._repeats *= int(np.bincount(found).max(initial=0)) if found.size else 0
 
-    def forward(self, step: StepContext) -> None:
-        """Copy the chosen elements; the exponent does not change."""
-        x = self.inputs[0]
-        part: Int8Array = x.data[..., : x.shape[0]]
+    def _copy(self, values: Int8Array) -> None:
+        part: Int8Array = values[..., : self.inputs[0].shape[0]]
         for axis, chosen, _ in self._axes:
             part = np.take(part, chosen, axis=axis, mode="wrap")
             _zero_at(part, axis, chosen == ZERO)
         self.output.data[..., : part.shape[3]] = part
         self.output.data[..., part.shape[3] :] = 0
-        self.output.exponent = x.exponent
-        self.output.factor = x.factor
-
-    def evaluate(self, step: StepContext) -> None:
-        """Copy; the scales do not change."""
-        self.forward(step)
-        self.output.by_image = self.inputs[0].by_image
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Sum the gradients of the copies of each element; without repetitions they stay exact."""
