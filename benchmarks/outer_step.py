@@ -48,8 +48,8 @@ def _at_interval(interval: float, seeds: tuple[int, ...]) -> list[Row]:
             {
                 **chosen[PLAIN],
                 "strategy.outer.name": name,
-                "strategy.outer.learning_rate": rate,
-                "strategy.outer.momentum": momentum,
+                "strategy.outer.arguments.learning_rate": rate,
+                "strategy.outer.arguments.momentum": momentum,
             }
             for rate, momentum in OUTER_SETTINGS
         ]

@@ -113,7 +113,7 @@ server_interval = 2
         ),
         "outer": Capability(
             label="outer strategy",
-            says='[strategy.outer]\nname = "fedadam"\neta = 0.01',
+            says='[strategy.outer]\nname = "fedadam"\narguments.eta = 0.01',
             is_in=lambda s: s.strategy.outer is not None,
         ),
         "auto": Capability(

@@ -74,8 +74,8 @@ def with_precision(scenario: Scenario, **precision: Any) -> Scenario:
     return scenario.replaced(precision=PrecisionConfig(**precision))
 
 
-def with_outer(scenario: Scenario, **outer: Any) -> Scenario:
-    return scenario.replaced(strategy=scenario.strategy.replaced(outer=OuterConfig(**outer)))
+def with_outer(scenario: Scenario, name: str, **arguments: float) -> Scenario:
+    return scenario.replaced(strategy=scenario.strategy.replaced(outer=OuterConfig(name=name, arguments=arguments)))
 
 
 CASES: dict[str, Scenario] = {

@@ -178,7 +178,7 @@ def test_the_presets_are_what_they_are_made_of() -> None:
         name: small_result(name, **RUN)["weights_sha256"] for name in ("local-sgd", "diloco")
     }
     assert weights["local-sgd"] == small_result(**{**RUN, "groups": 4})["weights_sha256"]
-    whole = OuterConfig(name="sgd", learning_rate=1.0)
+    whole = OuterConfig(name="sgd", arguments={"learning_rate": 1.0})
     assert weights["local-sgd"] == small_result("local-sgd", **RUN, outer=whole)["weights_sha256"]
     adamw = small("local-sgd", **RUN, outer=OuterConfig(name="nesterov"))
     adamw = adamw.replaced(train=adamw.train.replaced(optimizer="adamw"))
@@ -220,7 +220,7 @@ def test_a_comparison_trains_each_method_as_published() -> None:
             "does not read it",
         ),
         ('[strategy]\nname = "post-local-sgd"\nserver_interval = 2', "does not read it"),
-        ('[strategy.outer]\nname = "sgd"\nmomentum = 0.9', "momentum = 0.9"),
+        ('[strategy.outer]\nname = "sgd"\narguments.momentum = 0.9', "'momentum' (value 0.9)"),
         ('[strategy]\nname = "ring"\n[strategy.outer]\nname = "sgd"', "one group"),
     ],
 )

@@ -1,12 +1,11 @@
 """The table `[strategy.outer]`: which strategy makes the next model of the groups' models: Flower's, or an SGD step."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
-from socflower.errors import ConfigError
-from socflower.field_rules import OneOf
-from socflower.scenario.schema.key_rules import require_reader
+from socflower.errors import ConfigError, require_range
+from socflower.field_rules import OneOf, unknown_key
 from socflower.toml_file import Table
 
 OUTER_STRATEGIES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -26,13 +25,24 @@ OUTER_STRATEGIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "momentum": ("socflower.strategies.outer_sgd:OuterSGD", ("learning_rate", "momentum")),
     "nesterov": ("socflower.strategies.outer_sgd:nesterov", ("learning_rate", "momentum")),
 }
-"""Each by its name: the class of `flwr.serverapp.strategy` or another function, and the keys that it takes."""
+"""Each by its name: the class of `flwr.serverapp.strategy` or another function, and the arguments that it takes here."""
 
-_READERS = {
-    key: tuple(name for name, (_, keys) in OUTER_STRATEGIES.items() if key in keys)
-    for _, keys in OUTER_STRATEGIES.values()
-    for key in keys
+_AT_LEAST_ZERO = {"least": 0.0}
+_ABOVE_ZERO = {"above": 0.0}
+_DECAY = {"least": 0.0, "below": 1.0}
+_LIMITS = {
+    **dict.fromkeys(("beta_1", "beta_2", "momentum", "server_momentum"), _DECAY),
+    **dict.fromkeys(("proximal_mu", "q", "num_malicious_nodes"), _AT_LEAST_ZERO),
+    **dict.fromkeys(("eta", "tau", "learning_rate", "server_learning_rate"), _ABOVE_ZERO),
+    **dict.fromkeys(("client_learning_rate", "num_nodes_to_select"), _ABOVE_ZERO),
+    "beta": {"least": 0.0, "below": 0.5},
 }
+"""The range of each argument, which Flower's classes do not check."""
+_REQUIRED = {
+    "qfedavg": ("client_learning_rate", "that of the groups"),
+    "momentum": ("momentum", "such as 0.5; without it use 'sgd'"),
+}
+
 OUTER_SGD = ("sgd", "momentum", "nesterov")
 """Steps of SGD, which may step on a part of the model."""
 _OF_MEANS = ("fedavg", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedprox", *OUTER_SGD)
@@ -48,31 +58,13 @@ class OuterConfig(Table):
             "`momentum` (SlowMo) or Nesterov's (DiLoCo)"
         )
     )
-    learning_rate: float | None = Field(
-        None, gt=0, description="of `sgd`, `momentum`, by default 1; of `nesterov`, by default 0.7"
+    arguments: dict[str, int | float] = Field(
+        {},
+        description=(
+            "keyword arguments of the class, as in `arguments.eta = 0.01`; of `sgd`, `momentum` and `nesterov` "
+            "`learning_rate`, by default 1 or Nesterov's 0.7, and `momentum`, by default Nesterov's 0.9"
+        ),
     )
-    momentum: float | None = Field(
-        None,
-        ge=0,
-        lt=1,
-        description="of `momentum`, which requires it; of `nesterov`, by default 0.9",
-    )
-    eta: float | None = Field(None, gt=0, description="of `fedadam`, `fedyogi`, `fedadagrad`")
-    beta_1: float | None = Field(None, ge=0, lt=1, description="of `fedadam`, `fedyogi`")
-    beta_2: float | None = Field(None, ge=0, lt=1, description="of `fedadam`, `fedyogi`")
-    tau: float | None = Field(None, gt=0, description="of `fedadam`, `fedyogi`, `fedadagrad`")
-    server_learning_rate: float | None = Field(None, gt=0, description="of `fedavgm`")
-    server_momentum: float | None = Field(None, ge=0, lt=1, description="of `fedavgm`")
-    proximal_mu: float | None = Field(None, ge=0, description="of `fedprox`")
-    beta: float | None = Field(None, ge=0, lt=0.5, description="of `fedtrimmedavg`")
-    num_malicious_nodes: int | None = Field(
-        None, ge=0, description="groups, of `krum`, `multikrum`, `bulyan`"
-    )
-    num_nodes_to_select: int | None = Field(None, gt=0, description="groups, of `multikrum`")
-    client_learning_rate: float | None = Field(
-        None, gt=0, description="of `qfedavg`, which requires it"
-    )
-    q: float | None = Field(None, ge=0, description="of `qfedavg`")
 
     @property
     def takes_mean(self) -> bool:
@@ -80,17 +72,17 @@ class OuterConfig(Table):
         return self.name in _OF_MEANS
 
     def check(self) -> None:
-        """Refuse keys of another strategy."""
-        require_reader(self, "name", _READERS)
-        if self.name == "qfedavg" and self.client_learning_rate is None:
-            raise ConfigError("'qfedavg' needs client_learning_rate, that of the groups")
-        if self.name == "momentum" and self.momentum is None:
-            raise ConfigError("'momentum' needs momentum, such as 0.5; without it use 'sgd'")
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The keys that are given, besides the name."""
-        return self.model_dump(exclude_none=True, exclude={"name"})
+        """Refuse arguments that the strategy does not take, or without which it cannot be made."""
+        known = OUTER_STRATEGIES[self.name][1]
+        for key, value in self.arguments.items():
+            if key not in known:
+                raise ConfigError(unknown_key(key, value, known, f"arguments of {self.name!r}"))
+            require_range("arguments", **_LIMITS[key], **{key: value})
+            if key.startswith("num_") and not isinstance(value, int):
+                raise ConfigError(f"arguments.{key} = {value} counts groups; give a whole number")
+        key, why = _REQUIRED.get(self.name, ("", ""))
+        if key and key not in self.arguments:
+            raise ConfigError(f"{self.name!r} needs arguments.{key}, {why}")
 
     @property
     def counts_groups(self) -> bool:

@@ -9,7 +9,7 @@ from flwr.serverapp import strategy as flower
 from socflower.scenario.planning import plan_scenario
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document, parse_scenario, to_document
-from socflower.scenario.schema.outer import OUTER_STRATEGIES, OuterConfig
+from socflower.scenario.schema.outer import OUTER_STRATEGIES
 from tests.one_line import refused
 
 
@@ -25,7 +25,9 @@ def test_every_strategy_is_a_class_of_flowers_or_an_sgd_step_that_takes_its_keys
     assert module or kind.lower() == name
     made = getattr(import_module(module) if module else flower, own)
     assert {*keys} <= {*inspect.signature(made).parameters}
-    assert {*keys} <= {*OuterConfig.model_fields}
+    for key in keys:
+        outer = {"name": name, "arguments": {key: -1.0}}
+        refused(lambda outer=outer: scenario({"groups": 9, "outer": outer}), f"{key} = -1.0")
 
 
 @pytest.mark.parametrize(
@@ -34,14 +36,15 @@ def test_every_strategy_is_a_class_of_flowers_or_an_sgd_step_that_takes_its_keys
         ("fedadam", "[strategy.outer] must be a table, got 'fedadam'"),
         ({}, "[strategy.outer]: name is missing"),
         ({"name": "adam"}, "use one of fedavg, fedavgm, fedadam"),
-        ({"name": "fedadam", "etta": 1.0}, "'etta'"),
-        ({"name": "fedadam", "server_momentum": 0.5}, "server_momentum = 0.5"),
-        ({"name": "fedavg", "eta": 0.5}, "eta = 0.5"),
-        ({"name": "fedadam", "eta": 0.0}, "eta = 0.0"),
-        ({"name": "fedadam", "tau": 0.0}, "tau = 0.0"),
-        ({"name": "fedadam", "beta_1": 1.0}, "beta_1 = 1.0"),
-        ({"name": "fedadam", "beta_2": -0.1}, "beta_2 = -0.1"),
+        ({"name": "fedadam", "arguments": {"etta": 1.0}}, "'etta'"),
+        ({"name": "fedadam", "arguments": {"server_momentum": 0.5}}, "'server_momentum' (value 0.5)"),
+        ({"name": "fedavg", "arguments": {"eta": 0.5}}, "'eta' (value 0.5)"),
+        ({"name": "fedadam", "arguments": {"eta": 0.0}}, "eta = 0.0"),
+        ({"name": "fedadam", "arguments": {"tau": 0.0}}, "tau = 0.0"),
+        ({"name": "fedadam", "arguments": {"beta_1": 1.0}}, "beta_1 = 1.0"),
+        ({"name": "fedadam", "arguments": {"beta_2": -0.1}}, "beta_2 = -0.1"),
         ({"name": "qfedavg"}, "client_learning_rate"),
+        ({"name": "krum", "arguments": {"num_malicious_nodes": 0.5}}, "a whole number"),
         ({"name": "krum"}, "outer.name = 'krum'"),
     ],
 )
@@ -55,14 +58,17 @@ def test_an_outer_strategy_is_for_several_groups(name: str) -> None:
 
 
 def test_the_resolved_document_has_what_was_given_and_reads_back() -> None:
-    given = scenario({"groups": 2, "outer": {"name": "fedadam", "eta": 0.02}})
-    assert to_document(given)["strategy"]["outer"] == {"name": "fedadam", "eta": 0.02}
+    given = scenario({"groups": 2, "outer": {"name": "fedadam", "arguments": {"eta": 0.02}}})
+    assert to_document(given)["strategy"]["outer"] == {
+        "name": "fedadam",
+        "arguments": {"eta": 0.02},
+    }
     assert from_document(to_document(given)).strategy == given.strategy
     assert "outer" not in to_document(scenario({"groups": 2}))["strategy"]
 
 
 def test_fedprox_in_integers_is_refused() -> None:
-    outer = {"name": "fedprox", "proximal_mu": 0.1}
+    outer = {"name": "fedprox", "arguments": {"proximal_mu": 0.1}}
     integers = {"arithmetic": "int8"}
     refused(lambda: scenario({"outer": outer}, precision=integers), "'fedprox'", "'int8'")
 
@@ -81,7 +87,7 @@ def test_its_plan_is_that_without_the_outer_step_and_one_soc_is_compared_with() 
 
 
 def test_strategies_to_compare_with_have_no_outer_step() -> None:
-    given = scenario({"groups": 2, "outer": {"name": "fedavgm", "server_momentum": 0.5}})
+    given = scenario({"groups": 2, "outer": {"name": "fedavgm", "arguments": {"server_momentum": 0.5}}})
     assert [
         given.under(name).strategy.outer is None for name in ("socflow", "ring", "fedavg", "sgd")
     ] == [False, True, True, True]
