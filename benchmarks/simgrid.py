@@ -18,7 +18,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 from benchmarks.harness import Row, less_is_better, main
-from socflower.cluster import HUB, Cluster, GraphBuilder, TaskGraph, parse_cluster
+from socflower.cluster import HUB, Board, Cluster, GraphBuilder, Server, TaskGraph, parse_cluster
 from socflower.cluster.link_rate import RateSteps
 from socflower.cluster.task_graph import Compute, Endpoint
 from socflower.errors import ConfigError
@@ -136,18 +136,18 @@ def random_cluster(random: Random) -> Cluster:
         return [random.randint(1, 5) for _ in range(random.randint(1, 4))]
 
     table = {"soc_bytes_per_s": rate(), "board_bytes_per_s": rate(), "hub_bytes_per_s": rate()}
+    rack = parse_cluster({**table, "boards": [2, *slots()]}, where="benchmark")
     if random.random() < 0.5:
-        return replace(
-            parse_cluster({**table, "boards": [2, *slots()]}, where="benchmark"), message_s=0.0
-        )
-    servers = [
-        {"boards": slots(), "soc_bytes_per_s": rate(), "board_bytes_per_s": rate()}
-        for _ in range(random.randint(2, 4))
-    ]
-    site = parse_cluster(
-        table, servers=servers, site={"server_bytes_per_s": rate()}, where="benchmark"
-    )
-    return replace(site, message_s=0.0)
+        return replace(rack, message_s=0.0)
+    boards: list[Board] = []
+    servers: list[Server] = []
+    uplink_bytes_per_s = rate()
+    for _ in range(random.randint(2, 4)):
+        links = {"soc_bytes_per_s": rate(), "uplink_bytes_per_s": rate()}
+        own = [replace(rack.boards[0], num_slots=num_slots, **links) for num_slots in slots()]
+        boards += own
+        servers.append(Server(num_boards=len(own), uplink_bytes_per_s=uplink_bytes_per_s))
+    return replace(rack, boards=tuple(boards), servers=tuple(servers), message_s=0.0)
 
 
 def random_graph(random: Random, cluster: Cluster) -> TaskGraph:

@@ -104,12 +104,12 @@ sync_interval_epochs = 0.5
 [cluster]
 boards = 2
 socs_per_board = 1
-[[server]]
-count = 2
+[site]
+servers = 2
 [strategy]
 server_interval = 2
 """,
-            is_in=lambda s: bool(s.servers),
+            is_in=lambda s: s.site is not None,
         ),
         "outer": Capability(
             label="outer strategy",

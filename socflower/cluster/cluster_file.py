@@ -1,4 +1,4 @@
-"""Clusters from TOML: `[cluster]` for a rack of one kind, `[[board]]` tables for a mixed one, `[[server]]` for a site.
+"""Clusters from TOML: `[cluster]` for a rack of one kind, `[[board]]` tables for a mixed one, `[site]` for several.
 
 A device is named by the catalogue, by a `[device.NAME]` table of the same file, or by the path of a device profile.
 Profiles are read once and become such tables, so the resolved tables need no other file.
@@ -6,7 +6,6 @@ Profiles are read once and become such tables, so the resolved tables need no ot
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,27 +32,6 @@ MOST_SOCS = 20_000
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=1.0)]
 Slots = tuple[Annotated[int, Field(ge=0)], ...]
-
-
-def _check_boards(table: Table, boards: int | Slots | None) -> None:
-    """Refuse a list of boards without SoCs, or with a number of slots beside it."""
-    if boards is None or isinstance(boards, int):
-        return
-    if "socs_per_board" in table.model_fields_set:
-        raise ValueError(f"boards = {list(boards)} lists the slots; drop socs_per_board")
-    if not any(boards):
-        raise ValueError(f"boards = {list(boards)} has no SoC in use")
-
-
-def _slots(boards: int | Slots, socs_per_board: int) -> Sequence[int]:
-    """Return the slots of each board that has any."""
-    if isinstance(boards, int):
-        return [socs_per_board] * boards
-    return [slots for slots in boards if slots]
-
-
-def _num_socs(boards: int | Slots, socs_per_board: int) -> int:
-    return boards * socs_per_board if isinstance(boards, int) else sum(boards)
 
 
 class ClusterTable(Table):
@@ -91,12 +69,19 @@ class ClusterTable(Table):
 
     def check(self) -> None:
         """Refuse a list of boards without SoCs, or with a number of slots beside it."""
-        _check_boards(self, self.boards)
+        if isinstance(self.boards, int):
+            return
+        if "socs_per_board" in self.model_fields_set:
+            raise ValueError(f"boards = {list(self.boards)} lists the slots; drop socs_per_board")
+        if not any(self.boards):
+            raise ValueError(f"boards = {list(self.boards)} has no SoC in use")
 
     @property
     def slots(self) -> Sequence[int]:
         """The slots of each board that has any."""
-        return _slots(self.boards, self.socs_per_board)
+        if isinstance(self.boards, int):
+            return [self.socs_per_board] * self.boards
+        return [slots for slots in self.boards if slots]
 
 
 class BoardTable(Table):
@@ -105,31 +90,12 @@ class BoardTable(Table):
     socs: Count = Field(1, description="slots of the board")
     count: Count = Field(1, description="how many boards like this one follow each other")
     device: str | None = Field(None, description="as in `[cluster]`, whose device is the default")
-    soc_bytes_per_s: Rate | None = Field(None, description="the same")
-    board_bytes_per_s: Rate | None = Field(None, description="the same")
-
-
-class ServerTable(Table):
-    """`[[server]]`: servers of one kind, of a site; keys that are left out are as in `[cluster]`"""
-
-    count: Count = Field(1, description="how many servers like this one follow each other")
-    boards: Count | Slots | None = Field(None, description="of each server, as in `[cluster]`")
-    socs_per_board: Count | None = Field(None, description="the same")
-    device: str | None = Field(None, description="the same")
-    soc_bytes_per_s: Rate | None = Field(None, description="the same")
-    board_bytes_per_s: Rate | None = Field(None, description="the same")
-    server_bytes_per_s: Rate | None = Field(
-        None, description="of each server's uplink, as in `[site]`"
-    )
-
-    def check(self) -> None:
-        """Refuse a list of boards without SoCs, or with a number of slots beside it."""
-        _check_boards(self, self.boards)
 
 
 class SiteTable(Table):
-    """`[site]`: what joins servers"""
+    """`[site]`: servers that each have the boards of this file"""
 
+    servers: Count = Field(description="how many")
     server_bytes_per_s: Rate | None = Field(
         None,
         description=(
@@ -145,7 +111,6 @@ class ClusterFile(Table):
     schema_version: SchemaVersion = Field(1, alias="schema")
     cluster: ClusterTable = ClusterTable()
     boards: tuple[BoardTable, ...] = Field((), alias="board")
-    servers: tuple[ServerTable, ...] = Field((), alias="server")
     # None: one server.
     site: SiteTable | None = None
     devices: dict[str, DeviceTable] = Field({}, alias="device")
@@ -156,29 +121,17 @@ class ClusterFile(Table):
             raise ValueError(
                 f"[cluster] boards = {self.cluster.boards} and [[board]] tables exclude each other"
             )
-        if self.boards and self.servers:
-            raise ValueError("[[board]] and [[server]] tables exclude each other")
-        if self.site is not None and not self.servers:
-            raise ValueError("[site] joins servers; add a [[server]], or leave [site] out")
-        own = _num_socs(self.cluster.boards, self.cluster.socs_per_board)
-        require_range("[cluster] boards", most=MOST_SOCS, num_socs=own)
-        servers = [each.count * _num_socs(*self._boards_of(each)) for each in self.servers]
-        _require_few(servers, "[[server]]")
-        _require_few([each.count * each.socs for each in self.boards], "[[board]]")
+        slots = self.cluster.boards
+        # A number of boards may be too large to list them.
+        own = slots * self.cluster.socs_per_board if isinstance(slots, int) else sum(slots)
+        if self.boards:
+            own = sum(each.count * each.socs for each in self.boards)
+        num_socs = own * (self.site.servers if self.site else 1)
+        where = "[[board]]" if self.boards else "[cluster] boards"
+        require_range("[site]" if self.site else where, most=MOST_SOCS, num_socs=num_socs)
         for name in self.devices.keys() & set(device_names()):
             raise ValueError(f"[device.{name}] is in the catalogue; call yours [device.my-{name}]")
         check_devices(self.devices)
-
-    def _boards_of(self, server: ServerTable) -> tuple[int | Slots, int]:
-        """Return the boards of each server of a table, and the slots per board if they are a number."""
-        return (
-            self.cluster.boards if server.boards is None else server.boards,
-            server.socs_per_board or self.cluster.socs_per_board,
-        )
-
-    def slots_of(self, server: ServerTable) -> Sequence[int]:
-        """Return the slots of each board of a server."""
-        return _slots(*self._boards_of(server))
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -199,7 +152,6 @@ def parse_cluster(
     boards: Sequence[Mapping[str, Any]] = (),
     devices: Mapping[str, Any] | None = None,
     *,
-    servers: Sequence[Mapping[str, Any]] = (),
     site: Mapping[str, Any] | None = None,
     where: str = "scenario",
 ) -> Cluster:
@@ -214,7 +166,6 @@ def parse_cluster(
         "cluster": cluster,
         "board": boards,
         "device": {} if devices is None else devices,
-        "server": servers,
         **({} if site is None else {"site": site}),
     }
     inline_devices(document, Path(), where)
@@ -244,29 +195,26 @@ def inline_devices(document: dict[str, Any], folder: Path, where: str) -> None:
         return {**table, "device": name}
 
     document["cluster"] = resolved(document.get("cluster", {}))
-    for key in ("board", "server"):
-        if isinstance(document.get(key), list | tuple):
-            document[key] = [resolved(entry) for entry in document[key]]
+    if isinstance(document.get("board"), list | tuple):
+        document["board"] = [resolved(entry) for entry in document["board"]]
 
 
 def make_cluster(file: ClusterFile, where: str) -> Cluster:
     """Return the cluster of validated tables; `ConfigError` if a device is unknown."""
     table, makers = file.cluster, _BoardMaker(file, where)
     boards: list[Board] = []
-    servers: list[Server] = []
     for group in file.boards:
-        boards += makers.boards([group.socs], group) * group.count
-    for kind in file.servers:
-        own = makers.boards(file.slots_of(kind), kind)
-        site_rate = file.site.server_bytes_per_s if file.site else None
-        rate = kind.server_bytes_per_s or site_rate
-        uplink = rate or max(each.uplink_bytes_per_s for each in own)
-        boards += own * kind.count
-        servers += [Server(num_boards=len(own), uplink_bytes_per_s=uplink)] * kind.count
+        boards += makers.boards([group.socs], group.device) * group.count
+    boards = boards or makers.boards(table.slots, table.device)
+    servers: list[Server] = []
+    if file.site is not None:
+        uplink = file.site.server_bytes_per_s or max(each.uplink_bytes_per_s for each in boards)
+        servers = [Server(num_boards=len(boards), uplink_bytes_per_s=uplink)] * file.site.servers
+        boards = boards * file.site.servers
     link = makers.links.get(table.device)
     return Cluster(
         name=table.name,
-        boards=tuple(boards or makers.boards(table.slots, table)),
+        boards=tuple(boards),
         servers=tuple(servers),
         message_s=link.message_s.value if link else message_s(),
         hub_bytes_per_s=table.hub_bytes_per_s or link_bytes_per_s(),
@@ -281,18 +229,16 @@ class _BoardMaker:
         self._own = {name: table.device(name) for name, table in file.devices.items()}
         self.links = {name: table.link for name, table in file.devices.items() if table.link}
 
-    def boards(
-        self, slots_per_board: Sequence[int], table: BoardTable | ServerTable | ClusterTable
-    ) -> list[Board]:
-        """Return a table's boards, one for each entry of `slots_per_board`."""
-        whole, name = self._table, table.device or self._table.device
+    def boards(self, slots_per_board: Sequence[int], device_name: str | None) -> list[Board]:
+        """Return boards of a device, one for each entry of `slots_per_board`."""
+        whole, name = self._table, device_name or self._table.device
         link = self.links.get(name)
         default = whole.soc_bytes_per_s or (link.bytes_per_s.value if link else link_bytes_per_s())
         made = partial(
             Board,
             device=self._device(name),
-            soc_bytes_per_s=table.soc_bytes_per_s or default,
-            uplink_bytes_per_s=table.board_bytes_per_s or whole.board_bytes_per_s or default,
+            soc_bytes_per_s=default,
+            uplink_bytes_per_s=whole.board_bytes_per_s or default,
         )
         # Equal boards are one object, so that thousands of them are compared and checked quickly.
         kinds = {slots: made(num_slots=slots) for slots in set(slots_per_board)}
@@ -313,9 +259,3 @@ def _only_device(path: Path) -> tuple[str, Mapping[str, Any]]:
         raise ConfigError(f"{path}: needs exactly one device, has {', '.join(devices)}")
     ((name, table),) = devices.items()
     return name, {**table, "link": profile["link"]} if "link" in profile else table
-
-
-def _require_few(num_socs: Sequence[int], where: str) -> None:
-    for number, total in enumerate(accumulate(num_socs), start=1):
-        if total > MOST_SOCS:
-            raise ConfigError(f"{where} {number}: {total} SoCs, the limit is {MOST_SOCS}")

@@ -55,27 +55,26 @@ def test_a_mixed_rack(tmp_path: Path) -> None:
     file = tmp_path / "rack.toml"
     file.write_text(
         '[cluster]\nname = "mixed"\n[[board]]\ncount = 2\nsocs = 3\n[[board]]\nsocs = 1\n'
-        'device = "jetson-nx"\nboard_bytes_per_s = 5e6\n'
+        'device = "jetson-nx"\n'
     )
     cluster = load_cluster(file)
     assert load_cluster(str(file)) == cluster
     assert cluster.slots_per_board == (3, 3, 1)
     assert [cluster.device_of(soc).name for soc in (0, 6)] == ["snapdragon-865", "jetson-nx"]
-    assert cluster.link_bytes_per_s["board2/up"] == 5e6
 
 
-def test_servers_of_a_site_are_like_the_cluster_where_they_say_nothing_else(tmp_path: Path) -> None:
+def test_servers_of_a_site_have_the_boards_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "site.toml"
     file.write_text(
-        "[cluster]\nboards = 2\nsocs_per_board = 3\n[[server]]\ncount = 2\n[[server]]\nboards = [1, 4]\n"
-        'device = "jetson-nx"\nserver_bytes_per_s = 7e6\n[site]\nserver_bytes_per_s = 5e6\n'
+        '[[board]]\nsocs = 3\n[[board]]\nsocs = 1\ndevice = "jetson-nx"\n'
+        "[site]\nservers = 3\nserver_bytes_per_s = 5e6\n"
     )
     cluster = load_cluster(file)
-    assert cluster.slots_per_board == (3, 3, 3, 3, 1, 4)
+    assert cluster.slots_per_board == (3, 1) * 3
     assert [server.num_boards for server in cluster.servers] == [2, 2, 2]
     rates = [cluster.link_bytes_per_s[f"server{index}/down"] for index in range(3)]
-    assert rates == [5e6, 5e6, 7e6]
-    assert [cluster.device_of(soc).name for soc in (11, 12)] == ["snapdragon-865", "jetson-nx"]
+    assert rates == [5e6] * 3
+    assert [cluster.device_of(soc).name for soc in (10, 11)] == ["snapdragon-865", "jetson-nx"]
     scenario = tmp_path / "scenario.toml"
     scenario.write_text(
         "# Does it hold?\n[cluster]\nboards = 1\n[strategy]\ngroups = 3\nserver_interval = 2\n"
@@ -89,14 +88,16 @@ def test_servers_of_a_site_are_like_the_cluster_where_they_say_nothing_else(tmp_
 @pytest.mark.parametrize(
     ("tables", "named"),
     [
-        ({"site": {}}, ("[site]", "[[server]]")),
-        ({"servers": [{}], "boards": [{}]}, ("[[board]]", "[[server]]")),
-        ({"servers": [{"boards": [1], "socs_per_board": 2}]}, ("boards = [1]", "socs_per_board")),
-        ({"servers": [{"boards": [0]}]}, ("boards = [0]",)),
-        ({"servers": [{"count": 4001}]}, ("[[server]] 1", "20005", "20000")),
-        ({"boards": [{"count": 5001, "socs": 4}]}, ("[[board]] 1", "20004", "20000")),
+        ({"site": {}}, ("[site]", "servers is missing")),
+        (
+            {"cluster": {"boards": [1], "socs_per_board": 2}},
+            ("boards = [1]", "socs_per_board"),
+        ),
+        ({"cluster": {"boards": [0]}}, ("boards = [0]",)),
+        ({"site": {"servers": 4001}}, ("[site]", "20005", "20000")),
+        ({"boards": [{"count": 5001, "socs": 4}]}, ("[[board]]", "20004", "20000")),
         ({"cluster": {"boards": 4001}}, ("[cluster]", "20005", "20000")),
-        ({"servers": [{"server_bytes_per_s": 0}]}, ("server_bytes_per_s = 0",)),
+        ({"site": {"servers": 2, "server_bytes_per_s": 0}}, ("server_bytes_per_s = 0",)),
         ({"cluster": {"bords": 3}}, ("'bords'", "'boards'")),
         ({"cluster": {"zzz": 3}}, ("'zzz'", "name", "boards")),
         ({"cluster": {"boards": 0}}, ("boards = 0",)),
@@ -213,11 +214,9 @@ def test_device_tables_may_stand_in_the_cluster_file_itself(tmp_path: Path) -> N
 
 def test_what_a_table_states_wins_over_what_was_measured(tmp_path: Path) -> None:
     path = str(write_profile(tmp_path / "mine.toml", "mine", link=True))
-    cluster = parse_cluster(
-        {}, [{"device": path, "soc_bytes_per_s": 7e6}, {"device": path, "board_bytes_per_s": 8e6}]
-    )
-    assert [board.soc_bytes_per_s for board in cluster.boards] == [7e6, 11e6]
-    assert [board.uplink_bytes_per_s for board in cluster.boards] == [11e6, 8e6]
+    cluster = parse_cluster({"soc_bytes_per_s": 7e6, "board_bytes_per_s": 8e6}, [{"device": path}])
+    assert cluster.boards[0].soc_bytes_per_s == 7e6
+    assert cluster.boards[0].uplink_bytes_per_s == 8e6
     assert cluster.message_s == message_s()  # of the [cluster] device, which is the default one
 
 

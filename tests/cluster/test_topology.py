@@ -1,5 +1,7 @@
 """Where SoCs sit and what lies between two of them."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,10 +24,9 @@ def test_every_soc_is_on_the_board_that_lists_it(slots: list[int]) -> None:
         assert all(cluster.board_of(soc) == board for soc in cluster.socs_of(board))
 
 
-SITE = parse_cluster(
-    {"boards": [2, 1]},
-    servers=[{"count": 2}, {"boards": 1, "socs_per_board": 2}],
-    site={"server_bytes_per_s": 5e6},
+SITE = replace(
+    parse_cluster({"boards": [2, 1, 2, 1, 2]}),
+    servers=tuple(Server(num_boards=boards, uplink_bytes_per_s=5e6) for boards in (2, 2, 1)),
 )
 
 

@@ -241,7 +241,7 @@ def test_servers_meet_at_the_hub_once_their_groups_have(
 ) -> None:
     """In closed form: a model at a time through the port of each server's first leader, and through the hub's."""
     cluster = parse_cluster(
-        {"boards": groups_of_each, "socs_per_board": 1}, servers=[{"count": num_servers}]
+        {"boards": groups_of_each, "socs_per_board": 1}, site={"servers": num_servers}
     )
     plan = plan_groups(cluster, num_servers * groups_of_each)
     graph = sync_graph(plan, EXCHANGE, cluster, across_servers=across)
@@ -559,7 +559,7 @@ def test_a_processor_without_samples_has_no_tasks() -> None:
 def test_models_meet_at_socs_whose_processors_have_other_names(leaders: str) -> None:
     """A Jetson has a GPU in the catalogue, and no CPU."""
     cluster = parse_cluster(
-        {"boards": 1, "socs_per_board": 2, "device": "jetson-nano"}, servers=[{"count": 2}]
+        {"boards": 1, "socs_per_board": 2, "device": "jetson-nano"}, site={"servers": 2}
     )
     graph = sync_graph(
         plan_groups(cluster, 4), EXCHANGE, cluster, models=ModelExchange(kind=leaders)

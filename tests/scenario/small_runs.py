@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from socflower.cluster.cluster_file import ServerTable
+from socflower.cluster.cluster_file import SiteTable
 from socflower.scenario import jobs
 from socflower.scenario.runner import run_scenario, run_to_folder
 from socflower.scenario.schema.config import EventConfig, Scenario, StrategyConfig, TrainConfig
@@ -33,7 +33,7 @@ def small(
     events: tuple[EventConfig, ...] = (),
     reply_timeout_s: float = 3600.0,
     batch_size: int = 32,
-    servers: tuple[ServerTable, ...] = (),
+    site: SiteTable | None = None,
     **strategy: Any,
 ) -> Scenario:
     """Return a scenario that has as many steps on a few of the digits as on all of them in batches of 128."""
@@ -43,7 +43,7 @@ def small(
         question="Does it run?",
         cluster={"boards": boards},
         events=events,
-        servers=servers,
+        site=site,
         train=TrainConfig(
             epochs=epochs,
             batch_size=batch_size,

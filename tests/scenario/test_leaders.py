@@ -8,7 +8,7 @@ from rich.console import Console
 
 from socflower.cli.plan import print_plan
 from socflower.cluster import parse_cluster
-from socflower.cluster.cluster_file import ClusterTable, ServerTable
+from socflower.cluster.cluster_file import ClusterTable, SiteTable
 from socflower.scenario.planning import plan_scenario
 from socflower.scenario.prepared_run import prepare
 from socflower.scenario.runner import run_scenario
@@ -81,8 +81,11 @@ def test_what_is_compressed_is_priced_trains_on_and_is_in_the_documents(
         leaders=leaders,
         groups=3,
         leader_compression="int8",
-        servers=(ServerTable(count=2, boards=1, socs_per_board=2),),
-    ).replaced(precision=PrecisionConfig(**precision), cluster=ClusterTable(soc_bytes_per_s=2.5e6))
+        site=SiteTable(servers=2),
+    ).replaced(
+        precision=PrecisionConfig(**precision),
+        cluster=ClusterTable(socs_per_board=2, soc_bytes_per_s=2.5e6),
+    )
     result, plan = run_scenario(scenario, num_workers=0), plan_scenario(scenario)
     assert result["plan"]["leader_compression"] == plan["leader_compression"] == "int8"
     exact = scenario.replaced(strategy=scenario.strategy.replaced(leader_compression="none"))

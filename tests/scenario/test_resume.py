@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from socflower.cluster.cluster_file import BoardTable, ClusterTable, ServerTable
+from socflower.cluster.cluster_file import BoardTable, ClusterTable, SiteTable
 from socflower.engines.checkpoint import Checkpoint, CheckpointFolder
 from socflower.errors import TrainingFailed
 from socflower.scenario import workload
@@ -75,7 +75,9 @@ def with_precision(scenario: Scenario, **precision: Any) -> Scenario:
 
 
 def with_outer(scenario: Scenario, name: str, **arguments: float) -> Scenario:
-    return scenario.replaced(strategy=scenario.strategy.replaced(outer=OuterConfig(name=name, arguments=arguments)))
+    return scenario.replaced(
+        strategy=scenario.strategy.replaced(outer=OuterConfig(name=name, arguments=arguments))
+    )
 
 
 CASES: dict[str, Scenario] = {
@@ -98,7 +100,8 @@ CASES: dict[str, Scenario] = {
         interval=0.25,
         groups=4,
         server_interval=3,
-        servers=(ServerTable(count=2, boards=1, socs_per_board=2),),
+        boards=(2,),
+        site=SiteTable(servers=2),
     ),
     "leaders in eight bits, one preempted": small(
         interval=0.5,

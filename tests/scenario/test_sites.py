@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from socflower.cluster.cluster_file import ServerTable
+from socflower.cluster.cluster_file import SiteTable
 from socflower.scenario.planning import plan_scenario
 from socflower.scenario.schema.file import load_scenario
 from tests.command_line import Socflower, is_mistake
@@ -13,15 +13,16 @@ from tests.scenario.small_runs import small_result
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
 ROOT = Path(__file__).parents[2]
-TWO_SERVERS = (ServerTable(count=2, boards=2, socs_per_board=1),)
+TWO_SERVERS = SiteTable(servers=2)
 
 
-def ran(**changes: Any) -> dict[str, Any]:
-    return small_result(groups=4, interval=0.25, boards=(1, 1, 1, 1), **changes)
+def ran(site: SiteTable | None = None, **changes: Any) -> dict[str, Any]:
+    boards = (1, 1) if site else (1, 1, 1, 1)
+    return small_result(groups=4, interval=0.25, boards=boards, site=site, **changes)
 
 
 def test_servers_that_always_take_part_change_times_and_no_weights() -> None:
-    flat, site = ran(leaders="star"), ran(leaders="star", servers=TWO_SERVERS)
+    flat, site = ran(leaders="star"), ran(leaders="star", site=TWO_SERVERS)
     assert site["weights_sha256"] == flat["weights_sha256"]
     assert [entry["loss"] for entry in site["rounds"]] == [
         entry["loss"] for entry in flat["rounds"]
@@ -31,7 +32,7 @@ def test_servers_that_always_take_part_change_times_and_no_weights() -> None:
 
 
 def test_servers_that_take_part_less_often_change_weights_and_send_less() -> None:
-    often, seldom = ran(servers=TWO_SERVERS), ran(servers=TWO_SERVERS, server_interval=4)
+    often, seldom = ran(site=TWO_SERVERS), ran(site=TWO_SERVERS, server_interval=4)
     assert seldom["weights_sha256"] != often["weights_sha256"]
     assert seldom["bytes"]["hub"] == often["bytes"]["hub"] / 4
 
@@ -47,7 +48,7 @@ def test_the_plan_has_both_synchronisations() -> None:
     [
         (["strategy.groups=1"], "there are 2, and 1 groups"),
         (['strategy.groups="auto"'], "server_interval = 4"),
-        (["server=[]", "site={}"], "[site]"),
+        (["site={}"], "servers is missing"),
         (['strategy.outer={name="fedadam"}'], "server_interval = 4"),
     ],
 )

@@ -121,7 +121,7 @@ def test_the_intervals_of_all_rounds_join_without_gap() -> None:
 def site(**changes: Any) -> SoCFlow:
     """Two servers of two boards with a SoC, each a group: SoCs 0 to 3 are nodes 10 to 40."""
     return socflow(
-        cluster=parse_cluster({"boards": 2, "socs_per_board": 1}, servers=[{"count": 2}]),
+        cluster=parse_cluster({"boards": 2, "socs_per_board": 1}, site={"servers": 2}),
         groups=4,
         num_samples=400,
         interval_epochs=0.5,
@@ -215,7 +215,7 @@ def test_servers_that_cannot_synchronise_less_often_are_refused(
     changes: dict[str, Any], says: str
 ) -> None:
     settings = {
-        "cluster": parse_cluster({"boards": 2, "socs_per_board": 1}, servers=[{"count": 2}]),
+        "cluster": parse_cluster({"boards": 2, "socs_per_board": 1}, site={"servers": 2}),
         "groups": 4,
         "server_interval": 3,
     }

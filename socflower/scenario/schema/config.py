@@ -393,7 +393,7 @@ class StrategyConfig(Table):
     server_interval: Epochs = Field(
         1,
         description=(
-            "every how many synchronisations all servers of a [site](#server) take part, and "
+            "every how many synchronisations all servers of a [site](#site) take part, and "
             "not only the groups of each; "
             "`ring` and `sgd` ignore it"
         ),
@@ -819,12 +819,12 @@ class ScenarioFile(ClusterFile):
     def _rules_of_groups(self) -> Iterator[Rule]:
         """Yield what several groups, their leaders and their servers need."""
         strategy, groups = self.strategy, self.strategy.groups
-        num_servers = max(1, sum(server.count for server in self.servers))
+        num_servers = self.site.servers if self.site else 1
         if strategy.server_interval > 1:
             yield (
                 not 1 < num_servers <= int(groups),
                 self._at("strategy", "server_interval"),
-                f"it is for several [[server]] with a group each; there are {num_servers}, and {groups} "
+                f"it is for [site] servers with a group each; there are {num_servers}, and {groups} "
                 "groups",
             )
         if not several_groups(strategy.name) or groups == 1:

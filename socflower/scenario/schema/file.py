@@ -65,7 +65,7 @@ def _resolve_cluster(document: dict[str, Any], path: Path) -> None:
         file = path.parent / cluster
         tables = cluster_document(file)
         make_cluster(read_table(ClusterFile, tables, str(file)), str(file))
-        for key in ("cluster", "board", "server", "site"):
+        for key in ("cluster", "board", "site"):
             document.pop(key, None)
             if key in tables:
                 document[key] = tables[key]
@@ -116,19 +116,19 @@ def to_document(scenario: Scenario) -> dict[str, Any]:
         mode="json",
         by_alias=True,
         exclude_none=True,
-        exclude={"cluster", "boards", "servers", "site", "devices"},
+        exclude={"cluster", "boards", "site", "devices"},
     )
     written = scenario.model_dump(
         mode="json",
         by_alias=True,
         exclude_unset=True,
-        include={"cluster", "boards", "servers", "site", "devices"},
+        include={"cluster", "boards", "site", "devices"},
     )
     return {
         **document,
         "cluster": written.get("cluster", {}),
         "board": written.get("board", []),
-        **{key: written[key] for key in ("server", "site", "device") if written.get(key)},
+        **{key: written[key] for key in ("site", "device") if written.get(key)},
     }
 
 

@@ -25,7 +25,7 @@ OUTER_STRATEGIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "momentum": ("socflower.strategies.outer_sgd:OuterSGD", ("learning_rate", "momentum")),
     "nesterov": ("socflower.strategies.outer_sgd:nesterov", ("learning_rate", "momentum")),
 }
-"""Each by its name: the class of `flwr.serverapp.strategy` or another function, and the arguments that it takes here."""
+"""Each by its name: the class of `flwr.serverapp.strategy` or another function, and the arguments that it takes."""
 
 _AT_LEAST_ZERO = {"least": 0.0}
 _ABOVE_ZERO = {"above": 0.0}

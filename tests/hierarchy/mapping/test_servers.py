@@ -76,9 +76,7 @@ def test_fewer_socs_are_taken_from_as_few_servers_as_have_them(
 def test_a_plan_has_the_server_of_every_group(
     num_servers: int, boards: int, num_groups: int, lost: int
 ) -> None:
-    cluster = parse_cluster(
-        {"boards": boards, "socs_per_board": 4}, servers=[{"count": num_servers}]
-    )
+    cluster = parse_cluster({"boards": boards, "socs_per_board": 4}, site={"servers": num_servers})
     capacities = [0.0 if soc < lost else 1.0 for soc in range(cluster.num_socs)]
     if num_groups > sum(map(bool, capacities)):
         return

@@ -37,7 +37,10 @@ def test_every_strategy_is_a_class_of_flowers_or_an_sgd_step_that_takes_its_keys
         ({}, "[strategy.outer]: name is missing"),
         ({"name": "adam"}, "use one of fedavg, fedavgm, fedadam"),
         ({"name": "fedadam", "arguments": {"etta": 1.0}}, "'etta'"),
-        ({"name": "fedadam", "arguments": {"server_momentum": 0.5}}, "'server_momentum' (value 0.5)"),
+        (
+            {"name": "fedadam", "arguments": {"server_momentum": 0.5}},
+            "'server_momentum' (value 0.5)",
+        ),
         ({"name": "fedavg", "arguments": {"eta": 0.5}}, "'eta' (value 0.5)"),
         ({"name": "fedadam", "arguments": {"eta": 0.0}}, "eta = 0.0"),
         ({"name": "fedadam", "arguments": {"tau": 0.0}}, "tau = 0.0"),
@@ -87,7 +90,9 @@ def test_its_plan_is_that_without_the_outer_step_and_one_soc_is_compared_with() 
 
 
 def test_strategies_to_compare_with_have_no_outer_step() -> None:
-    given = scenario({"groups": 2, "outer": {"name": "fedavgm", "arguments": {"server_momentum": 0.5}}})
+    given = scenario(
+        {"groups": 2, "outer": {"name": "fedavgm", "arguments": {"server_momentum": 0.5}}}
+    )
     assert [
         given.under(name).strategy.outer is None for name in ("socflow", "ring", "fedavg", "sgd")
     ] == [False, True, True, True]
