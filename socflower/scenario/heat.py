@@ -56,7 +56,7 @@ def rack_dynamics(scenario: Scenario, cluster: Cluster) -> RackDynamics | None:
         governor=None if scenario.thermal else _ONE_CLOCK,
         fans=None if scenario.thermal else _NO_FANS,
         surroundings=Surroundings(
-            ambient_c=changes(thermal.ambient_c, thermal.ambient_changes),
+            ambient_c=changes(0.0, thermal.ambient_changes),
             fans_working=changes(1.0, thermal.fans_working_changes),
             background_load=games,
             open=idle_windows(background_load.idle_windows, _HORIZON_S, background_load.start_hour),
@@ -172,7 +172,7 @@ def _rack(thermal: ThermalConfig, cluster: Cluster, seed: int) -> Rack:
     return Rack(
         slots_per_board=cluster.slots_per_board,
         coupling=coupling,
-        airflow=dict.fromkeys(thermal.hot_boards, thermal.hot_board_airflow),
+        airflow=thermal.hot_boards,
     )
 
 

@@ -64,16 +64,16 @@ def test_one_group_always_stays() -> None:
     assert result["final_accuracy"] > 0
 
 
-def with_games(preemption: str, **users: Any) -> Scenario:
+def with_games(preemption: str, part_busy: float) -> Scenario:
     scenario = small(boards=(2, 2), groups=2, epochs=2, preemption=preemption)
-    load = BackgroundLoadConfig(games="recorded", takes_soc=True, **users)
+    load = BackgroundLoadConfig(games=(part_busy,), takes_soc=True)
     # So slow that games come and go within a round.
     return scenario.replaced(background_load=load)
 
 
 def test_without_users_both_ways_are_the_same() -> None:
     results = [
-        run_scenario(with_games(preemption, recorded=(0.0,)), num_workers=0)
+        run_scenario(with_games(preemption, part_busy=0.0), num_workers=0)
         for preemption in ("socs", "groups")
     ]
     for key in ("weights_sha256", "virtual_s", "energy_j"):
@@ -84,7 +84,7 @@ def test_the_prediction_of_whole_groups_takes_no_longer() -> None:
     times = {
         preemption: predicted_heat(scenario, scenario_cluster(scenario))["virtual_s"]
         for preemption in ("socs", "groups")
-        if (scenario := with_games(preemption, recorded=(0.3,)))
+        if (scenario := with_games(preemption, part_busy=0.3))
     }
     assert times["groups"] <= times["socs"]
 

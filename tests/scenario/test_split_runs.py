@@ -340,7 +340,7 @@ def test_heat_and_users_slow_edges_down_and_a_killed_run_goes_on_alike(tmp_path:
     document = {**to_document(cold), "device": slow["device"]}
     document["cluster"] = {"boards": 1, "socs_per_board": 2, "device": "slow-soc"}
     cool = from_document(document)
-    blocked = {"hot_boards": [0], "hot_board_airflow": 0.01, "ambient_c": 33.0}
+    blocked = {"hot_boards": {0: 0.01}, "ambient_c": 33.0}
     document["thermal"] = {"fan": "fixed", "rpm": 3250, **blocked}
     users = {"games": "tidal", "low": 0.5, "high": 0.6, "mean_session_s": 300}
     hot = from_document({**document, "background_load": users})

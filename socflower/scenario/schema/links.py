@@ -47,10 +47,8 @@ def inline_recorded_load(document: dict[str, Any], path: Path) -> None:
     table = document.get("background_load")
     if not isinstance(table, Mapping) or not str(table.get("games", "")).endswith(".csv"):
         return
-    if table.get("recorded"):
-        raise ConfigError(f"{path} [background_load]: games names a file; leave recorded out")
     hours = read_hours(path.parent / str(table["games"]))
-    document["background_load"] = {**table, "games": "recorded", "recorded": list(hours)}
+    document["background_load"] = {**table, "games": list(hours)}
 
 
 def resolve_file_paths(document: dict[str, Any], folder: Path) -> None:

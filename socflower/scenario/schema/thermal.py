@@ -1,16 +1,17 @@
 """`[thermal]` and `[background_load]` of a scenario: heat, fans, surroundings, and other users of the SoCs."""
 
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field
 
 from socflower.errors import ConfigError
-from socflower.field_rules import OneOf, Pairs
+from socflower.field_rules import OneOf, Pairs, Positive
 from socflower.scenario.schema.key_rules import is_set, require_distinct, require_reader, shown
 from socflower.thermal.fans.fan_curve import rack_fans
 from socflower.thermal.fans.policies import PassiveCooling
 from socflower.thermal.model.background_load import (
-    BackgroundLoad,
+    GAME,
     PartBusy,
     Tide,
     idle_windows,
@@ -19,7 +20,7 @@ from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C
 from socflower.toml_file import Table
 
 FAN_POLICIES = ("fixed", "passive", "predictive")
-GAMES = ("none", "tidal", "recorded")
+GAMES = ("none", "tidal")
 
 _READERS = {
     "high_rpm": ("passive", "predictive"),
@@ -28,12 +29,6 @@ _READERS = {
     "max_slowdown": ("predictive",),
 }
 """Keys that only some fan policies read."""
-
-_READERS_OF_GAMES = {
-    # Games that are off may keep their settings.
-    **dict.fromkeys(("low", "high", "low_hour"), ("tidal", "none")),
-    "recorded": ("recorded",),
-}
 
 Temperature = Annotated[float, Field(ge=COLDEST_C, le=HOTTEST_C)]
 FanSpeed = Annotated[float, Field(ge=rack_fans().min_rpm, le=rack_fans().max_rpm)]
@@ -66,21 +61,19 @@ class ThermalConfig(Table):
             "of `predictive` fans: the part of the time that may be lost to lower clocks, to spare the fans"
         ),
     )
-    ambient_c: Temperature = Field(25.0, description="of the room")
-    ambient_changes: tuple[tuple[Change, Temperature], ...] = Field(
-        (), description=("[seconds, °C]: from when on the room has another temperature")
+    ambient_c: Temperature | tuple[tuple[Change, Temperature], ...] = Field(
+        25.0,
+        description="of the room, or pairs [seconds, °C], the first at 0: from when on it has another temperature",
     )
     fans_working_changes: tuple[tuple[Change, Annotated[float, Field(ge=0, le=1)]], ...] = Field(
         (), description=("[seconds, 0 to 1]: from when on only this part of the fans turns")
     )
     start_c: Temperature = Field(28.0, description="of everything, at the beginning")
-    hot_boards: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        (), description=("boards behind a blocked grille, from 0")
-    )
-    hot_board_airflow: float = Field(
-        0.1,
-        gt=0,
-        description=("what they have of the others' conductance to the air"),
+    hot_boards: dict[Annotated[int, Field(ge=0)], Positive] = Field(
+        {},
+        description=(
+            "boards behind a blocked grille, and what they have of the others' conductance to the air: `{ 2 = 0.1 }`"
+        ),
     )
     spread: Fraction = Field(
         0.0,
@@ -96,13 +89,18 @@ class ThermalConfig(Table):
         require_reader(self, "fan", _READERS)
         if self.fan != "fixed":
             self.passive_cooling()
-        for key in ("ambient_changes", "fans_working_changes"):
-            require_distinct(key, [time_s for time_s, _ in getattr(self, key)])
-        require_distinct("hot_boards", self.hot_boards)
-        if is_set(self, "hot_board_airflow") and not self.hot_boards:
-            raise ConfigError(
-                f"{shown(self, 'hot_board_airflow')}: no board has it; name hot_boards, or leave it out"
-            )
+        require_distinct(
+            "fans_working_changes", [time_s for time_s, _ in self.fans_working_changes]
+        )
+        times_s = [time_s for time_s, _ in self.ambient_changes]
+        require_distinct("ambient_c", times_s)
+        if 0.0 not in times_s:
+            raise ConfigError(f"{shown(self, 'ambient_c')}: which temperature has the room at 0 s?")
+
+    @property
+    def ambient_changes(self) -> tuple[tuple[float, float], ...]:
+        """The seconds from which on the room has a temperature, and that in °C."""
+        return self.ambient_c if isinstance(self.ambient_c, tuple) else ((0.0, self.ambient_c),)
 
     def passive_cooling(self) -> PassiveCooling:
         """Return this table as `passive` fans; `predictive` fans need the same order of speeds."""
@@ -119,34 +117,21 @@ class ThermalConfig(Table):
 class BackgroundLoadConfig(Table):
     """`[background_load]`: games that share or take SoCs, and the hours in which training may run."""
 
-    games: Annotated[str, OneOf(GAMES)] = Field(
+    games: Annotated[str, OneOf(GAMES)] | tuple[PartBusy, ...] = Field(
         "none",
         description=(
-            "`tidal`: the part of SoCs that are in a game follows a cosine over the day; `recorded`: it is given for "
-            "each hour; the name of a `.csv` beside this file reads it there, under `hour,part_busy`, from hour 0 on; "
-            "`none` reads no key of games"
+            "`tidal`: the part of SoCs that are in a game follows a cosine over the day, least at 5 o'clock; a list: "
+            "the part in each hour from midnight on, again and again; the name of a `.csv` beside this file reads it "
+            "there, under `hour,part_busy`; `none` reads no key of games"
         ),
-    )
-    recorded: tuple[PartBusy, ...] = Field(
-        (),
-        description="the part of SoCs in a game in each hour, from midnight on; then it begins again",
     )
     start_hour: Hour = Field(0.0, description="of the day, when training begins")
     low: Fraction = Field(
-        0.05, description="the part of SoCs in a game at `low_hour`, at most `high`"
+        0.05, description="the least part of SoCs in a `tidal` game, at most `high`"
     )
     high: Fraction = Field(0.6, description="the same twelve hours later")
-    low_hour: Hour = Field(5.0, description="when the fewest play")
     mean_session_s: float = Field(
         2400.0, gt=0, description=("how long a game lasts on average; exponentially distributed")
-    )
-    share: Fraction = Field(0.5, description="the part of its SoC's processors that a game has")
-    power_w: float = Field(
-        2.5,
-        ge=0,
-        description=(
-            "what it draws; it heats the rack, and is in no total of the training's energy"
-        ),
     )
     takes_soc: bool = Field(
         False,
@@ -161,9 +146,11 @@ class BackgroundLoadConfig(Table):
 
     def check(self) -> None:
         """Refuse keys that these games do not read; the pattern of games and the windows check themselves."""
-        require_reader(self, "games", _READERS_OF_GAMES)
-        if self.games == "recorded" and not self.recorded:
-            raise ConfigError("recorded = []: games = 'recorded' needs a number for each hour")
+        for key in ("low", "high"):
+            if isinstance(self.games, tuple) and is_set(self, key):
+                raise ConfigError(f"{shown(self, key)} is for games = 'tidal'; leave it out")
+        if not self.games:
+            raise ConfigError("games = [] must have a number for each hour, such as [0.1]")
         self.tide.loads(0, 0.0, self.start_hour, seed=0)
         idle_windows(self.idle_windows, 0.0, self.start_hour)
 
@@ -173,8 +160,7 @@ class BackgroundLoadConfig(Table):
         return Tide(
             low=self.low,
             high=self.high,
-            low_hour=self.low_hour,
             mean_session_s=self.mean_session_s,
-            game=BackgroundLoad(share=self.share, power_w=self.power_w, taken=self.takes_soc),
-            recorded=self.recorded,
+            game=replace(GAME, taken=self.takes_soc),
+            recorded=self.games if isinstance(self.games, tuple) else (),
         )

@@ -61,6 +61,8 @@ def changes(first: _Value, later: Sequence[tuple[float, _Value]]) -> Steps[_Valu
 
 
 DAY_S = 86400.0
+QUIETEST_HOUR = 5.0
+"""Of the day, when the fewest SoCs are in a game; an assumption."""
 
 
 @checked
@@ -78,23 +80,23 @@ class BackgroundLoad:
 NOBODY = BackgroundLoad()
 PartBusy = Annotated[float, Field(ge=0, lt=1)]
 """A part of all SoCs that users have."""
-_GAME = BackgroundLoad(share=0.5, power_w=2.5)
+GAME = BackgroundLoad(share=0.5, power_w=2.5)
+"""Half of its SoC's processors, and what it draws; it heats the rack, and is in no total of the training's energy."""
 
 
 @checked
 class Tide:
     """Game sessions over a day of cloud gaming: few before dawn, most in the evening.
 
-    The fraction of SoCs with a game follows a cosine between `low` at `low_hour` and `high` twelve hours later, or is
+    The fraction of SoCs with a game follows a cosine between `low` at `QUIETEST_HOUR` and `high` twelve hours later, or is
     `recorded`: one for each hour from midnight on, again and again. Sessions last `mean_session_s` on average,
     exponentially distributed, and are drawn for each SoC from a seed.
     """
 
     low: NotNegative = 0.05
     high: Annotated[float, Field(lt=1)] = 0.6
-    low_hour: float = 5.0
     mean_session_s: Positive = 2400.0
-    game: BackgroundLoad = _GAME
+    game: BackgroundLoad = GAME
     recorded: tuple[PartBusy, ...] = ()
 
     def check(self) -> None:
@@ -105,7 +107,7 @@ class Tide:
         """Return the mean fraction of SoCs with a game at an hour of the day, or of the recording."""
         if self.recorded:
             return self.recorded[_full_hours(hour) % len(self.recorded)]
-        phase = 2.0 * math.pi * (hour - self.low_hour) / 24.0
+        phase = 2.0 * math.pi * (hour - QUIETEST_HOUR) / 24.0
         span = self.high - self.low
         return self.low + span * 0.5 * (1.0 - math.cos(phase))
 

@@ -41,22 +41,17 @@ rpm = 2000
 high_rpm = 9000
 hot_c = 36
 cool_c = 33.0
-ambient_c = 20
-ambient_changes = [[600, 30], [60, 25.5]]
+ambient_c = [[0, 20], [600, 30], [60, 25.5]]
 fans_working_changes = [[900, 0.5]]
 start_c = 22
-hot_boards = [1]
-hot_board_airflow = 0.3
+hot_boards = { 1 = 0.3 }
 spread = 0.2
 [background_load]
 games = "tidal"
 start_hour = 18
 low = 0.1
 high = 0.5
-low_hour = 4
 mean_session_s = 1200
-share = 0.4
-power_w = 2
 takes_soc = true
 idle_windows = [[1, 6], [22.5, 23]]
 """
@@ -85,12 +80,10 @@ def test_every_key_is_read(write: Write) -> None:
         high_rpm=9000.0,
         hot_c=36.0,
         cool_c=33.0,
-        ambient_c=20.0,
-        ambient_changes=((600.0, 30.0), (60.0, 25.5)),
+        ambient_c=((0.0, 20.0), (600.0, 30.0), (60.0, 25.5)),
         fans_working_changes=((900.0, 0.5),),
         start_c=22.0,
-        hot_boards=(1,),
-        hot_board_airflow=0.3,
+        hot_boards={1: 0.3},
         spread=0.2,
     )
     users = BackgroundLoadConfig(
@@ -98,10 +91,7 @@ def test_every_key_is_read(write: Write) -> None:
         start_hour=18.0,
         low=0.1,
         high=0.5,
-        low_hour=4.0,
         mean_session_s=1200.0,
-        share=0.4,
-        power_w=2.0,
         takes_soc=True,
         idle_windows=((1.0, 6.0), (22.5, 23.0)),
     )
@@ -112,8 +102,8 @@ def test_every_key_is_read(write: Write) -> None:
         assert all(
             getattr(config, key) != getattr(default, key)
             for key in type(config).model_fields
-            if key not in ("max_slowdown", "recorded")
-        )  # of another policy, and of other games
+            if key != "max_slowdown"
+        )  # of another policy
     text = "[thermal]\nfan = 'predictive'\nmax_slowdown = 0.1\nhigh_rpm = 9000.0"
     predictive = load_scenario(write(text)).thermal
     assert predictive is not None
@@ -142,7 +132,7 @@ def test_a_recorded_load_travels_in_the_resolved_document(tmp_path: Path) -> Non
     loaded = load_scenario(tmp_path / "case.toml")
     (tmp_path / "night.csv").unlink()
     users = from_document(to_document(loaded)).background_load
-    assert users is not None and (users.games, users.recorded) == ("recorded", (0.5, 0.25, 0.0))
+    assert users is not None and users.games == (0.5, 0.25, 0.0)
     assert users.tide.loads(4, 1e4, 1.0, seed=3) == Tide(recorded=(0.5, 0.25, 0.0)).loads(
         4, 1e4, 1.0, seed=3
     )
@@ -154,11 +144,9 @@ def test_a_recorded_load_travels_in_the_resolved_document(tmp_path: Path) -> Non
     [
         ('games = "missing.csv"', ("missing.csv", "cannot be read")),
         ('games = "broken.csv"', ("broken.csv line 2", "part_busy = 2")),
-        ('games = "broken.csv"\nrecorded = [0.1]', ("[background_load]", "recorded")),
-        ('games = "recorded"', ("recorded = []", "each hour")),
-        ('games = "recorded"\nrecorded = [0.1, 1.0]', ("recorded", "1.0")),
-        ('games = "recorded"\nrecorded = [0.1]\nhigh = 0.5', ("high = 0.5", "'tidal'")),
-        ("recorded = [0.1]", ("recorded = [0.1]", "'recorded'")),
+        ("games = []", ("games = []", "each hour")),
+        ("games = [0.1, 1.0]", ("games", "1.0")),
+        ("games = [0.1]\nhigh = 0.5", ("high = 0.5", "'tidal'")),
     ],
 )
 def test_recorded_loads_that_cannot_be_are_one_line(
@@ -184,14 +172,14 @@ def test_recorded_loads_that_cannot_be_are_one_line(
             "need rpm < high_rpm, got 9000.0 and 9000.0",
         ),
         (
-            "[thermal]\nhot_boards = [0, 3]\n[cluster]\nboards = 3",
+            "[thermal]\nhot_boards = {0 = 0.1, 3 = 0.1}\n[cluster]\nboards = 3",
             "no board 3; the cluster has 0 to 2",
         ),
         ("[background_load]\nlow = 0.7", "0.7 and 0.6"),
         ("[background_load]\nidle_windows = [[1, 25]]", "1.0 to 25.0"),
         ("[background_load]\nidle_windows = [[3, 3]]", "idle window"),
         ("[expect]\nmax_peak = 40", "did you mean 'max_peak_c'?"),
-        ("[thermal]\nambient_changes = [[5, 30], [5, 31]]", "ambient_changes"),
+        ("[thermal]\nambient_c = [[0, 30], [5, 30], [5, 31]]", "ambient_c"),
     ],
 )
 def test_tables_and_values_that_do_not_fit_are_named(write: Write, text: str, says: str) -> None:
@@ -207,24 +195,18 @@ WRONG = {
         "hot_c": ["true", "-41", "151", "inf"],
         "cool_c": ["-41", "151", "nan", "35"],
         "max_slowdown": ["-0.1", "1", "nan"],
-        "ambient_c": ["-41", "151", "-inf"],
-        "ambient_changes": ["3", "[3]", "[[3, 4, 5]]", "[[3, true]]", "[[-1, 30]]", "[[1, inf]]"],
+        "ambient_c": ["-41", "151", "-inf", "[3]", "[[3, 4, 5]]", "[[-1, 30]]", "[[1, 30]]", "[]"],
         "fans_working_changes": ["[[nan, 1]]", "[[1, 1.5]]", "[[1, -0.5]]"],
         "start_c": ["-41", "151", "nan"],
-        "hot_boards": ["1", "[0.5]", "[-1]", "[1, 0, 1]"],
-        "hot_board_airflow": ["0", "inf", "0.5"],
+        "hot_boards": ["1", "[1]", "{-1 = 0.5}", "{1 = 0}", "{1 = inf}", "{a = 1}"],
         "spread": ["-0.1", "1"],
     },
     "background_load": {
-        "games": ["'chess'"],
-        "recorded": ["[1]", "[-0.1]", "0.5"],
+        "games": ["'chess'", "[1]", "[-0.1]", "0.5"],
         "start_hour": ["-1", "24"],
         "low": ["-0.1", "1"],
         "high": ["-0.1", "1", "nan"],
-        "low_hour": ["-1", "24", "nan"],
         "mean_session_s": ["0"],
-        "share": ["-0.1", "1"],
-        "power_w": ["-1"],
         "takes_soc": ["1"],
         "idle_windows": ["[[1]]"],
     },
@@ -275,14 +257,14 @@ changes = st.lists(
     unique_by=lambda pair: pair[0],
     max_size=3,
 ).map(tuple)
+ambient_changes = changes.filter(lambda pairs: any(time_s == 0.0 for time_s, _ in pairs))
 thermals = st.builds(
     ThermalConfig,
     fan=st.sampled_from(FAN_POLICIES),
     rpm=st.floats(1100.0, 8000.0),
-    ambient_c=st.floats(-20.0, 45.0),
-    ambient_changes=changes,
+    ambient_c=st.floats(-20.0, 45.0) | ambient_changes,
     fans_working_changes=changes,
-    hot_boards=st.lists(st.integers(0, 3), max_size=2, unique=True).map(tuple),
+    hot_boards=st.dictionaries(st.integers(0, 3), st.floats(0.1, 1.0), max_size=2),
     spread=st.floats(0.0, 0.99),
 )
 windows = st.lists(
@@ -290,17 +272,14 @@ windows = st.lists(
 ).map(tuple)
 users = st.builds(
     BackgroundLoadConfig,
-    games=st.sampled_from([games for games in GAMES if games != "recorded"]),
+    games=st.sampled_from(GAMES),
     start_hour=hours,
-    low_hour=hours,
     takes_soc=st.booleans(),
-    share=st.floats(0.0, 0.99),
     idle_windows=windows,
 )
 recorded = st.builds(
     BackgroundLoadConfig,
-    games=st.just("recorded"),
-    recorded=st.lists(st.floats(0.0, 0.99), min_size=1, max_size=24).map(tuple),
+    games=st.lists(st.floats(0.0, 0.99), min_size=1, max_size=24).map(tuple),
 )
 
 
