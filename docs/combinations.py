@@ -193,12 +193,11 @@ batch_size = 32
 learning_rate = 0.02
 [strategy]
 name = "split-replay"
+sync_interval_epochs = 0.5
 socs = 2
 [edgecloud]
 link = "constant"
-up_bytes_per_s = 1e6
-down_bytes_per_s = 1e6
-round_epochs = 0.5
+bytes_per_s = [1e6, 1e6]
 """,
     capabilities={
         "int8": _INT8,
@@ -208,8 +207,8 @@ round_epochs = 0.5
         "preemption": _PREEMPTION,
         "uplink": Capability(
             label="shared uplink",
-            says="[edgecloud]\nshared_up_bytes_per_s = 1e6\nshared_down_bytes_per_s = 1e6",
-            is_in=lambda s: s.split.shared_up_bytes_per_s is not None,
+            says="[edgecloud]\nshared_bytes_per_s = [1e6, 1e6]",
+            is_in=lambda s: s.split.shared_bytes_per_s is not None,
         ),
         "processors": Capability(
             label="few cloud processors",

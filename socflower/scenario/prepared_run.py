@@ -261,7 +261,7 @@ def _check_streaming(scenario: Scenario, engine: str) -> None:
 
 def _check_shared(scenario: Scenario, engine: str) -> None:
     """Raise for what edges share in virtual time only, if they are to be real."""
-    for key in ("shared_up_bytes_per_s", "cloud_processors"):
+    for key in ("shared_bytes_per_s", "cloud_processors"):
         if engine == "deployment" and getattr(scenario.split, key) is not None:
             why = "it is of virtual time, and a deployment has its own; leave it out"
             raise scenario.mistake("edgecloud", key, why)

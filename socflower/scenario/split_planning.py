@@ -26,7 +26,7 @@ def plan_split(scenario: Scenario) -> dict[str, Any]:
     notes = ["planned on each link's mean rates; a run follows the link as it changes"]
     if scenario.strategy.name == "split-replay" and scenario.split.adapt and setting.num_edges == 1:
         notes.append("the cut moves with the link (adapt = false keeps it)")
-    if scenario.split.shared_up_bytes_per_s is not None:
+    if scenario.split.shared_bytes_per_s is not None:
         notes.append("each edge is planned with an even share of the uplink")
     if scenario.split.cloud_processors is not None:
         notes.append(

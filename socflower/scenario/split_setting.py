@@ -127,10 +127,8 @@ class SplitSetting:
     @property
     def uplink(self) -> BandwidthProfile | None:
         """The link that all edges share, if any."""
-        table = self.scenario.split
-        if table.shared_up_bytes_per_s is None or table.shared_down_bytes_per_s is None:
-            return None
-        return constant(table.shared_up_bytes_per_s, table.shared_down_bytes_per_s)
+        rates = self.scenario.split.shared_bytes_per_s
+        return None if rates is None else constant(*rates)
 
     def planned_rates(self, rates: LinkRates) -> LinkRates:
         """Return the rates of an edge's own link with an even share of the uplink behind it."""
@@ -139,7 +137,7 @@ class SplitSetting:
     def spans(self) -> Iterator[tuple[int, int]]:
         """Yield each round's first batch and number of batches."""
         ends = round_ends(
-            self.scenario.split.round_epochs,
+            self.scenario.split_round_epochs,
             self.batches_per_epoch,
             self.scenario.train.epochs,
         )

@@ -89,7 +89,7 @@ def load_pretrained(scenario: Scenario, model: nn.Module) -> None:
     if not settings.pretrained:
         return
     with _naming(f"{scenario.name} [model] pretrained"):
-        load_weights(model, Path(settings.pretrained), except_head=settings.new_head)
+        load_weights(model, Path(settings.pretrained))
 
 
 def scenario_data(scenario: Scenario) -> TrainingData:

@@ -66,7 +66,7 @@ def test_a_comparison_leaves_the_quorum_out_of_strategies_without_several_groups
         ({"groups": 4, "leaders": "ring"}, ("leaders = 'ring'", "quorum = 0.5")),
         ({"groups": 4, "server_interval": 2}, ("server_interval = 2", "quorum")),
         ({"groups": 4, "quorum": 1, "grace_s": 2}, ("grace_s = 2", "quorum")),
-        ({"groups": 4, "quorum": 1, "late_rounds": 2}, ("late_rounds = 2", "quorum")),
+        ({"groups": 4, "quorum": 1, "grace_s": 2.0}, ("grace_s = 2.0", "quorum")),
         ({"groups": 4, "quorum": 0}, ("quorum = 0",)),
         ({"groups": 4, "quorum": 2}, ("quorum = 2",)),
     ],

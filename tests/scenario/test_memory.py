@@ -30,7 +30,7 @@ GROUPS = (
 SPLIT = (
     '[cluster]\nboards = 1\nsocs_per_board = 1\ndevice = "small"\n[model]\nname = "vgg-small"\n[train]\n'
     'batch_size = 32\nepochs = 1\n[strategy]\nname = "split-replay"\n[edgecloud]\nlink = "constant"\n'
-    "up_bytes_per_s = 1e6\ndown_bytes_per_s = 2e6\n"
+    "bytes_per_s = [1e6, 2e6]\n"
 )
 
 
@@ -193,8 +193,7 @@ def test_a_given_cut_and_training_without_the_cloud_must_fit(tmp_path: Path) -> 
     # Over a slow link the edge had better train alone, which takes more than any half.
     alone = [
         "edgecloud.allow_edge_only=true",
-        "edgecloud.up_bytes_per_s=1e3",
-        "edgecloud.down_bytes_per_s=1e3",
+        "edgecloud.bytes_per_s=[1e3, 1e3]",
     ]
     assert plan_split(with_memory(tmp_path, SPLIT, 4e9, alone))["cut"] is None
     assert plan_split(with_memory(tmp_path, SPLIT, memory, alone))["cut"] is not None

@@ -25,10 +25,10 @@ learning_rate = 0.05
 boards = [{edges}]
 [strategy]
 name = "{strategy}"
+sync_interval_epochs = {rounds}
 [edgecloud]
 link = "constant"
-up_bytes_per_s = 2e7
-down_bytes_per_s = 2e7
+bytes_per_s = [2e7, 2e7]
 latency_s = 0.0
 adapt = false
 window = [[0.0, 0]]
@@ -40,9 +40,16 @@ SAME = ("weights_sha256", "final_accuracy")
 
 
 def scenario(
-    *, edges: int = 1, strategy: str = "split-replay", more: str = "", batch_size: int = 500
+    *,
+    edges: int = 1,
+    strategy: str = "split-replay",
+    more: str = "",
+    batch_size: int = 500,
+    rounds: float = 1.0,
 ) -> str:
-    return HEAD.format(edges=edges, strategy=strategy, more=more, batch_size=batch_size)
+    return HEAD.format(
+        edges=edges, strategy=strategy, more=more, batch_size=batch_size, rounds=rounds
+    )
 
 
 CASES = {
@@ -57,7 +64,8 @@ CASES = {
         scenario(
             edges=2,
             strategy="splitfed",
-            more='cut = 2\nround_epochs = 0.5\n[model]\nname = "lenet5"',
+            rounds=0.5,
+            more='cut = 2\n[model]\nname = "lenet5"',
         ),
         1,
     ),

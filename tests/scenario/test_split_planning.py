@@ -25,8 +25,7 @@ batch_size = 8
 name = "split-replay"
 [edgecloud]
 link = "constant"
-up_bytes_per_s = 1e6
-down_bytes_per_s = 2e6
+bytes_per_s = [1e6, 2e6]
 """
 
 
@@ -48,7 +47,7 @@ def test_the_plan_is_the_fastest_of_its_own_table(path: Path) -> None:
 
 def test_a_faster_link_never_makes_the_plan_slower(path: Path) -> None:
     batch_s = [
-        plan_split(load_scenario(path, [f"edgecloud.up_bytes_per_s={rate}"]))["predicted"][
+        plan_split(load_scenario(path, [f"edgecloud.bytes_per_s=[{rate}, 2e6]"]))["predicted"][
             "batch_s"
         ]
         for rate in (1e4, 1e5, 1e6, 1e7, 1e8)
@@ -71,7 +70,7 @@ def test_every_baseline_has_a_plan(path: Path, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["pipelined", "joint-dnn", "split", "splitfed"])
 def test_narrow_gradients_are_ours_alone(path: Path, strategy: str) -> None:
-    fast = "edgecloud.up_bytes_per_s=1e8"
+    fast = "edgecloud.bytes_per_s=[1e8, 2e6]"
 
     def down_s(name: str, bits: int) -> list[float]:
         (edge,) = plan_split(

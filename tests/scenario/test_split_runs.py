@@ -37,16 +37,14 @@ pytestmark = pytest.mark.usefixtures("on_few_digits")
 RATES = LinkRates(up_bytes_per_s=4e6, down_bytes_per_s=8e6, latency_s=0.004)
 CONSTANT = {
     "link": "constant",
-    "up_bytes_per_s": RATES.up_bytes_per_s,
-    "down_bytes_per_s": RATES.down_bytes_per_s,
+    "bytes_per_s": [RATES.up_bytes_per_s, RATES.down_bytes_per_s],
     "latency_s": RATES.latency_s,
 }
-NOT_CONSTANT = {"up_bytes_per_s": None, "down_bytes_per_s": None, "latency_s": 0.005}
+NOT_CONSTANT = {"bytes_per_s": None, "latency_s": 0.005}
 EXACT = {**CONSTANT, "bits": [32], "cut": "4", "adapt": False}
 MOVING = {
     "link": "wifi",
-    "up_bytes_per_s": None,
-    "down_bytes_per_s": None,
+    "bytes_per_s": None,
     "latency_s": 0.0,
     "bits": [32],
     "segments": [[0.1, 1e6, 1e6], [9.0, 5e9, 5e9]],
@@ -65,6 +63,7 @@ def split(
     device: str = "raspberry-pi-4b",
     precision: Mapping[str, Any] | None = None,
     event: Sequence[Mapping[str, Any]] = (),
+    round_epochs: float = 1.0,
     **edgecloud: Any,
 ) -> Scenario:
     """Return a scenario of LeNet on two of a few digits, 7 batches an epoch."""
@@ -77,7 +76,7 @@ def split(
             "model": {"name": model},
             "data": {"name": images},
             "cluster": {"boards": 1, "socs_per_board": edges, "device": device},
-            "strategy": {"name": name},
+            "strategy": {"name": name, "sync_interval_epochs": round_epochs},
             "train": {"epochs": 2, "batch_size": 32, "learning_rate": 0.02, **(train or {})},
             "precision": precision or {},
             "event": [{"kind": "preempt", **each} for each in event],
@@ -174,13 +173,11 @@ def test_a_window_by_phase_is_kept_to_in_each_round() -> None:
 @pytest.mark.slow
 def test_staleness_is_told_by_edge() -> None:
     """A fast party waits for the slow one, so its gradients come back as late as they may."""
-    link = {"up_bytes_per_s": 1e9, "down_bytes_per_s": 1e9, "latency_s": 0.0001}
+    link = {"bytes_per_s": [1e9, 1e9], "latency_s": 0.0001}
     training = {"epochs": 1, "batch_size": 4096, "optimizer": "adam"}
-    settings = {"gradient_bits": 8, "links": ["one-hop", "constant"], "window": [[0.0, 4]]}
+    settings = {"gradient_bits": 8, "link": ["one-hop", "constant"], "window": [[0.0, 4]]}
     document = to_document(
-        split(
-            model="click-model", images="clicks", train=training, **{**link, **settings}, link=None
-        )
+        split(model="click-model", images="clicks", train=training, **link, **settings)
     )
     devices = ("jetson-tx2", "raspberry-pi-4b")
     document["cluster"] = {}
@@ -415,7 +412,7 @@ def test_pretrained_weights_of_other_classes_are_taken_but_for_the_head(tmp_path
         ({"cut": 9}, "cut = 9: cuts are 0 to 5"),
         ({"frozen": "conv9"}, "conv9"),
         ({"classes": [3, 11]}, "class 11"),
-        ({"links": ["wifi", "5g"], "link": "wifi", **NOT_CONSTANT}, "2 for 1 edges"),
+        ({"link": ["wifi", "5g"], **NOT_CONSTANT}, "2 for 1 edges"),
         ({"link": "wfi", **NOT_CONSTANT}, "did you mean 'wifi'"),
         ({"model": "click-model"}, "'clicks'"),
         ({"model": "click-model", "images": "clicks", "frozen": "1"}, "classes and frozen"),

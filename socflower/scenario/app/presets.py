@@ -327,7 +327,7 @@ def _split(parts: RunParts) -> Preset:
         clock=parts.clock,
         cloud=cloud_of(parts.folder, setting),
         reverse=program.is_reverse,
-        round_epochs=scenario.split.round_epochs,
+        round_epochs=scenario.split_round_epochs,
         seed=scenario.seed,
         uplink=setting.uplink,
         cloud_processors=scenario.split.cloud_processors,

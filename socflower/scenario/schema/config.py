@@ -15,9 +15,7 @@ from socflower.hierarchy.exchange.models import NONE, TREE, compression_fault
 from socflower.hierarchy.group_count import GROUP_RULES
 from socflower.hierarchy.group_preemption import GROUPS, PREEMPTIONS, SOCS
 from socflower.hierarchy.quorum import (
-    LATE_ROUNDS,
     GraceSeconds,
-    LateRounds,
     Quorum,
     QuorumFraction,
 )
@@ -71,7 +69,7 @@ _READ_BY_PIPELINES = (
     "rebalance_steps",
     "tolerate_client_errors",
 )
-_READ_BY_SPLITS = ("name", "socs", "tolerate_client_errors")
+_READ_BY_SPLITS = ("name", "socs", "sync_interval_epochs", "tolerate_client_errors")
 REBALANCE = ("off", "shares", "groups", "both")
 FAULT_KINDS = ("raise", "nan", "hang", "die", "preempt")
 
@@ -97,7 +95,7 @@ _INSIDE_GROUPS = ("exchange", "compression")
 INSIDE_GROUPS_OR_FIRST = ("overlap_buckets", "uplink_turns")
 """Keys that only groups of several SoCs read, and the first epochs of post-local SGD, which are of one."""
 
-_OF_QUORUM = ("quorum", "grace_s", "late_rounds")
+_OF_QUORUM = ("quorum", "grace_s")
 """Keys that they read even if the strategy has their number."""
 
 Round = Annotated[int, Field(gt=0, le=MOST_INTERVALS)]
@@ -149,22 +147,10 @@ class ModelConfig(Factory):
     pretrained: str = Field(
         "",
         description=(
-            "an `.npz` of weights to begin with, as `--save-model` writes it, beside this file; without it they are "
-            "random"
+            "an `.npz` of weights to begin with, as `--save-model` writes it, beside this file; those of the last "
+            "layer, whose classes differ, stay random"
         ),
     )
-    new_head: bool = Field(
-        True,
-        description=(
-            "of `pretrained`: the last layer begins with random weights, as for other classes; false: with the file's"
-        ),
-    )
-
-    def check(self) -> None:
-        """Refuse the head of a file that is not given."""
-        super().check()
-        if is_set(self, "new_head") and not self.pretrained:
-            raise ConfigError(f"{shown(self, 'new_head')}: it is for pretrained; name a file there")
 
 
 class DataConfig(Factory):
@@ -379,7 +365,8 @@ class StrategyConfig(Table):
         "decay",
         description=(
             'epochs between synchronisations; "decay" is 0.25, doubled every `doubling_epochs`, up to 2; '
-            "`ring`, `sgd` and `tree-fedavg` ignore it"
+            "`ring`, `sgd` and `tree-fedavg` ignore it; of training with a [cloud](#edgecloud) those between two "
+            "averagings, evaluations and [checkpoints](#interrupted-runs), by default 1"
         ),
     )
     doubling_epochs: Epochs = Field(
@@ -467,7 +454,7 @@ class StrategyConfig(Table):
         1.0,
         description=(
             "part of the groups whose answers [end a synchronisation](guides/groups.md#late-groups); the others are "
-            "late: they go on, and count when they arrive"
+            "late: they go on, and count when they arrive, or lose their work after ten synchronisations"
         ),
     )
     grace_s: GraceSeconds = Field(
@@ -475,9 +462,6 @@ class StrategyConfig(Table):
         description=(
             "seconds after the quorum in which other groups still count; real ones on real machines"
         ),
-    )
-    late_rounds: LateRounds = Field(
-        LATE_ROUNDS, description="a group that misses more synchronisations loses its work"
     )
     preemption: Annotated[str, OneOf(PREEMPTIONS)] = Field(
         SOCS,
@@ -541,7 +525,7 @@ class StrategyConfig(Table):
             leaders=self.leaders,
             leader_compression=self.leader_compression,
         )
-        Quorum(fraction=self.quorum, grace_s=self.grace_s, late_rounds=self.late_rounds)
+        Quorum(fraction=self.quorum, grace_s=self.grace_s)
         interval, outer = shown(self, "server_interval"), self.outer_step
         counted = outer is not None and outer.counts_groups
         for broken, key, why in (
@@ -1067,8 +1051,8 @@ class ScenarioFile(ClusterFile):
             return
         split, arithmetic = self.split, self.precision.arithmetic
         yield (
-            self.train.epochs / split.round_epochs > MOST_INTERVALS,
-            self._at("edgecloud", "round_epochs"),
+            self.train.epochs / self.split_round_epochs > MOST_INTERVALS,
+            self._at("strategy", "sync_interval_epochs"),
             f"there would be more than {MOST_INTERVALS} rounds; raise it",
         )
         yield from self._unread(_READ_BY_SPLITS)
@@ -1223,6 +1207,12 @@ class ScenarioFile(ClusterFile):
         )
 
     @property
+    def split_round_epochs(self) -> float:
+        """Epochs of a round of training with a cloud: `sync_interval_epochs`, by default 1."""
+        asked = self.strategy.sync_interval_epochs
+        return 1.0 if isinstance(asked, str) else asked
+
+    @property
     def is_streaming(self) -> bool:
         """Whether the strategy synchronises fragments of the model."""
         return self._kind.is_streaming
@@ -1260,9 +1250,7 @@ class ScenarioFile(ClusterFile):
     def quorum(self) -> Quorum:
         """When a synchronisation of groups ends."""
         settings = self.strategy
-        return Quorum(
-            fraction=settings.quorum, grace_s=settings.grace_s, late_rounds=settings.late_rounds
-        )
+        return Quorum(fraction=settings.quorum, grace_s=settings.grace_s)
 
     @property
     def hub_needs_models(self) -> str:

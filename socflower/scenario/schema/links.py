@@ -25,8 +25,8 @@ def inline_recorded_link(document: dict[str, Any], path: Path) -> None:
     table = document.get("edgecloud")
     if not isinstance(table, Mapping) or not str(table.get("link", "")).endswith(".csv"):
         return
-    if table.get("segments") or table.get("links"):
-        raise ConfigError(f"{path} [edgecloud]: link names a file; leave segments and links out")
+    if table.get("segments"):
+        raise ConfigError(f"{path} [edgecloud]: link names a file; leave segments out")
     trace = read_csv(path.parent / str(table["link"]))
     times_s = (*trace.up.times_s, trace.up.end_s)
     document["edgecloud"] = {
@@ -73,29 +73,28 @@ def edge_links(scenario: Scenario, num_edges: int) -> tuple[BandwidthProfile, ..
 
     Raises `ConfigError` for an unknown kind.
     """
-    settings = scenario.split
-    if settings.links and len(settings.links) != num_edges:
-        why = f"{len(settings.links)} for {num_edges} edges; name one for each"
-        raise scenario.mistake("edgecloud", "links", why)
-    names = settings.links or (settings.link,) * num_edges
+    names = scenario.split.link_names
+    if isinstance(scenario.split.link, str):
+        names *= num_edges
+    elif len(names) != num_edges:
+        why = f"{len(names)} for {num_edges} edges; name one for each"
+        raise scenario.mistake("edgecloud", "link", why)
     return tuple(_link(scenario, name, edge) for edge, name in enumerate(names))
 
 
 def _link(scenario: Scenario, name: str, edge: int) -> BandwidthProfile:
     settings = scenario.split
-    seed = (scenario.seed if settings.trace_seed is None else settings.trace_seed) + edge
+    seed = scenario.seed + edge
 
     def with_jitter(link: BandwidthProfile) -> BandwidthProfile:
         return add_jitter(link, settings.jitter, seed, duration_s=GENERATED_S)
 
-    if settings.segments and not settings.links:
+    if settings.segments:
         return with_jitter(
             segments(settings.segments, latency_s=settings.latency_s, repeats=settings.repeats)
         )
     if name == "constant":
         # `EdgeCloudConfig` refuses a constant link without its rates.
-        assert settings.up_bytes_per_s is not None and settings.down_bytes_per_s is not None
-        return with_jitter(
-            constant(settings.up_bytes_per_s, settings.down_bytes_per_s, settings.latency_s)
-        )
+        assert settings.bytes_per_s is not None
+        return with_jitter(constant(*settings.bytes_per_s, settings.latency_s))
     return generate_bandwidth_profile(name, seed, GENERATED_S)

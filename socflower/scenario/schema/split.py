@@ -9,7 +9,6 @@ from socflower.errors import ConfigError
 from socflower.field_rules import OneOf, Pairs
 from socflower.scenario.schema.key_rules import (
     is_set,
-    require_both_or_none,
     require_reader,
     shown,
 )
@@ -37,18 +36,18 @@ class EdgeCloudConfig(Table):
     cloud_device: str = Field(
         "gpu-v100", description="device of the catalogue that each cloud half has"
     )
-    link: str = Field(
+    link: str | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         "wifi",
         description=(
             "a generated bandwidth profile: `4g-foot`, `4g-bicycle`, `4g-bus`, `4g-car`, "
             "`4g-tram`, `4g-train`, `wifi`, "
             "`one-hop` (an access point at home), `5g`; `constant`; or a recorded one, a path relative to the scenario "
-            "that ends in `.csv`"
+            "that ends in `.csv`. Or a list, one for each edge, without files"
         ),
     )
-    links: tuple[str, ...] = Field((), description="one for each edge, where they differ; no files")
-    up_bytes_per_s: Rate | None = Field(None, description="of `constant`, which needs both")
-    down_bytes_per_s: Rate | None = Field(None, description="the same")
+    bytes_per_s: tuple[Rate, Rate] | None = Field(
+        None, description="[up, down]: of `constant`, which needs it"
+    )
     latency_s: float = Field(0.005, ge=0, description="of `constant` and of `segments`, one way")
     segments: tuple[tuple[float, float, float], ...] = Field(
         (),
@@ -65,23 +64,11 @@ class EdgeCloudConfig(Table):
         description="of `constant` and of `segments`: standard deviation of the rates as "
         "a part of their mean, changing within about ten seconds",
     )
-    shared_up_bytes_per_s: Rate | None = Field(
-        None,
-        description=(
-            "of an uplink that all edges share behind their own links; together with `shared_down_bytes_per_s`"
-        ),
+    shared_bytes_per_s: tuple[Rate, Rate] | None = Field(
+        None, description="[up, down]: of an uplink that all edges share behind their own links"
     )
-    shared_down_bytes_per_s: Rate | None = Field(None, description="the same, from the cloud")
     cloud_processors: int | None = Field(
         None, ge=1, description=("how many cloud halves of `own` work at a time; default: all")
-    )
-    trace_seed: int | None = Field(
-        None,
-        ge=0,
-        le=2**32 - 1,
-        description=(
-            "of generated profiles and of `jitter`; edge i takes `trace_seed + i`; default: the scenario's `seed`"
-        ),
     )
     cut: int | Annotated[str, Field(min_length=1)] = Field(
         "auto",
@@ -117,7 +104,7 @@ class EdgeCloudConfig(Table):
         False,
         description=(
             "send what a sample's features changed by since they were last sent, without error feedback. It remembers "
-            "within a round, which therefore needs `round_epochs` of 2 or more"
+            "within a round, which therefore needs 2 epochs or more"
         ),
     )
     cloud_model: Annotated[str, OneOf(("own", "shared"))] = Field(
@@ -125,13 +112,6 @@ class EdgeCloudConfig(Table):
         description=(
             "cloud halves of several edges: `own`, one for each, averaged with the edge halves after each round; or "
             "`shared`, one that takes the edges' batches in turn"
-        ),
-    )
-    round_epochs: float = Field(
-        1.0,
-        gt=0,
-        description=(
-            "epochs between two averagings, evaluations and [checkpoints](#interrupted-runs)"
         ),
     )
     frozen: str = Field("", description="name of the last layer that is not trained")
@@ -147,25 +127,24 @@ class EdgeCloudConfig(Table):
 
     def check(self) -> None:
         """Refuse keys that this kind of link does not read, and an invalid window."""
-        is_constant = "constant" in (self.link, *self.links) and not self.segments
-        for key in ("up_bytes_per_s", "down_bytes_per_s"):
-            if is_set(self, key) != is_constant:
-                raise ConfigError(
-                    f'{shown(self, key)}: link = "constant" needs it, and no other link takes it'
-                )
-        if self.links and self.segments:
-            raise ConfigError("links and segments: leave one of the two out")
-        if self.links and is_set(self, "link"):
+        is_constant = "constant" in self.link_names and not self.segments
+        if is_set(self, "bytes_per_s") != is_constant:
             raise ConfigError(
-                f"{shown(self, 'link')}: links names one for each edge; leave link out"
+                f'{shown(self, "bytes_per_s")}: link = "constant" needs it, and no other link takes it'
             )
+        if isinstance(self.link, tuple) and self.segments:
+            raise ConfigError(f"{shown(self, 'link')} and segments: leave one of the two out")
         for key in ("latency_s", "jitter", "repeats"):
             read = self.segments or (is_constant and key != "repeats")
             if is_set(self, key) and not read:
                 raise ConfigError(f"{shown(self, key)}: the link does not read it; leave it out")
-        require_both_or_none(self, "shared_up_bytes_per_s", "shared_down_bytes_per_s")
         require_reader(self, "cloud_model", {"cloud_processors": ("own",)})
         self.window_schedule()
+
+    @property
+    def link_names(self) -> tuple[str, ...]:
+        """The links of the edges, or the one that all have."""
+        return self.link if isinstance(self.link, tuple) else (self.link,)
 
     def window_schedule(self) -> WindowSchedule:
         """Return how stale gradients may be, by the part of the training; `ConfigError` if the parts do not rise."""

@@ -88,9 +88,9 @@ GAME = BackgroundLoad(share=0.5, power_w=2.5)
 class Tide:
     """Game sessions over a day of cloud gaming: few before dawn, most in the evening.
 
-    The fraction of SoCs with a game follows a cosine between `low` at `QUIETEST_HOUR` and `high` twelve hours later, or is
-    `recorded`: one for each hour from midnight on, again and again. Sessions last `mean_session_s` on average,
-    exponentially distributed, and are drawn for each SoC from a seed.
+    The fraction of SoCs with a game follows a cosine between `low` at `QUIETEST_HOUR` and `high` twelve hours
+    later, or is `recorded`: one for each hour from midnight on, again and again. Sessions last `mean_session_s` on
+    average, exponentially distributed, and are drawn for each SoC from a seed.
     """
 
     low: NotNegative = 0.05
