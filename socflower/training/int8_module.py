@@ -42,7 +42,8 @@ def int8_(
     FP32 too, which a warning names; with `unsupported` "refuse" they raise ConfigError when the module is called.
     `num_threads` and `kernel` are those of `EngineSettings`; they change no result.
 
-    Tensors that int8 does not have raise ConfigError when the module is called.
+    Tensors that int8 does not have raise ConfigError when the module is called. If the inputs need no gradient,
+    `backward` raises TrainingFailed once no gradient has reached the weights for long, since the loss cannot change.
     """
     require_known("int8_: unsupported", unsupported, ("refuse", "fp32"))
     settings = EngineSettings(
@@ -110,6 +111,8 @@ class Int8Forward:
                 fp32_operators=self._fp32_operators,
                 unsupported=self._unsupported,
                 input_gradient=inputs.requires_grad,
+                # Layers before it may belong to a network with other branches.
+                trains_alone=not inputs.requires_grad,
             )
         except UnsupportedOperator as error:
             raise error.advising("int8_(module, {})") from None

@@ -118,11 +118,13 @@ class Tensor:
 class StepContext:
     """Settings and shared buffers of the current step.
 
-    `share` is the part of the batch that the operators compute. The flat buffers are `accumulators`, as large as the
+    `share` is the part of the batch that the operators compute, and `largest_input` the largest magnitude in the whole
+    batch. The flat buffers are `accumulators`, as large as the
     largest product or weight gradient, and `scratch`, as large as the largest weight under FP32 updates. The trackers
     count only `differentiated` passes, which a backward pass follows. A `replay` is of a batch that has updated the
     running statistics already. `seed` is that of the random numbers in the step. `timings`, if given, collects
-    seconds per operator.
+    seconds per operator. `reached` collects the operators whose weights have had a gradient other than zero, once all
+    shares of the batch are summed.
     """
 
     engine: _int8.Engine
@@ -130,6 +132,7 @@ class StepContext:
     parameters: Parameters
     trackers: ScaleTrackers
     share: BatchShare
+    largest_input: float
     workspace: npt.NDArray[np.uint8]
     accumulators: Int32Array
     scratch: FloatArray
@@ -139,6 +142,7 @@ class StepContext:
     progress: float = 0.0
     seed: int = 0
     timings: dict[str, float] | None = None
+    reached: set[str] = field(default_factory=set)
 
     def tracker(self, name: str, role: str) -> ScaleTracker | None:
         """Return the tracker of a tensor's exponent; None in a pass that always searches the maximum."""
@@ -408,6 +412,8 @@ class WeightedOperator(Operator[WeightedT]):
         scale = math.ldexp(self._input_scale(), self.output.gradient_exponent + drop)
 
         def update(total: Int32Array, largest: int) -> None:
+            if largest:
+                step.reached.add(self.node.name)
             update_weight(
                 self.node.name,
                 step.engine,
@@ -419,6 +425,7 @@ class WeightedOperator(Operator[WeightedT]):
                 rate=step.rate,
                 progress=step.progress,
                 scratch=step.scratch,
+                stalls=step.parameters.stalls,
             )
 
         step.share.add_integers(gradient, own_largest, update)

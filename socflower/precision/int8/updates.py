@@ -16,6 +16,7 @@ from socflower.precision.algorithm import (
 from socflower.precision.int8.fixed_point import FloatArray, Int32Array, shift_for
 from socflower.precision.int8.parameters import Vector, Weight
 from socflower.precision.int8.requantisation import MAX_SHIFT, exponent_within_float32
+from socflower.precision.int8.stalling import StallWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +44,25 @@ def update_weight(
     rate: Rate,
     progress: float,
     scratch: FloatArray,
+    stalls: StallWatch,
 ) -> None:
     """Update `weight` with an int32 gradient whose real value is gradient * gradient_scale.
 
     Under an outside update only `weight.gradient` changes: it becomes the gradient times the rate.
 
-    `largest` is the gradient's largest magnitude; `scratch` holds as many float32 as the weight. Raises
+    `largest` is the gradient's largest magnitude; `scratch` holds as many float32 as the weight; `stalls` notes whether
+    an integer update changes anything. Raises
     TrainingFailed, with `name`, when FP32 weights have diverged.
     """
     rule = algorithm.update
     if isinstance(rule, IntegerUpdate):
-        shift = min(MAX_SHIFT, shift_for(largest, rule.bits_at(progress)))
+        bits = rule.bits_at(progress)
+        shift = min(MAX_SHIFT, shift_for(largest, bits))
+        # With one bit or more, the largest gradient changes its weight.
+        in_doubt = bits < 1 and not stalls.has_moved
+        before = weight.data.copy() if in_doubt else None
         _int8.update_weight(engine, weight.data, gradient, shift, rule.rounding)
+        stalls.has_moved |= largest > 0 if before is None else bool((before != weight.data).any())
         return
     if isinstance(rule, OutsideUpdate):
         assert weight.gradient is not None
