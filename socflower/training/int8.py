@@ -246,7 +246,7 @@ def _state_of(model: Int8Model) -> dict[str, Any]:
     velocities = export_velocities(model.graph, model.parameters)
     return {
         PARAMETERS: {name: {MOMENTUM: torch.from_numpy(own)} for name, own in velocities.items()},
-        "exponents": dict(model.parameters.exponents),
+        "exponents": dict(model.weight_exponents()),
         "trackers": model.trackers.to_json(),
         "stalls": model.parameters.stalls.to_json(),
     }

@@ -213,7 +213,7 @@ class Int8Model:
 
         The modules that `fp32_operators` names run in torch FP32 between the int8 ones;
         `operator_costs.profile_operators` predicts which ones should. `exponents` are earlier exponents of the weights
-        (`Parameters.exponents`). Operators without an int8 kernel run in FP32 too, which `islands` and a warning
+        (`weight_exponents`). Operators without an int8 kernel run in FP32 too, which `islands` and a warning
         report; with `unsupported` "refuse" they raise ConfigError.
         """
         from socflower.precision.int8.fp32_operator import fp32_factory
@@ -520,6 +520,10 @@ class Int8Model:
     def arrays(self) -> dict[str, AnyArray]:
         """Return the parameters as NumPy arrays by their names in the module's state_dict, weights as float32."""
         return export_parameters(self.graph, self.parameters)
+
+    def weight_exponents(self) -> dict[str, int]:
+        """Return the exponents of the int8 weights by their names: a weight is its int8 value times 2^exponent."""
+        return self.parameters.exponents
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the parameters as tensors for the torch module's `load_state_dict`.
