@@ -297,6 +297,18 @@ class Operator(ABC, Generic[NodeT]):
         """
         wide = step.wide(out.shape)
         acc_exponent += fit_int32(step.share, sums, most, wide)
+        return self._round_wide(step, role, acc_exponent, wide, out, mask)
+
+    def _round_wide(
+        self,
+        step: StepContext,
+        role: str,
+        acc_exponent: int,
+        wide: Int32Array,
+        out: Int8Array,
+        mask: Int8Array | None,
+    ) -> int:
+        """Store accumulators, rounded to int8 (F14), and return the exponent; see `_round_sums`."""
         is_forward = role.startswith("forward")
         algorithm = step.algorithm
         rounding = (algorithm.forward if is_forward else algorithm.backward).rounding
@@ -435,7 +447,7 @@ def product_scale(one: Tensor, other: Tensor) -> tuple[float, int]:
     return factor, exponent + own_exponent
 
 
-_FACTOR_BITS = 20
+FACTOR_BITS = 20
 
 
 def times_factor(
@@ -447,8 +459,13 @@ def times_factor(
     """
     if factor == 1.0:
         return sums, 0, most
-    integer = round(math.ldexp(factor, _FACTOR_BITS))
-    return sums.astype(np.int64) * integer, -_FACTOR_BITS, most * integer
+    integer = integer_factor(factor)
+    return sums.astype(np.int64) * integer, -FACTOR_BITS, most * integer
+
+
+def integer_factor(factor: float) -> int:
+    """Return a factor of a real scale in units of 2^-20."""
+    return round(math.ldexp(factor, FACTOR_BITS))
 
 
 def room_beside(depth: int) -> int:
