@@ -696,6 +696,38 @@ void bound_scale_sums(Engine& engine, nb::handle acc_, int factor, int drop) {
   scale_sums(engine.path, engine.pool, acc.data(), acc.size(), factor, drop);
 }
 
+struct ImageRows {
+  std::size_t pixels;
+  int batch, channels;
+
+  ImageRows(const Array<double>& values, std::size_t batch_) {
+    if (values.ndim() != 4 || batch_ == 0 || values.shape()[2] != static_cast<Py_ssize_t>(batch_)) {
+      refuse("values: need (height, width, batch, channels) of a batch of " + std::to_string(batch_));
+    }
+    pixels = std::size_t(values.shape()[0]) * values.shape()[1];
+    batch = static_cast<int>(batch_), channels = static_cast<int>(values.shape()[3]);
+  }
+};
+
+void bound_largest_by_image(nb::handle values_, nb::handle largest_) {
+  const Array<double> values(values_, "values", false);
+  const Array<float> largest(largest_, "largest", true);
+  const ImageRows rows(values, largest.size());
+  nb::gil_scoped_release release;
+  largest_by_image(values.data(), largest.data(), rows.pixels, rows.batch, rows.channels);
+}
+
+void bound_round_by_image(Engine& engine, nb::handle values_, nb::handle inverse_, nb::handle out_) {
+  const Array<double> values(values_, "values", false);
+  const Array<float> inverse(inverse_, "inverse", false);
+  const ImageRows rows(values, inverse.size());
+  const Array<std::int8_t> out(out_, "out", true,
+                               {values.shape()[0], values.shape()[1], rows.batch, channel_stride(rows.channels)});
+  out.require_apart_from(values);
+  nb::gil_scoped_release release;
+  round_by_image(engine.pool, values.data(), inverse.data(), out.data(), rows.pixels, rows.batch, rows.channels);
+}
+
 void bound_look_up(Engine& engine, nb::handle x_, nb::handle table_, nb::handle out_) {
   const Array<std::int8_t> x(x_, "x", false), table(table_, "table", false, {256});
   const Array<std::int8_t> out(out_, "out", true);
@@ -1051,6 +1083,9 @@ NB_MODULE(_int8, m) {
         nb::arg("channels"), nb::arg("up"), nb::arg("factor"), nb::arg("drop"), nb::arg("out").none(),
         nb::arg("shift") = 0, nb::arg("rounding") = 0, nb::arg("mask").none() = nb::none());
   m.def("scale_sums", &bound_scale_sums, nb::arg("engine"), nb::arg("acc"), nb::arg("factor"), nb::arg("drop"));
+  m.def("largest_by_image", &bound_largest_by_image, nb::arg("values"), nb::arg("largest"));
+  m.def("round_by_image", &bound_round_by_image, nb::arg("engine"), nb::arg("values"), nb::arg("inverse"),
+        nb::arg("out"));
   m.def("look_up", &bound_look_up, nb::arg("engine"), nb::arg("x"), nb::arg("table"), nb::arg("out"));
   m.def("bytes_seen", &bound_bytes_seen, nb::arg("x"), nb::arg("channels"), nb::arg("seen"));
   m.def("table_gradient", &bound_table_gradient, nb::arg("engine"), nb::arg("dy"), nb::arg("x"), nb::arg("table"),

@@ -388,6 +388,12 @@ def softmax_input_gradient(
 def scale_sums(engine: Engine, acc: _Array, factor: int, drop: int) -> None:
     """Multiply int32 by a factor of up to 2^20 in place, and round `drop` bits off, half away from zero."""
 
+def largest_by_image(values: _Array, largest: _Array) -> None:
+    """Write the largest magnitude of each image of float64 (height, width, batch, channels) as float32."""
+
+def round_by_image(engine: Engine, values: _Array, inverse: _Array, out: _Array) -> None:
+    """Write the nearest int8 of such values times inverse[image], half to even, saturated, as a tensor."""
+
 def look_up(engine: Engine, x: _Array, table: _Array, out: _Array) -> None:
     """Write table[x as a byte]; 256 int8."""
 

@@ -1,6 +1,7 @@
 #include "rows.h"
 
 #include <algorithm>
+#include <cmath>
 #include <mutex>
 #include <vector>
 
@@ -88,6 +89,42 @@ std::uint32_t softmax_gradient(const Path& path, ThreadPool& pool, const std::in
 void scale_sums(const Path& path, ThreadPool& pool, std::int32_t* acc, std::size_t size, int factor, int drop) {
   over_chunks(pool, size, kChannelBlock, [&](std::size_t from, std::size_t count, int) {
     path.scale_sums(acc + from, count, factor, drop);
+    return 0u;
+  });
+}
+
+void largest_by_image(const double* values, float* largest, std::size_t pixels, int batch, int channels) {
+  std::vector<double> most(batch, 0.0);
+  for (std::size_t row = 0; row < pixels * batch; ++row) {
+    const double* own = values + row * channels;
+    double largest_here = 0.0;
+    for (int c = 0; c < channels; ++c) {
+      const double m = std::fabs(own[c]);
+      // What is no number is larger than all.
+      largest_here = m <= largest_here ? largest_here : m;
+    }
+    double& seen = most[row % batch];
+    if (!(largest_here <= seen)) seen = largest_here;
+  }
+  for (int image = 0; image < batch; ++image) largest[image] = static_cast<float>(most[image]);
+}
+
+void round_by_image(ThreadPool& pool, const double* values, const float* inverse, std::int8_t* out, std::size_t pixels,
+                    int batch, int channels) {
+  const int cs = channel_stride(channels);
+  // Adding 1.5 * 2^52 to a small double leaves its integer, rounded half to even.
+  constexpr double kMagic = 6755399441055744.0;
+  over_chunks(pool, pixels * batch * cs, cs, [&](std::size_t from, std::size_t count, int) {
+    for (std::size_t row = from / cs; row < (from + count) / cs; ++row) {
+      const double scale = inverse[row % batch];
+      const double* own = values + row * channels;
+      std::int8_t* to = out + row * cs;
+      for (int c = 0; c < channels; ++c) {
+        const double bounded = std::min(std::max(own[c] * scale, -127.0), 127.0);
+        to[c] = static_cast<std::int8_t>((bounded + kMagic) - kMagic);
+      }
+      std::fill(to + channels, to + cs, static_cast<std::int8_t>(0));
+    }
     return 0u;
   });
 }

@@ -32,6 +32,12 @@ std::uint32_t softmax_gradient(const Path& path, ThreadPool& pool, const std::in
 
 void scale_sums(const Path& path, ThreadPool& pool, std::int32_t* acc, std::size_t size, int factor, int drop);
 
+// Of float64 (pixels, batch, channels): the largest magnitude of each image, as float32; and the nearest int8 of each
+// value times inverse[image], half to even, saturated at +-127, in `out` (pixels, batch, stride of channels).
+void largest_by_image(const double* values, float* largest, std::size_t pixels, int batch, int channels);
+void round_by_image(ThreadPool& pool, const double* values, const float* inverse, std::int8_t* out, std::size_t pixels,
+                    int batch, int channels);
+
 // out[i] = table[x[i] as uint8]; out may be x. Returns nothing to round: a table of int8 is rounded before.
 void look_up(ThreadPool& pool, const std::int8_t* x, const std::int8_t* table, std::int8_t* out, std::size_t size);
 // seen[v] = 1 for every byte v among the first `channels` of each row, else 0; 256 of them.

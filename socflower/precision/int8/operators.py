@@ -266,16 +266,14 @@ class Operator(ABC, Generic[NodeT]):
         require_exponent(self.node.name, f"{largest:.3g}", output.exponent)
         return True
 
-    def _store_by_image(self, values: DoubleArray) -> None:
+    def _store_by_image(self, step: StepContext, values: DoubleArray) -> None:
         """Write (h, w, batch, channels) real values, each image rounded at the scale that fits it best."""
         output = self.output
-        channels = values.shape[3]
-        largest = np.abs(values).max(axis=(0, 1, 3)).astype(np.float32)
+        values = np.ascontiguousarray(values)
+        largest = np.empty(output.batch, dtype=np.float32)
+        _int8.largest_by_image(values, largest)
         output.by_image, inverse = image_scales(self.node.name, largest)
-        rounded = np.rint(values * inverse[:, None])
-        np.clip(rounded, -127, 127, out=rounded)
-        output.data[..., :channels] = rounded
-        output.data[..., channels:] = 0
+        _int8.round_by_image(step.engine, values, inverse, output.data)
         if output.is_result:
             output.exact = values.astype(np.float32)
 

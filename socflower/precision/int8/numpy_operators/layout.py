@@ -284,7 +284,7 @@ class ConcatOperator(WideOperator[Concat]):
     def evaluate(self, step: StepContext) -> None:
         """Join the real values, round."""
         values = [x.each_image() for x in self.inputs]
-        self._store_by_image(np.concatenate(values, axis=_ARRAY_AXIS[self.node.axis]))
+        self._store_by_image(step, np.concatenate(values, axis=_ARRAY_AXIS[self.node.axis]))
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Copy each part of the gradient to its input."""

@@ -103,7 +103,7 @@ class MultiplyOperator(WideOperator[Multiply]):
 
     def evaluate(self, step: StepContext) -> None:
         """Multiply exactly, round."""
-        self._store_by_image(self._products() * _scales_of_products(*self.inputs))
+        self._store_by_image(step, self._products() * _scales_of_products(*self.inputs))
 
     def _products(self) -> npt.NDArray[np.int32]:
         a, b = self.inputs
@@ -195,7 +195,7 @@ class MatMulOperator(WideOperator[MatMul]):
         first, second = self.inputs
         made, _ = self._multiply(step, self._forward, first.data, second.data, self.output.data)
         own = made[..., : self.output.shape[0]]
-        self._store_by_image(own * _scales_of_products(first, second))
+        self._store_by_image(step, own * _scales_of_products(first, second))
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Multiply the gradient by the other matrix, transposed."""
@@ -268,7 +268,7 @@ class SoftmaxOperator(Operator[Softmax]):
         for image, scale in enumerate(x.by_image.tolist()):
             powers = _powers(self.node.scale * scale)[below[:, :, image]]
             made[:, :, image] = powers / powers.sum(axis=2, keepdims=True)
-        self._store_by_image(made)
+        self._store_by_image(step, made)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Compute dx = scale * p * (dy - sum(p * dy)) with the rounded probabilities p."""

@@ -274,7 +274,7 @@ class ImageNormOperator(SampleNormOperator):
         beta = self._vector(step, "bias", 0.0).reshape(self._grouped[1:])
         values = x.data[..., : self.node.shape[0]].reshape(*x.data.shape[:2], *self._grouped)
         made = gamma * ((values - mean) * slope) + beta
-        self._store_by_image(made.reshape(*x.data.shape[:3], -1))
+        self._store_by_image(step, made.reshape(*x.data.shape[:3], -1))
 
 
 class PixelNormOperator(SampleNormOperator):
@@ -383,7 +383,7 @@ class PixelNormOperator(SampleNormOperator):
         slope = by_image / np.sqrt(variance * by_image**2 + self.node.eps)
         normal = (x.data[..., : self.node.shape[0]] - mean[..., None]) * slope[..., None]
         gamma = self._vector(step, "weight", 1.0)
-        self._store_by_image(gamma * normal + self._vector(step, "bias", 0.0))
+        self._store_by_image(step, gamma * normal + self._vector(step, "bias", 0.0))
 
 
 def sample_norm_operator(

@@ -104,7 +104,7 @@ class TableOperator(Operator[Table]):
         for image, scale in enumerate(x.by_image.tolist()):
             known = _values_at(self.node.function, self.node.arguments, scale)
             made[:, :, image] = known[x.data[:, :, image, : x.shape[0]].view(np.uint8)]
-        self._store_by_image(made)
+        self._store_by_image(step, made)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Multiply by the slopes."""
