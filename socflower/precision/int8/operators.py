@@ -270,16 +270,14 @@ class Operator(ABC, Generic[NodeT]):
         require_exponent(self.node.name, f"{largest:.3g}", output.exponent)
         return True
 
-    def _store_by_image(self, values: DoubleArray) -> None:
+    def _store_by_image(self, step: StepContext, values: DoubleArray) -> None:
         """Write (h, w, batch, channels) real values, each image rounded at the scale that fits it best."""
         output = self.output
-        channels = values.shape[3]
-        largest = np.abs(values).max(axis=(0, 1, 3)).astype(np.float32)
+        values = np.ascontiguousarray(values)
+        largest = np.empty(output.batch, dtype=np.float32)
+        _int8.largest_by_image(values, largest)
         output.by_image, inverse = image_scales(self.node.name, largest)
-        rounded = np.rint(values * inverse[:, None])
-        np.clip(rounded, -127, 127, out=rounded)
-        output.data[..., :channels] = rounded
-        output.data[..., channels:] = 0
+        _int8.round_by_image(step.engine, values, inverse, output.data)
         if output.is_result:
             output.exact = values.astype(np.float32)
 
@@ -301,6 +299,18 @@ class Operator(ABC, Generic[NodeT]):
         """
         wide = step.wide(out.shape)
         acc_exponent += fit_int32(step.share, sums, most, wide)
+        return self._round_wide(step, role, acc_exponent, wide, out, mask)
+
+    def _round_wide(
+        self,
+        step: StepContext,
+        role: str,
+        acc_exponent: int,
+        wide: Int32Array,
+        out: Int8Array,
+        mask: Int8Array | None,
+    ) -> int:
+        """Store accumulators, rounded to int8 (F14), and return the exponent; see `_round_sums`."""
         is_forward = role.startswith("forward")
         algorithm = step.algorithm
         rounding = (algorithm.forward if is_forward else algorithm.backward).rounding
@@ -442,7 +452,7 @@ def product_scale(one: Tensor, other: Tensor) -> tuple[float, int]:
     return factor, exponent + own_exponent
 
 
-_FACTOR_BITS = 20
+FACTOR_BITS = 20
 
 
 def times_factor(
@@ -454,8 +464,13 @@ def times_factor(
     """
     if factor == 1.0:
         return sums, 0, most
-    integer = round(math.ldexp(factor, _FACTOR_BITS))
-    return sums.astype(np.int64) * integer, -_FACTOR_BITS, most * integer
+    integer = integer_factor(factor)
+    return sums.astype(np.int64) * integer, -FACTOR_BITS, most * integer
+
+
+def integer_factor(factor: float) -> int:
+    """Return a factor of a real scale in units of 2^-20."""
+    return round(math.ldexp(factor, FACTOR_BITS))
 
 
 def room_beside(depth: int) -> int:
