@@ -118,11 +118,10 @@ class Tensor:
 class StepContext:
     """Settings and shared buffers of the current step.
 
-    `share` is the part of the batch that the operators compute. The flat buffers are `accumulators`, as large as the
-    largest product or weight gradient, and `scratch`, as large as the largest weight under FP32 updates. The trackers
-    count only `differentiated` passes, which a backward pass follows. A `replay` is of a batch that has updated the
-    running statistics already. `seed` is that of the random numbers in the step. `timings`, if given, collects
-    seconds per operator.
+    `share` is the part of the batch that the operators compute. `accumulators`, a flat buffer, is as large as the
+    largest product or weight gradient. The trackers count only `differentiated` passes, which a backward pass follows.
+    A `replay` is of a batch that has updated the running statistics already. `seed` is that of the random numbers in
+    the step. `timings`, if given, collects seconds per operator.
     """
 
     engine: _int8.Engine
@@ -132,7 +131,6 @@ class StepContext:
     share: BatchShare
     workspace: npt.NDArray[np.uint8]
     accumulators: Int32Array
-    scratch: FloatArray
     differentiated: bool = True
     replay: bool = False
     learning_rate: float = 0.0
@@ -428,7 +426,6 @@ class WeightedOperator(Operator[WeightedT]):
                 gradient_scale=scale,
                 rate=step.rate,
                 progress=step.progress,
-                scratch=step.scratch,
             )
 
         step.share.add_integers(gradient, own_largest, update)
