@@ -820,6 +820,27 @@ void bound_update_weight(Engine& engine, nb::handle weight_, nb::handle gradient
   update_weight(engine.path, engine.pool, weight.data(), gradient.data(), weight.size(), how.shift, how.rounding);
 }
 
+float bound_descend(Engine& engine, nb::handle values_, nb::handle velocity_, nb::handle gradient_, float scale,
+                    float inverse, float learning_rate, float momentum, float weight_decay) {
+  const Array<float> values(values_, "values", true);
+  const auto velocity = maybe<float>(velocity_, "velocity", true, {});
+  const Array<std::int32_t> gradient(gradient_, "gradient", false);
+  require_same_size(gradient, values), values.require_apart_from(gradient);
+  if (values.size() % kChannelBlock != 0) {
+    refuse("values: need a multiple of " + std::to_string(kChannelBlock) + " elements, got " +
+           std::to_string(values.size()));
+  }
+  if (velocity) {
+    require_same_size(*velocity, values), velocity->require_apart_from(values);
+    velocity->require_apart_from(gradient);
+  } else if (momentum != 0.0f) {
+    refuse("velocity: needed with a momentum");
+  }
+  nb::gil_scoped_release release;
+  return descend(engine.path, engine.pool, values.data(), pointer(velocity), gradient.data(), values.size(),
+                 {scale, inverse, learning_rate, momentum, weight_decay});
+}
+
 void bound_quantise_images(Engine& engine, nb::handle x_, nb::handle out_, int batch, int channels, int height,
                            int width, int exponent) {
   if (batch < 1 || channels < 1 || height < 1 || width < 1) {
@@ -1092,6 +1113,9 @@ NB_MODULE(_int8, m) {
         nb::arg("out").none(), nb::arg("shift") = 0, nb::arg("rounding") = 0, nb::arg("mask").none() = nb::none());
   m.def("update_weight", &bound_update_weight, nb::arg("engine"), nb::arg("weight"), nb::arg("gradient"),
         nb::arg("shift"), nb::arg("rounding") = 0);
+  m.def("descend", &bound_descend, nb::arg("engine"), nb::arg("values"), nb::arg("velocity").none(),
+        nb::arg("gradient"), nb::arg("scale"), nb::arg("inverse"), nb::arg("learning_rate"), nb::arg("momentum") = 0.0f,
+        nb::arg("weight_decay") = 0.0f);
   m.def("quantise_images", &bound_quantise_images, nb::arg("engine"), nb::arg("x"), nb::arg("out"), nb::arg("batch"),
         nb::arg("channels"), nb::arg("height"), nb::arg("width"), nb::arg("exponent"));
   m.def("quantise_patches", &bound_quantise_patches, nb::arg("engine"), nb::arg("convolution"), nb::arg("x"),

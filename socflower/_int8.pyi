@@ -417,6 +417,22 @@ def update_weight(
 ) -> None:
     """Subtract the rounded int32 gradient from the int8 weight in place, saturated at +-127."""
 
+def descend(
+    engine: Engine,
+    values: _Array,
+    velocity: _Array | None,
+    gradient: _Array,
+    scale: float,
+    inverse: float,
+    learning_rate: float,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+) -> float:
+    """Do a step of torch.optim.SGD on float32 values in place, for the gradient int32 * scale * inverse.
+
+    `velocity` is updated unless it is None. Returns the largest magnitude of the values; infinity if any is not finite.
+    """
+
 def quantise_images(
     engine: Engine,
     x: _Array,

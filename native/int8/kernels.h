@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "descent.h"
 #include "random24.h"
 #include "row_operands.h"
 #include "shape.h"
@@ -131,6 +132,9 @@ struct Path {
 
   void (*update_weight)(std::int8_t* weight, const std::int32_t* gradient, std::size_t size, int shift,
                         Rounding rounding);
+  // Returns the largest magnitude of the new values; infinity if any is not finite. velocity: null without momentum.
+  float (*descend)(float* values, float* velocity, const std::int32_t* gradient, std::size_t size,
+                   const Descent& by);
   // dst[i] = nearest int8 of src[i] * scale, half to even, saturated at +-127.
   void (*quantise)(const float* src, std::int8_t* dst, std::size_t size, float scale);
   // dst[i] = src[i] * scale rounded up if random24(index + i, seed) / 2^24 is below its fraction, else down;

@@ -151,6 +151,17 @@ void update_weight(const Path& path, ThreadPool& pool, std::int8_t* weight, cons
   });
 }
 
+float descend(const Path& path, ThreadPool& pool, float* values, float* velocity, const std::int32_t* gradient,
+              std::size_t size, const Descent& by) {
+  std::vector<float> largest(pool.size(), 0.0f);
+  over_chunks(pool, size, kChannelBlock, [&](std::size_t from, std::size_t count, int thread) {
+    const float own = path.descend(values + from, at(velocity, from), gradient + from, count, by);
+    largest[thread] = std::max(largest[thread], own);
+    return 0u;
+  });
+  return *std::max_element(largest.begin(), largest.end());
+}
+
 void quantise_images(const Path& path, ThreadPool& pool, const float* x, std::int8_t* out, int batch, int channels,
                      int h, int w, int exponent) {
   constexpr int kPixels = 512;

@@ -425,6 +425,27 @@ void update_weight(std::int8_t* weight, const std::int32_t* gradient, std::size_
   }
 }
 
+float descend(float* values, float* velocity, const std::int32_t* gradient, std::size_t size, const Descent& by) {
+  float largest = 0.0f;
+  for (std::size_t i = 0; i < size; ++i) {
+    const float scaled = static_cast<float>(gradient[i] * static_cast<double>(by.scale));
+    float step = scaled * by.inverse;
+    if (by.weight_decay != 0.0f) {
+      const float decay = values[i] * by.weight_decay;
+      step = step + decay;
+    }
+    if (velocity != nullptr) {
+      const float kept = velocity[i] * by.momentum;
+      step = velocity[i] = kept + step;
+    }
+    const float moved = step * by.learning_rate;
+    values[i] = values[i] - moved;
+    const float m = std::fabs(values[i]);
+    largest = std::isfinite(m) ? std::max(largest, m) : std::numeric_limits<float>::infinity();
+  }
+  return largest;
+}
+
 void quantise_images(const float* x, std::int8_t* out, int batch, int channels, int h, int w, int exponent) {
   const int cs = channel_stride(channels);
   std::fill(out, out + std::size_t(h) * w * batch * cs, std::int8_t{0});

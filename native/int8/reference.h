@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "descent.h"
 #include "random24.h"
 #include "row_operands.h"
 #include "shape.h"
@@ -130,6 +131,11 @@ std::uint32_t average_pool_gradient(const PoolShape& shape, const std::int8_t* d
 // weight = saturate(weight - round_shift(gradient, shift)), at +-127: NITI's integer update.
 void update_weight(std::int8_t* weight, const std::int32_t* gradient, std::size_t size, int shift,
                    Rounding rounding);
+
+// torch.optim.SGD in float32: g = float(gradient * scale, exactly) * inverse, + weight_decay * value; then, unless
+// velocity is null, velocity = momentum * velocity + g and g = velocity; value = value - learning_rate * g.
+// Returns the largest magnitude of the values; infinity if any is not finite.
+float descend(float* values, float* velocity, const std::int32_t* gradient, std::size_t size, const Descent& by);
 
 // out (h,w,batch,cs) = nearest int8 of x / 2^exponent (half to even), saturated at +-127, from float32
 // images (batch,channels,h,w). NaN becomes 0; so do the channels of padding.

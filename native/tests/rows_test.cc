@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "kernel_test.h"
+#include "layers.h"
 #include "matrix_products.h"
 #include "rows.h"
 
@@ -134,6 +135,31 @@ void softmaxes(const Path& path, Checker& check, Random& random, const Shape& s,
   }
 }
 
+void descents(const Path& path, Checker& check, Random& random, ThreadPool& pool) {
+  constexpr std::size_t kSize = 16 * 65;
+  for (const float momentum : {0.0f, 0.9f})
+    for (const float decay : {0.0f, 5e-4f}) {
+      const Buffer<std::int32_t> gradient = accumulators(random, kSize);
+      Buffer<float> want(kSize), want_velocity(kSize);
+      for (float& one : want) one = static_cast<float>(random.between(-1000000, 1000000)) * 1e-6f;
+      for (float& one : want_velocity) one = static_cast<float>(random.between(-1000000, 1000000)) * 1e-7f;
+      Buffer<float> got = want, got_velocity = want_velocity;
+      const Descent by{3e-7f, 1.0f / 48, 0.07f, momentum, decay};
+      const bool moves = momentum != 0.0f;
+      const float most =
+          reference::descend(want.data(), moves ? want_velocity.data() : nullptr, gradient.data(), kSize, by);
+      const float seen =
+          descend(path, pool, got.data(), moves ? got_velocity.data() : nullptr, gradient.data(), kSize, by);
+      check.equal("descend", want.data(), got.data(), kSize, "momentum %g, decay %g", momentum, decay);
+      check.equal("descend velocity", want_velocity.data(), got_velocity.data(), kSize, "momentum %g", momentum);
+      check.equal("descend largest", &most, &seen, 1, "momentum %g, decay %g", momentum, decay);
+      want[7] = std::numeric_limits<float>::quiet_NaN();
+      const float lost = descend(path, pool, want.data(), nullptr, gradient.data(), kSize, by);
+      const float infinite = std::numeric_limits<float>::infinity();
+      check.equal("descend without a number", &infinite, &lost, 1, "momentum %g", momentum);
+    }
+}
+
 void sums(const Path& path, Checker& check, Random& random, ThreadPool& pool) {
   for (const int drop : {0, 1, 9, 20, 21, 30}) {
     Buffer<std::int32_t> want(1040);
@@ -200,6 +226,7 @@ void rows(const Path& path, Checker& check) {
   for (const int threads : {1, 3}) {
     ThreadPool pool(threads);
     sums(path, check, random, pool);
+    descents(path, check, random, pool);
     for (const Shape& s : kShapes)
       for (int fill = 0; fill < kFills; ++fill) {
         normalisation(path, check, random, s, fill, pool);

@@ -631,7 +631,6 @@ class Int8Model:
             largest_input=largest,
             workspace=self._scratch(batch, "workspace", program.workspace_bytes, np.uint8),
             accumulators=self._scratch(batch, "accumulators", program.accumulator_size, np.int32),
-            scratch=self._scratch(batch, "scratch", self._scratch_size(), np.float32),
         )
         if takes_input:
             program.take_input(images, exponent_for(largest), step.workspace)
@@ -655,11 +654,6 @@ class Int8Model:
     def _scratch(self, batch: int, role: str, size: int, dtype: type) -> Any:
         num_bytes = size * np.dtype(dtype).itemsize
         return self.regions.acquire((batch, "step", role), num_bytes, lambda: np.empty(size, dtype))
-
-    def _scratch_size(self) -> int:
-        if not isinstance(self.algorithm.update, Fp32Update):
-            return 0
-        return max((weight.data.size for weight in self.parameters.weights.values()), default=0)
 
     def _checked(self, images: FloatArray, labels: Int32Array) -> tuple[FloatArray, Int32Array]:
         images = self._checked_images(images)

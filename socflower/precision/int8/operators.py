@@ -119,12 +119,11 @@ class StepContext:
     """Settings and shared buffers of the current step.
 
     `share` is the part of the batch that the operators compute, and `largest_input` the largest magnitude in the whole
-    batch. The flat buffers are `accumulators`, as large as the
-    largest product or weight gradient, and `scratch`, as large as the largest weight under FP32 updates. The trackers
-    count only `differentiated` passes, which a backward pass follows. A `replay` is of a batch that has updated the
-    running statistics already. `seed` is that of the random numbers in the step. `timings`, if given, collects
-    seconds per operator. `reached` collects the operators whose weights have had a gradient other than zero, once all
-    shares of the batch are summed.
+    batch. `accumulators`, a flat buffer, is as large as the largest product or weight gradient. The trackers count only
+    `differentiated` passes, which a backward pass follows. A `replay` is of a batch that has updated the running
+    statistics already. `seed` is that of the random numbers in the step. `timings`, if given, collects seconds per
+    operator. `reached` collects the operators whose weights have had a gradient other than zero, once all shares of the
+    batch are summed.
     """
 
     engine: _int8.Engine
@@ -135,7 +134,6 @@ class StepContext:
     largest_input: float
     workspace: npt.NDArray[np.uint8]
     accumulators: Int32Array
-    scratch: FloatArray
     differentiated: bool = True
     replay: bool = False
     learning_rate: float = 0.0
@@ -434,7 +432,6 @@ class WeightedOperator(Operator[WeightedT]):
                 gradient_scale=scale,
                 rate=step.rate,
                 progress=step.progress,
-                scratch=step.scratch,
                 stalls=step.parameters.stalls,
             )
 
