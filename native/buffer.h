@@ -36,6 +36,10 @@ template <>
 struct ElementType<float> {
   static constexpr const char *name = "float32", *formats = "f";
 };
+template <>
+struct ElementType<double> {
+  static constexpr const char *name = "float64", *formats = "d";
+};
 
 inline std::string shape_text(const Py_ssize_t* shape, int ndim) {
   std::string text = "(";

@@ -17,7 +17,9 @@
 #include "gemm.h"
 #include "kernel_choice.h"
 #include "layers.h"
+#include "matrix_products.h"
 #include "paths/registry.h"
+#include "rows.h"
 #include "weight_exchange.h"
 #include "reference.h"
 
@@ -380,12 +382,13 @@ std::uint32_t bound_affine(Engine& engine, nb::handle x_, nb::handle scale_, nb:
 
 std::uint32_t bound_affine_gradient(Engine& engine, nb::handle dy_, nb::handle x_, nb::handle gate_,
                                     nb::handle scale_dy_, nb::handle scale_x_, nb::handle offset_, nb::handle out_,
-                                    int shift, int rounding, bool relu) {
+                                    int shift, int rounding, bool relu, nb::handle mask_) {
   const Array<std::int8_t> dy(dy_, "dy", false), x(x_, "x", false);
   const auto gate = maybe<std::int8_t>(gate_, "gate", false, {});
   const Array<std::int32_t> scale_dy(scale_dy_, "scale_dy", false), scale_x(scale_x_, "scale_x", false),
       offset(offset_, "offset", false);
   const auto out = maybe<std::int8_t>(out_, "out", true, {});
+  const auto mask = maybe<std::int8_t>(mask_, "mask", false, {});
   const int cs = stride_of(scale_dy, dy.size(), {&scale_dy, &scale_x}, offset);
   require_same_size(x, dy);
   if (gate) require_same_size(*gate, dy);
@@ -394,7 +397,10 @@ std::uint32_t bound_affine_gradient(Engine& engine, nb::handle dy_, nb::handle x
     out->require_apart_from(scale_dy), out->require_apart_from(scale_x), out->require_apart_from(offset);
     if (gate) out->require_apart_from(*gate);
   }
-  const Requantise how = how_to(shift, rounding, relu);
+  if (mask) require_same_size(*mask, dy);
+  if (out && mask) out->require_apart_from(*mask);
+  Requantise how = how_to(shift, rounding, relu);
+  how.mask = pointer(mask);
   nb::gil_scoped_release release;
   return affine_gradient(engine.path, engine.pool, dy.data(), x.data(), pointer(gate), scale_dy.data(), scale_x.data(),
                          offset.data(), pointer(out), dy.size() / cs, cs, how);
@@ -506,6 +512,305 @@ void bound_channel_sums(Engine& engine, nb::handle a_, nb::handle b_, nb::handle
                static_cast<int>(cs), sums.data());
 }
 
+// Rows of the channel stride that `per_channel` has.
+template <typename T>
+int row_stride(const Array<T>& per_channel, const Array<std::int8_t>& x) {
+  const std::size_t cs = per_channel.size();
+  if (cs == 0 || cs % kChannelBlock != 0 || x.size() % cs != 0) {
+    refuse(per_channel.name() + ": need one value per channel, in a multiple of " + std::to_string(kChannelBlock) +
+           " that divides " + std::to_string(x.size()) + ", got " + std::to_string(cs));
+  }
+  return static_cast<int>(cs);
+}
+
+// The largest magnitude; infinity if a value is no number.
+double most_of(const Array<double>& values) {
+  double most = 0.0;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const double m = std::fabs(values.data()[i]);
+    if (!(m <= most)) most = std::isnan(m) ? std::numeric_limits<double>::infinity() : m;
+  }
+  return most;
+}
+
+void require_at_most(const char* what, double value, double most) {
+  if (!(value <= most)) {
+    refuse(std::string(what) + ": magnitudes reach " + std::to_string(value) + ", need at most " +
+           std::to_string(most));
+  }
+}
+
+constexpr double kMostScale = 1 << 22, kMostOffset = 1 << 29;
+
+void bound_row_sums(Engine& engine, nb::handle a_, nb::handle b_, nb::handle weight_, nb::handle sum_a_,
+                    nb::handle sum_ab_) {
+  const Array<std::int8_t> a(a_, "a", false), b(b_, "b", false);
+  const Array<double> weight(weight_, "weight", false);
+  const int cs = row_stride(weight, a);
+  const auto rows = static_cast<Py_ssize_t>(a.size() / cs);
+  const Array<double> sum_a(sum_a_, "sum_a", true, {rows}), sum_ab(sum_ab_, "sum_ab", true, {rows});
+  require_same_size(b, a), sum_a.require_apart_from(sum_ab);
+  require_at_most("weight", most_of(weight), kMostScale);
+  nb::gil_scoped_release release;
+  row_sums(engine.path, engine.pool, a.data(), b.data(), weight.data(), sum_a.data(), sum_ab.data(), rows, cs);
+}
+
+std::uint32_t bound_row_affine(Engine& engine, nb::handle x_, nb::handle gamma_, nb::handle beta_, nb::handle slope_,
+                               nb::handle mean_, nb::handle out_, int shift, int rounding) {
+  const Array<std::int8_t> x(x_, "x", false);
+  const Array<double> gamma(gamma_, "gamma", false), beta(beta_, "beta", false);
+  const int cs = row_stride(gamma, x);
+  const auto rows = static_cast<Py_ssize_t>(x.size() / cs);
+  const Array<double> slope(slope_, "slope", false, {rows}), mean(mean_, "mean", false, {rows});
+  const auto out = maybe<std::int8_t>(out_, "out", true, {});
+  require_same_size(beta, gamma);
+  if (out) require_same_size(*out, x), out->require_apart_from(x);
+  require_at_most("gamma * slope", most_of(gamma) * most_of(slope), kMostScale);
+  require_at_most("offset", most_of(beta) + most_of(gamma) * most_of(slope) * most_of(mean), 2.0 * kMostOffset);
+  const Requantise how = how_to(shift, rounding, false);
+  nb::gil_scoped_release release;
+  return row_affine(engine.path, engine.pool, x.data(), {gamma.data(), beta.data(), slope.data(), mean.data()},
+                    pointer(out), rows, cs, how);
+}
+
+std::uint32_t bound_row_affine_gradient(Engine& engine, nb::handle dy_, nb::handle x_, nb::handle gamma_,
+                                        nb::handle counted_, nb::handle gain_, nb::handle scale_x_,
+                                        nb::handle offset_, nb::handle out_, int shift, int rounding,
+                                        nb::handle mask_) {
+  const Array<std::int8_t> dy(dy_, "dy", false), x(x_, "x", false);
+  const Array<double> gamma(gamma_, "gamma", false), counted(counted_, "counted", false);
+  const int cs = row_stride(gamma, dy);
+  const auto rows = static_cast<Py_ssize_t>(dy.size() / cs);
+  const Array<double> gain(gain_, "gain", false, {rows}), scale_x(scale_x_, "scale_x", false, {rows}),
+      offset(offset_, "offset", false, {rows});
+  const auto out = maybe<std::int8_t>(out_, "out", true, {});
+  const auto mask = maybe<std::int8_t>(mask_, "mask", false, {});
+  require_same_size(x, dy), require_same_size(counted, gamma);
+  if (out) require_same_size(*out, dy), out->require_apart_from(dy), out->require_apart_from(x);
+  if (mask) require_same_size(*mask, dy);
+  if (out && mask) out->require_apart_from(*mask);
+  require_at_most("gamma * gain", most_of(gamma) * most_of(gain), kMostScale);
+  require_at_most("scale_x", most_of(scale_x), kMostScale);
+  require_at_most("offset", most_of(offset), kMostOffset);
+  require_at_most("counted", most_of(counted), 1.0);
+  Requantise how = how_to(shift, rounding, false);
+  how.mask = pointer(mask);
+  nb::gil_scoped_release release;
+  return row_affine_gradient(engine.path, engine.pool, dy.data(), x.data(),
+                             {gamma.data(), counted.data(), gain.data(), scale_x.data(), offset.data()}, pointer(out),
+                             rows, cs, how);
+}
+
+void bound_row_scale_gradient(Engine& engine, nb::handle dy_, nb::handle x_, nb::handle slope_, nb::handle mean_,
+                              nb::handle terms_, nb::handle sum_dy_) {
+  const Array<std::int8_t> dy(dy_, "dy", false), x(x_, "x", false);
+  const Array<std::int64_t> terms(terms_, "terms", true), sum_dy(sum_dy_, "sum_dy", true);
+  const int cs = row_stride(terms, dy);
+  const auto rows = static_cast<Py_ssize_t>(dy.size() / cs);
+  const Array<double> slope(slope_, "slope", false, {rows}), mean(mean_, "mean", false, {rows});
+  require_same_size(x, dy), require_same_size(sum_dy, terms), terms.require_apart_from(sum_dy);
+  require_at_most("slope * (127 * 127 + 127 * mean)", most_of(slope) * 127.0 * (127.0 + most_of(mean)),
+                  double(std::int64_t(1) << 36));
+  nb::gil_scoped_release release;
+  row_scale_gradient(engine.path, engine.pool, dy.data(), x.data(), slope.data(), mean.data(), terms.data(),
+                     sum_dy.data(), rows, cs);
+}
+
+std::uint32_t bound_softmax(Engine& engine, nb::handle x_, nb::handle powers_, int channels, nb::handle out_,
+                            int shift, int rounding) {
+  if (channels < 1 || channels > kMaxExactDepth) {
+    refuse("channels: need 1 to " + std::to_string(kMaxExactDepth) + ", got " + std::to_string(channels));
+  }
+  const Array<std::int8_t> x(x_, "x", false);
+  const Array<std::int32_t> powers(powers_, "powers", false, {255});
+  const auto out = maybe<std::int8_t>(out_, "out", true, {});
+  const std::size_t cs = channel_stride(channels);
+  if (x.size() % cs != 0) {
+    refuse("x: need rows of " + std::to_string(cs) + " channels, got " + std::to_string(x.size()) + " elements");
+  }
+  if (out) require_same_size(*out, x), out->require_apart_from(x);
+  for (std::size_t d = 0; d < powers.size(); ++d) {
+    const std::int32_t power = powers.data()[d];
+    if (power < 0 || power > (1 << 20) || (d == 0 && power == 0)) {
+      refuse("powers[" + std::to_string(d) + "] = " + std::to_string(power) + ": need 0 to 2^20, the first above 0");
+    }
+  }
+  const Requantise how = how_to(shift, rounding, false);
+  nb::gil_scoped_release release;
+  return softmax(engine.path, engine.pool, x.data(), powers.data(), pointer(out), x.size() / cs, channels, how);
+}
+
+int softmax_stride(const Array<std::int8_t>& p, const Array<std::int8_t>& dy, int channels,
+                   const SoftmaxGradient& by) {
+  if (channels < 1 || channels > kMaxExactDepth) {
+    refuse("channels: need 1 to " + std::to_string(kMaxExactDepth) + ", got " + std::to_string(channels));
+  }
+  const int cs = channel_stride(channels);
+  require_same_size(dy, p);
+  if (p.size() % cs != 0) {
+    refuse("p: need rows of " + std::to_string(cs) + " channels, got " + std::to_string(p.size()) + " elements");
+  }
+  if (by.up < 0 || by.up > 14 || by.factor < 0 || by.factor > (1 << 15) || by.drop < 0 || by.drop > 40) {
+    refuse("up, factor and drop: need 0 to 14, 0 to 2^15 and 0 to 40, got " + std::to_string(by.up) + ", " +
+           std::to_string(by.factor) + " and " + std::to_string(by.drop));
+  }
+  return cs;
+}
+
+double bound_softmax_gradient_largest(Engine& engine, nb::handle p_, nb::handle dy_, int channels, int up,
+                                      int factor) {
+  const Array<std::int8_t> p(p_, "p", false), dy(dy_, "dy", false);
+  const SoftmaxGradient by{up, factor, 0};
+  const int cs = softmax_stride(p, dy, channels, by);
+  nb::gil_scoped_release release;
+  return softmax_gradient_largest(engine.path, engine.pool, p.data(), dy.data(), by, p.size() / cs, cs);
+}
+
+std::uint32_t bound_softmax_input_gradient(Engine& engine, nb::handle p_, nb::handle dy_, int channels, int up,
+                                           int factor, int drop, nb::handle out_, int shift, int rounding,
+                                           nb::handle mask_) {
+  const Array<std::int8_t> p(p_, "p", false), dy(dy_, "dy", false);
+  const auto out = maybe<std::int8_t>(out_, "out", true, {});
+  const auto mask = maybe<std::int8_t>(mask_, "mask", false, {});
+  const SoftmaxGradient by{up, factor, drop};
+  const int cs = softmax_stride(p, dy, channels, by);
+  if (out) require_same_size(*out, p), out->require_apart_from(p), out->require_apart_from(dy);
+  if (mask) require_same_size(*mask, p);
+  if (out && mask) out->require_apart_from(*mask);
+  Requantise how = how_to(shift, rounding, false);
+  how.mask = pointer(mask);
+  nb::gil_scoped_release release;
+  return softmax_gradient(engine.path, engine.pool, p.data(), dy.data(), by, pointer(out), p.size() / cs, cs, how);
+}
+
+void bound_scale_sums(Engine& engine, nb::handle acc_, int factor, int drop) {
+  const Array<std::int32_t> acc(acc_, "acc", true);
+  if (acc.size() % kChannelBlock != 0) {
+    refuse("acc: need a multiple of " + std::to_string(kChannelBlock) + " elements, got " + std::to_string(acc.size()));
+  }
+  if (factor < 0 || factor > (1 << 20) || drop < 0 || drop > 40) {
+    refuse("factor and drop: need 0 to 2^20 and 0 to 40, got " + std::to_string(factor) + " and " +
+           std::to_string(drop));
+  }
+  nb::gil_scoped_release release;
+  scale_sums(engine.path, engine.pool, acc.data(), acc.size(), factor, drop);
+}
+
+struct ImageRows {
+  std::size_t pixels;
+  int batch, channels;
+
+  ImageRows(const Array<double>& values, std::size_t batch_) {
+    if (values.ndim() != 4 || batch_ == 0 || values.shape()[2] != static_cast<Py_ssize_t>(batch_)) {
+      refuse("values: need (height, width, batch, channels) of a batch of " + std::to_string(batch_));
+    }
+    pixels = std::size_t(values.shape()[0]) * values.shape()[1];
+    batch = static_cast<int>(batch_), channels = static_cast<int>(values.shape()[3]);
+  }
+};
+
+void bound_largest_by_image(nb::handle values_, nb::handle largest_) {
+  const Array<double> values(values_, "values", false);
+  const Array<float> largest(largest_, "largest", true);
+  const ImageRows rows(values, largest.size());
+  nb::gil_scoped_release release;
+  largest_by_image(values.data(), largest.data(), rows.pixels, rows.batch, rows.channels);
+}
+
+void bound_round_by_image(Engine& engine, nb::handle values_, nb::handle inverse_, nb::handle out_) {
+  const Array<double> values(values_, "values", false);
+  const Array<float> inverse(inverse_, "inverse", false);
+  const ImageRows rows(values, inverse.size());
+  const Array<std::int8_t> out(out_, "out", true,
+                               {values.shape()[0], values.shape()[1], rows.batch, channel_stride(rows.channels)});
+  out.require_apart_from(values);
+  nb::gil_scoped_release release;
+  round_by_image(engine.pool, values.data(), inverse.data(), out.data(), rows.pixels, rows.batch, rows.channels);
+}
+
+void bound_look_up(Engine& engine, nb::handle x_, nb::handle table_, nb::handle out_) {
+  const Array<std::int8_t> x(x_, "x", false), table(table_, "table", false, {256});
+  const Array<std::int8_t> out(out_, "out", true);
+  require_same_size(out, x), out.require_apart_from(table);
+  nb::gil_scoped_release release;
+  look_up(engine.pool, x.data(), table.data(), out.data(), x.size());
+}
+
+void bound_bytes_seen(nb::handle x_, int channels, nb::handle seen_) {
+  if (channels < 1) refuse("channels: need at least 1, got " + std::to_string(channels));
+  const Array<std::int8_t> x(x_, "x", false);
+  const Array<std::uint8_t> seen(seen_, "seen", true, {256});
+  const int cs = channel_stride(channels);
+  if (x.size() % cs != 0) {
+    refuse("x: need rows of " + std::to_string(cs) + " channels, got " + std::to_string(x.size()) + " elements");
+  }
+  nb::gil_scoped_release release;
+  bytes_seen(x.data(), seen.data(), x.size() / cs, channels, cs);
+}
+
+std::uint32_t bound_table_gradient(Engine& engine, nb::handle dy_, nb::handle x_, nb::handle table_, nb::handle out_,
+                                   int shift, int rounding, nb::handle mask_) {
+  const Array<std::int8_t> dy(dy_, "dy", false), x(x_, "x", false);
+  const Array<std::int32_t> table(table_, "table", false, {256});
+  const auto out = maybe<std::int8_t>(out_, "out", true, {});
+  const auto mask = maybe<std::int8_t>(mask_, "mask", false, {});
+  blocks_of(dy), require_same_size(x, dy);
+  if (out) require_same_size(*out, dy), out->require_apart_from(dy), out->require_apart_from(x);
+  if (mask) require_same_size(*mask, dy);
+  if (out && mask) out->require_apart_from(*mask);
+  for (std::size_t i = 0; i < table.size(); ++i) {
+    if (std::abs(std::int64_t(table.data()[i])) > (1 << 23)) {
+      refuse("table[" + std::to_string(i) + "] = " + std::to_string(table.data()[i]) + " is beyond +-2^23");
+    }
+  }
+  Requantise how = how_to(shift, rounding, false);
+  how.mask = pointer(mask);
+  nb::gil_scoped_release release;
+  return table_gradient(engine.path, engine.pool, dy.data(), x.data(), table.data(), pointer(out), dy.size(), how);
+}
+
+struct BoundProducts : MatrixProducts {
+  BoundProducts(int batches, int samples, int rows, int cols, int depth, const std::string& transposed)
+      : MatrixProducts{batches, samples, rows, cols, depth, transposed_named(transposed)} {
+    if (batches < 1 || samples < 1 || rows < 1 || cols < 1 || depth < 1) {
+      refuse("batches, samples, rows, cols and depth must be at least 1");
+    }
+    if (depth > kMaxExactDepth) {
+      refuse("depth " + std::to_string(depth) + ": a sum of so many products of int8 may leave int32; at most " +
+             std::to_string(kMaxExactDepth) + " are exact");
+    }
+  }
+
+  static Transposed transposed_named(const std::string& name) {
+    if (name == "neither") return Transposed::kNeither;
+    if (name == "right") return Transposed::kRight;
+    if (name == "left") return Transposed::kLeft;
+    refuse("transposed: need 'neither', 'right' or 'left', got '" + name + "'");
+  }
+
+  // Elements of an operand with so many rows and columns in each matrix.
+  template <typename T>
+  void require_size(const Array<T>& array, int matrix_rows, int matrix_cols) const {
+    const std::size_t size = std::size_t(batches) * matrix_rows * samples * channel_stride(matrix_cols);
+    if (array.size() != size) {
+      refuse(array.name() + ": need " + std::to_string(size) + " elements, got " + std::to_string(array.size()));
+    }
+  }
+
+  std::uint32_t multiply(Engine& engine, nb::handle left_, nb::handle right_, nb::handle out_,
+                         nb::handle workspace_) const {
+    const Array<std::int8_t> left(left_, "left", false), right(right_, "right", false);
+    const Array<std::int32_t> out(out_, "out", true);
+    const Workspace workspace(workspace_, matrix_products_bytes(engine.path, *this, engine.pool.size()));
+    require_size(left, left_rows(), left_cols()), require_size(right, right_rows(), right_cols());
+    require_size(out, rows, cols);
+    out.require_apart_from(left), out.require_apart_from(right), out.require_apart_from<std::uint8_t>(workspace);
+    workspace.require_apart_from(left), workspace.require_apart_from(right);
+    nb::gil_scoped_release release;
+    return int8::multiply(engine.path, engine.pool, *this, left.data(), right.data(), out.data(), workspace.data());
+  }
+};
+
 void bound_update_weight(Engine& engine, nb::handle weight_, nb::handle gradient_, int shift, int rounding) {
   const Array<std::int8_t> weight(weight_, "weight", true);
   const Array<std::int32_t> gradient(gradient_, "gradient", false);
@@ -513,6 +818,27 @@ void bound_update_weight(Engine& engine, nb::handle weight_, nb::handle gradient
   const Requantise how = how_to(shift, rounding, false);
   nb::gil_scoped_release release;
   update_weight(engine.path, engine.pool, weight.data(), gradient.data(), weight.size(), how.shift, how.rounding);
+}
+
+float bound_descend(Engine& engine, nb::handle values_, nb::handle velocity_, nb::handle gradient_, float scale,
+                    float inverse, float learning_rate, float momentum, float weight_decay) {
+  const Array<float> values(values_, "values", true);
+  const auto velocity = maybe<float>(velocity_, "velocity", true, {});
+  const Array<std::int32_t> gradient(gradient_, "gradient", false);
+  require_same_size(gradient, values), values.require_apart_from(gradient);
+  if (values.size() % kChannelBlock != 0) {
+    refuse("values: need a multiple of " + std::to_string(kChannelBlock) + " elements, got " +
+           std::to_string(values.size()));
+  }
+  if (velocity) {
+    require_same_size(*velocity, values), velocity->require_apart_from(values);
+    velocity->require_apart_from(gradient);
+  } else if (momentum != 0.0f) {
+    refuse("velocity: needed with a momentum");
+  }
+  nb::gil_scoped_release release;
+  return descend(engine.path, engine.pool, values.data(), pointer(velocity), gradient.data(), values.size(),
+                 {scale, inverse, learning_rate, momentum, weight_decay});
 }
 
 void bound_quantise_images(Engine& engine, nb::handle x_, nb::handle out_, int batch, int channels, int height,
@@ -741,7 +1067,7 @@ NB_MODULE(_int8, m) {
         nb::arg("out").none(), nb::arg("shift") = 0, nb::arg("rounding") = 0, nb::arg("relu") = false);
   m.def("affine_gradient", &bound_affine_gradient, nb::arg("engine"), nb::arg("dy"), nb::arg("x"),
         nb::arg("gate").none(), nb::arg("scale_dy"), nb::arg("scale_x"), nb::arg("offset"), nb::arg("out").none(),
-        nb::arg("shift") = 0, nb::arg("rounding") = 0, nb::arg("relu") = false);
+        nb::arg("shift") = 0, nb::arg("rounding") = 0, nb::arg("relu") = false, nb::arg("mask").none() = nb::none());
   m.def("affine_gradient_at_random", &bound_affine_gradient_at_random, nb::arg("engine"), nb::arg("dy"), nb::arg("x"),
         nb::arg("gate").none(), nb::arg("scale_dy"), nb::arg("scale_x"), nb::arg("offset"), nb::arg("out").none(),
         nb::arg("shift"), nb::arg("seed"), nb::arg("batch"), nb::arg("total"), nb::arg("first"),
@@ -752,8 +1078,44 @@ NB_MODULE(_int8, m) {
         "Int8 of (acc * by_image) * scale[c] + offset[c] + other * other_by_image, in float32.");
   m.def("channel_sums", &bound_channel_sums, nb::arg("engine"), nb::arg("a"), nb::arg("b"), nb::arg("gate").none(),
         nb::arg("sum_a"), nb::arg("sum_ab"));
+  nb::class_<BoundProducts>(m, "MatrixProducts")
+      .def(nb::init<int, int, int, int, int, const std::string&>(), nb::arg("batches"), nb::arg("samples"),
+           nb::arg("rows"), nb::arg("cols"), nb::arg("depth"), nb::arg("transposed") = "neither")
+      .def("workspace_bytes", [](const BoundProducts& self, const Engine& e) {
+        return matrix_products_bytes(e.path, self, e.pool.size());
+      }, nb::arg("engine"))
+      .def("multiply", &BoundProducts::multiply, nb::arg("engine"), nb::arg("left"), nb::arg("right"), nb::arg("out"),
+           nb::arg("workspace"));
+
+  m.def("row_sums", &bound_row_sums, nb::arg("engine"), nb::arg("a"), nb::arg("b"), nb::arg("weight"),
+        nb::arg("sum_a"), nb::arg("sum_ab"));
+  m.def("row_affine", &bound_row_affine, nb::arg("engine"), nb::arg("x"), nb::arg("gamma"), nb::arg("beta"),
+        nb::arg("slope"), nb::arg("mean"), nb::arg("out").none(), nb::arg("shift") = 0, nb::arg("rounding") = 0);
+  m.def("row_affine_gradient", &bound_row_affine_gradient, nb::arg("engine"), nb::arg("dy"), nb::arg("x"),
+        nb::arg("gamma"), nb::arg("counted"), nb::arg("gain"), nb::arg("scale_x"), nb::arg("offset"),
+        nb::arg("out").none(), nb::arg("shift") = 0, nb::arg("rounding") = 0, nb::arg("mask").none() = nb::none());
+  m.def("row_scale_gradient", &bound_row_scale_gradient, nb::arg("engine"), nb::arg("dy"), nb::arg("x"),
+        nb::arg("slope"), nb::arg("mean"), nb::arg("terms"), nb::arg("sum_dy"));
+  m.def("softmax", &bound_softmax, nb::arg("engine"), nb::arg("x"), nb::arg("powers"), nb::arg("channels"),
+        nb::arg("out").none(), nb::arg("shift") = 0, nb::arg("rounding") = 0);
+  m.def("softmax_input_gradient_largest", &bound_softmax_gradient_largest, nb::arg("engine"), nb::arg("p"),
+        nb::arg("dy"), nb::arg("channels"), nb::arg("up"), nb::arg("factor"));
+  m.def("softmax_input_gradient", &bound_softmax_input_gradient, nb::arg("engine"), nb::arg("p"), nb::arg("dy"),
+        nb::arg("channels"), nb::arg("up"), nb::arg("factor"), nb::arg("drop"), nb::arg("out").none(),
+        nb::arg("shift") = 0, nb::arg("rounding") = 0, nb::arg("mask").none() = nb::none());
+  m.def("scale_sums", &bound_scale_sums, nb::arg("engine"), nb::arg("acc"), nb::arg("factor"), nb::arg("drop"));
+  m.def("largest_by_image", &bound_largest_by_image, nb::arg("values"), nb::arg("largest"));
+  m.def("round_by_image", &bound_round_by_image, nb::arg("engine"), nb::arg("values"), nb::arg("inverse"),
+        nb::arg("out"));
+  m.def("look_up", &bound_look_up, nb::arg("engine"), nb::arg("x"), nb::arg("table"), nb::arg("out"));
+  m.def("bytes_seen", &bound_bytes_seen, nb::arg("x"), nb::arg("channels"), nb::arg("seen"));
+  m.def("table_gradient", &bound_table_gradient, nb::arg("engine"), nb::arg("dy"), nb::arg("x"), nb::arg("table"),
+        nb::arg("out").none(), nb::arg("shift") = 0, nb::arg("rounding") = 0, nb::arg("mask").none() = nb::none());
   m.def("update_weight", &bound_update_weight, nb::arg("engine"), nb::arg("weight"), nb::arg("gradient"),
         nb::arg("shift"), nb::arg("rounding") = 0);
+  m.def("descend", &bound_descend, nb::arg("engine"), nb::arg("values"), nb::arg("velocity").none(),
+        nb::arg("gradient"), nb::arg("scale"), nb::arg("inverse"), nb::arg("learning_rate"), nb::arg("momentum") = 0.0f,
+        nb::arg("weight_decay") = 0.0f);
   m.def("quantise_images", &bound_quantise_images, nb::arg("engine"), nb::arg("x"), nb::arg("out"), nb::arg("batch"),
         nb::arg("channels"), nb::arg("height"), nb::arg("width"), nb::arg("exponent"));
   m.def("quantise_patches", &bound_quantise_patches, nb::arg("engine"), nb::arg("convolution"), nb::arg("x"),

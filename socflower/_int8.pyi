@@ -235,6 +235,7 @@ def affine_gradient(
     shift: int = 0,
     rounding: int = 0,
     relu: bool = False,
+    mask: _Array | None = None,
 ) -> int:
     """Round scale_dy[c] * dy + scale_x[c] * x + offset[c]; dy counts as 0 where `gate` is not positive."""
 
@@ -284,10 +285,153 @@ def channel_sums(
 ) -> None:
     """Write per channel, as int64, the sums of a and of a * b; a counts as 0 where `gate` is not positive."""
 
+class MatrixProducts:
+    """Products of small matrices in activations, `batches` for each of `samples` samples: int8, added in int32.
+
+    A matrix has its rows in successive pixels of one sample and its columns in the channels. `transposed` says which
+    operand is stored transposed, "neither", "right" or "left"; results are (rows, cols), sums of `depth` products.
+    """
+
+    def __init__(
+        self,
+        batches: int,
+        samples: int,
+        rows: int,
+        cols: int,
+        depth: int,
+        transposed: Literal["neither", "right", "left"] = "neither",
+    ) -> None: ...
+    def workspace_bytes(self, engine: Engine) -> int:
+        """Return the bytes of workspace that `multiply` needs."""
+
+    def multiply(
+        self, engine: Engine, left: _Array, right: _Array, out: _Array, workspace: _Array
+    ) -> int:
+        """Write int32 accumulators, zeros for channels of padding; return the largest magnitude."""
+
+def row_sums(
+    engine: Engine, a: _Array, b: _Array, weight: _Array, sum_a: _Array, sum_ab: _Array
+) -> None:
+    """Write for each row, as float64, the exact sums of weight[c] * a and weight[c] * a * b."""
+
+def row_affine(
+    engine: Engine,
+    x: _Array,
+    gamma: _Array,
+    beta: _Array,
+    slope: _Array,
+    mean: _Array,
+    out: _Array | None,
+    shift: int = 0,
+    rounding: int = 0,
+) -> int:
+    """Round scale * x + rint(beta[c] - scale * mean[r]) with scale = rint(gamma[c] * slope[r]); float64 operands."""
+
+def row_affine_gradient(
+    engine: Engine,
+    dy: _Array,
+    x: _Array,
+    gamma: _Array,
+    counted: _Array,
+    gain: _Array,
+    scale_x: _Array,
+    offset: _Array,
+    out: _Array | None,
+    shift: int = 0,
+    rounding: int = 0,
+    mask: _Array | None = None,
+) -> int:
+    """Round rint(gamma[c] * gain[r]) * dy + scale_x[r] * x + counted[c] * offset[r]; float64 operands."""
+
+def row_scale_gradient(
+    engine: Engine,
+    dy: _Array,
+    x: _Array,
+    slope: _Array,
+    mean: _Array,
+    terms: _Array,
+    sum_dy: _Array,
+) -> None:
+    """Write for each channel, as int64, the sums over rows of rint((dy * x - dy * mean[r]) * slope[r]) and of dy."""
+
+def softmax(
+    engine: Engine,
+    x: _Array,
+    powers: _Array,
+    channels: int,
+    out: _Array | None,
+    shift: int = 0,
+    rounding: int = 0,
+) -> int:
+    """Round the 14 bits of powers[d] divided by its row's sum, for elements d below the row's largest."""
+
+def softmax_input_gradient_largest(
+    engine: Engine, p: _Array, dy: _Array, channels: int, up: int, factor: int
+) -> float:
+    """Return the largest magnitude of p * (dy * 2^up - sum of p * dy) * factor, a whole number."""
+
+def softmax_input_gradient(
+    engine: Engine,
+    p: _Array,
+    dy: _Array,
+    channels: int,
+    up: int,
+    factor: int,
+    drop: int,
+    out: _Array | None,
+    shift: int = 0,
+    rounding: int = 0,
+    mask: _Array | None = None,
+) -> int:
+    """Round p * (dy * 2^up - sum of p * dy) * factor, after `drop` bits are rounded off half away from zero."""
+
+def scale_sums(engine: Engine, acc: _Array, factor: int, drop: int) -> None:
+    """Multiply int32 by a factor of up to 2^20 in place, and round `drop` bits off, half away from zero."""
+
+def largest_by_image(values: _Array, largest: _Array) -> None:
+    """Write the largest magnitude of each image of float64 (height, width, batch, channels) as float32."""
+
+def round_by_image(engine: Engine, values: _Array, inverse: _Array, out: _Array) -> None:
+    """Write the nearest int8 of such values times inverse[image], half to even, saturated, as a tensor."""
+
+def look_up(engine: Engine, x: _Array, table: _Array, out: _Array) -> None:
+    """Write table[x as a byte]; 256 int8."""
+
+def bytes_seen(x: _Array, channels: int, seen: _Array) -> None:
+    """Write for each of 256 bytes 1 if it is among the channels of x, without padding, else 0."""
+
+def table_gradient(
+    engine: Engine,
+    dy: _Array,
+    x: _Array,
+    table: _Array,
+    out: _Array | None,
+    shift: int = 0,
+    rounding: int = 0,
+    mask: _Array | None = None,
+) -> int:
+    """Round table[x as a byte] * dy; 256 int32 of at most 2^23."""
+
 def update_weight(
     engine: Engine, weight: _Array, gradient: _Array, shift: int, rounding: int = 0
 ) -> None:
     """Subtract the rounded int32 gradient from the int8 weight in place, saturated at +-127."""
+
+def descend(
+    engine: Engine,
+    values: _Array,
+    velocity: _Array | None,
+    gradient: _Array,
+    scale: float,
+    inverse: float,
+    learning_rate: float,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+) -> float:
+    """Do a step of torch.optim.SGD on float32 values in place, for the gradient int32 * scale * inverse.
+
+    `velocity` is updated unless it is None. Returns the largest magnitude of the values; infinity if any is not finite.
+    """
 
 def quantise_images(
     engine: Engine,

@@ -5,11 +5,14 @@ import os
 import shutil
 import subprocess
 import sysconfig
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from socflower import load_data
+from socflower.errors import DataUnavailable
 from tests.command_line import Ran, Socflower
 
 ROOT = Path(__file__).parents[1]
@@ -103,6 +106,12 @@ def test_the_claim_of_each_full_scenario_holds_on_both_engines(
 ) -> None:
     if not DATA.is_dir():
         pytest.skip(f"no data sets in {DATA}; set SOCFLOWER_DATA")
+    name = tomllib.loads(scenario.read_text("utf-8"))["data"].get("name")
+    if name is not None:
+        try:
+            load_data(name, DATA)
+        except DataUnavailable as error:
+            pytest.skip(str(error))
     hashes, settings = set(), ""
     if scenario.stem == "byte_gpt_lora":
         base = tmp_path / "base.npz"

@@ -1,6 +1,7 @@
 #include "kernel_choice.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -111,10 +112,91 @@ std::string check_elementwise(const Path& path, std::mt19937& random) {
   path.affine_real8(a.data(), by_image.data(), shift.data(), shift.data(), nullptr, nullptr, got.data(),
                     by_image.data(), nullptr, kRows, kCs, kBatch, 0, false);
   if (want != got) return "affine real of int8";
+  for (const float momentum : {0.0f, 0.9f}) {
+    std::vector<float> want_values(factor), want_velocity(shift), got_values(factor), got_velocity(shift);
+    const Descent by{1e-3f, 0.125f, 0.05f, momentum, momentum == 0.0f ? 0.0f : 5e-4f};
+    float* const none = nullptr;
+    const float want_largest = reference::descend(
+        want_values.data(), momentum == 0.0f ? none : want_velocity.data(), acc.data(), kCs, by);
+    const float got_largest =
+        path.descend(got_values.data(), momentum == 0.0f ? none : got_velocity.data(), acc.data(), kCs, by);
+    if (want_values != got_values || want_velocity != got_velocity || want_largest != got_largest) return "descent";
+  }
   std::vector<std::int64_t> want_a(kCs), want_ab(kCs), got_a(kCs), got_ab(kCs);
   reference::channel_sums(a.data(), b.data(), b.data(), want_a.data(), want_ab.data(), kRows, kCs);
   path.channel_sums(a.data(), b.data(), b.data(), got_a.data(), got_ab.data(), kRows, kCs);
   return want_a == got_a && want_ab == got_ab ? "" : "channel sums";
+}
+
+std::string check_rows(const Path& path, std::mt19937& random) {
+  constexpr int kRows = 21, kChannels = 41, kCs = 48;
+  const auto a = random_tensor(random, kRows, kChannels, -127, 127);
+  const auto b = random_tensor(random, kRows, kChannels, -127, 127);
+  const auto p = random_tensor(random, kRows, kChannels, 0, 127);
+  const auto numbers = [&](int size, double unit) {
+    std::vector<double> made(size);
+    for (double& one : made) one = unit * (double(random() % 2000001) - 1000000.0) / 1000000.0;
+    return made;
+  };
+  const auto whole = [](std::vector<double> made) {
+    for (double& one : made) one = std::nearbyint(one);
+    return made;
+  };
+  auto gamma = numbers(kCs, 1.5), beta = numbers(kCs, 1e8);
+  std::vector<double> counted(kCs, 1.0);
+  for (int c = kChannels; c < kCs; ++c) gamma[c] = beta[c] = counted[c] = 0.0;
+  const auto slope = numbers(kRows, 1e6), mean = numbers(kRows, 100.0), offset = whole(numbers(kRows, 1e8));
+  const auto weight = whole(numbers(kCs, 1e6)), scale_x = whole(slope);
+  std::vector<double> want_a(kRows), want_ab(kRows), got_a(kRows), got_ab(kRows);
+  reference::row_sums(a.data(), b.data(), weight.data(), want_a.data(), want_ab.data(), kRows, kCs);
+  path.row_sums(a.data(), b.data(), weight.data(), got_a.data(), got_ab.data(), kRows, kCs);
+  if (want_a != got_a || want_ab != got_ab) return "row sums";
+  std::vector<std::int8_t> want(a.size()), got(a.size());
+  std::vector<std::int32_t> powers(255), table(256), scratch(kCs);
+  for (int d = 0; d < 255; ++d) powers[d] = static_cast<std::int32_t>(std::ldexp(std::exp(-0.05 * d), 20));
+  for (auto& one : table) one = int(random() % 4000000) - 2000000;
+  const RowAffine by{gamma.data(), beta.data(), slope.data(), mean.data()};
+  const RowAffineGradient gradient{gamma.data(), counted.data(), slope.data(), scale_x.data(), offset.data()};
+  for (const Rounding rounding : {Rounding::kNearest, Rounding::kPseudoStochastic}) {
+    Requantise how{22, rounding, false, b.data()};
+    reference::row_affine(a.data(), by, want.data(), kRows, kCs, how);
+    path.row_affine(a.data(), by, got.data(), kRows, kCs, how);
+    if (want != got) return "row affine";
+    reference::row_affine_gradient(a.data(), b.data(), gradient, want.data(), kRows, kCs, how);
+    path.row_affine_gradient(a.data(), b.data(), gradient, got.data(), kRows, kCs, how);
+    if (want != got) return "row affine gradient";
+    reference::table_gradient(a.data(), b.data(), table.data(), want.data(), want.size(), how);
+    path.table_gradient(a.data(), b.data(), table.data(), got.data(), got.size(), how);
+    if (want != got) return "table gradient";
+    how.shift = 7;
+    reference::softmax(a.data(), powers.data(), want.data(), kRows, kChannels, how);
+    path.softmax(a.data(), powers.data(), got.data(), kRows, kChannels, kCs, scratch.data(), how);
+    if (want != got) return "softmax";
+    const SoftmaxGradient of_softmax{13, 23170, 14};
+    if (reference::softmax_gradient_largest(p.data(), b.data(), of_softmax, kRows, kCs) !=
+        path.softmax_gradient_largest(p.data(), b.data(), of_softmax, kRows, kCs)) {
+      return "softmax gradient, largest";
+    }
+    how.shift = 22;
+    reference::softmax_gradient(p.data(), b.data(), of_softmax, want.data(), kRows, kCs, how);
+    path.softmax_gradient(p.data(), b.data(), of_softmax, got.data(), kRows, kCs, how);
+    if (want != got) return "softmax gradient";
+  }
+  std::vector<std::int32_t> want_sums(kRows * kCs), got_sums;
+  for (auto& one : want_sums) one = int(random() % 4000000000u - 2000000000u);
+  got_sums = want_sums;
+  reference::scale_sums(want_sums.data(), want_sums.size(), 777777, 21);
+  path.scale_sums(got_sums.data(), got_sums.size(), 777777, 21);
+  if (want_sums != got_sums) return "scale sums";
+  std::vector<std::int64_t> want_terms(kCs), want_dy(kCs);
+  std::vector<double> terms(kCs), sum_dy(kCs);
+  reference::row_scale_gradient(a.data(), b.data(), slope.data(), mean.data(), want_terms.data(), want_dy.data(), kRows,
+                                kCs);
+  path.row_scale_gradient(a.data(), b.data(), slope.data(), mean.data(), terms.data(), sum_dy.data(), kRows, kCs);
+  const auto differ = [](const std::vector<std::int64_t>& wanted, const std::vector<double>& found) {
+    return !std::equal(found.begin(), found.end(), wanted.begin());
+  };
+  return differ(want_terms, terms) || differ(want_dy, sum_dy) ? "row scale gradient" : "";
 }
 
 std::string check_pooling(const Path& path, std::mt19937& random) {
@@ -164,8 +246,11 @@ std::string self_test(const Path& path) {
     const std::string differs = check_convolution(path, random, one.shape, one.batch_block, one.algorithm);
     if (!differs.empty()) return differs;
   }
-  const std::string differs = check_elementwise(path, random);
-  return differs.empty() ? check_pooling(path, random) : differs;
+  for (const auto check : {check_elementwise, check_rows, check_pooling}) {
+    const std::string differs = check(path, random);
+    if (!differs.empty()) return differs;
+  }
+  return "";
 }
 
 const Path& choose_path(const std::string& name) {

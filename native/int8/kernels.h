@@ -5,7 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "descent.h"
 #include "random24.h"
+#include "row_operands.h"
 #include "shape.h"
 
 namespace socflower::int8 {
@@ -105,8 +107,34 @@ struct Path {
                       float* largest, std::size_t rows, int cs, int batch, int image, bool relu);
   void (*channel_sums)(const std::int8_t* a, const std::int8_t* b, const std::int8_t* gate, std::int64_t* sum_a,
                        std::int64_t* sum_ab, std::size_t rows, int cs);
+
+  // Rows of `cs` channels, each with numbers of its own (rows.h). All double arithmetic is exact or rounded as
+  // reference.h says. sum_a, sum_ab: a number for each row. `scratch`: cs int32.
+  void (*row_sums)(const std::int8_t* a, const std::int8_t* b, const double* weight, double* sum_a, double* sum_ab,
+                   std::size_t rows, int cs);
+  std::uint32_t (*row_affine)(const std::int8_t* x, const RowAffine& by, std::int8_t* out, std::size_t rows, int cs,
+                              const Requantise& how);
+  std::uint32_t (*row_affine_gradient)(const std::int8_t* dy, const std::int8_t* x, const RowAffineGradient& by,
+                                       std::int8_t* out, std::size_t rows, int cs, const Requantise& how);
+  // Adds to `terms` and `sum_dy` (cs each), which hold at most 2^14 rows exactly.
+  void (*row_scale_gradient)(const std::int8_t* dy, const std::int8_t* x, const double* slope, const double* mean,
+                             double* terms, double* sum_dy, std::size_t rows, int cs);
+  std::uint32_t (*softmax)(const std::int8_t* x, const std::int32_t* powers, std::int8_t* out, std::size_t rows,
+                           int channels, int cs, std::int32_t* scratch, const Requantise& how);
+  double (*softmax_gradient_largest)(const std::int8_t* p, const std::int8_t* dy, const SoftmaxGradient& by,
+                                     std::size_t rows, int cs);
+  std::uint32_t (*softmax_gradient)(const std::int8_t* p, const std::int8_t* dy, const SoftmaxGradient& by,
+                                    std::int8_t* out, std::size_t rows, int cs, const Requantise& how);
+  // acc = acc * factor, `drop` bits rounded off half away from zero; factor of at most 20 bits.
+  void (*scale_sums)(std::int32_t* acc, std::size_t size, int factor, int drop);
+  std::uint32_t (*table_gradient)(const std::int8_t* dy, const std::int8_t* x, const std::int32_t* table,
+                                  std::int8_t* out, std::size_t size, const Requantise& how);
+
   void (*update_weight)(std::int8_t* weight, const std::int32_t* gradient, std::size_t size, int shift,
                         Rounding rounding);
+  // Returns the largest magnitude of the new values; infinity if any is not finite. velocity: null without momentum.
+  float (*descend)(float* values, float* velocity, const std::int32_t* gradient, std::size_t size,
+                   const Descent& by);
   // dst[i] = nearest int8 of src[i] * scale, half to even, saturated at +-127.
   void (*quantise)(const float* src, std::int8_t* dst, std::size_t size, float scale);
   // dst[i] = src[i] * scale rounded up if random24(index + i, seed) / 2^24 is below its fraction, else down;

@@ -9,33 +9,10 @@
 #include <string>
 #include <vector>
 
+#include "chunks.h"
+
 namespace socflower::int8 {
 namespace {
-
-// Small enough to spread over threads, large enough that a task's start does not show.
-constexpr std::size_t kChunk = 32 * 1024;
-
-// Splits [0, size) into chunks of a multiple of `unit` and returns the maximum of body(from, count).
-template <typename Body>
-std::uint32_t over_chunks(ThreadPool& pool, std::size_t size, std::size_t unit, Body body) {
-  const std::size_t chunk = std::max<std::size_t>(1, kChunk / unit) * unit;
-  std::atomic<std::uint32_t> largest{0};
-  pool.run(static_cast<int>((size + chunk - 1) / chunk), [&](int index, int) {
-    const std::size_t from = index * chunk;
-    raise_to(largest, body(from, std::min(chunk, size - from)));
-  });
-  return largest;
-}
-
-Requantise shifted(Requantise how, std::size_t from) {
-  if (how.mask != nullptr) how.mask += from;
-  return how;
-}
-
-template <typename T>
-T* at(T* base, std::size_t from) {
-  return base == nullptr ? nullptr : base + from;
-}
 
 const PoolShape& checked(const PoolShape& s) {
   const auto refuse = [](const std::string& what) { throw std::invalid_argument("pooling: " + what); };
@@ -71,21 +48,21 @@ ConvShape as_convolution(const PoolShape& s) {
 
 std::uint32_t requantise(const Path& path, ThreadPool& pool, const std::int32_t* acc, std::int8_t* out,
                          std::size_t size, const Requantise& how) {
-  return over_chunks(pool, size, kChannelBlock, [&](std::size_t from, std::size_t count) {
+  return over_chunks(pool, size, kChannelBlock, [&](std::size_t from, std::size_t count, int) {
     return path.requantise_tile(acc + from, 0, at(out, from), 0, 1, static_cast<int>(count), shifted(how, from));
   });
 }
 
 std::uint32_t add(const Path& path, ThreadPool& pool, const std::int8_t* a, int shift_a, const std::int8_t* b,
                   int shift_b, std::int8_t* out, std::size_t size, const Requantise& how) {
-  return over_chunks(pool, size, kChannelBlock, [&](std::size_t from, std::size_t count) {
+  return over_chunks(pool, size, kChannelBlock, [&](std::size_t from, std::size_t count, int) {
     return path.add(a + from, shift_a, b + from, shift_b, at(out, from), count, shifted(how, from));
   });
 }
 
 std::uint32_t affine(const Path& path, ThreadPool& pool, const std::int8_t* x, const std::int32_t* scale,
                      const std::int32_t* offset, std::int8_t* out, std::size_t rows, int cs, const Requantise& how) {
-  return over_chunks(pool, rows * cs, cs, [&](std::size_t from, std::size_t count) {
+  return over_chunks(pool, rows * cs, cs, [&](std::size_t from, std::size_t count, int) {
     return path.affine(x + from, scale, offset, at(out, from), count / cs, cs, shifted(how, from));
   });
 }
@@ -94,7 +71,7 @@ std::uint32_t affine_gradient(const Path& path, ThreadPool& pool, const std::int
                               const std::int8_t* gate, const std::int32_t* scale_dy, const std::int32_t* scale_x,
                               const std::int32_t* offset, std::int8_t* out, std::size_t rows, int cs,
                               const Requantise& how) {
-  return over_chunks(pool, rows * cs, cs, [&](std::size_t from, std::size_t count) {
+  return over_chunks(pool, rows * cs, cs, [&](std::size_t from, std::size_t count, int) {
     return path.affine_gradient(dy + from, x + from, at(gate, from), scale_dy, scale_x, offset, at(out, from),
                                 count / cs, cs, shifted(how, from));
   });
@@ -104,7 +81,7 @@ std::uint32_t affine_gradient_at_random(const Path& path, ThreadPool& pool, cons
                                         const std::int8_t* x, const std::int8_t* gate, const std::int32_t* scale_dy,
                                         const std::int32_t* scale_x, const std::int32_t* offset, std::int8_t* out,
                                         std::size_t rows, int cs, int shift, const Dither& dither) {
-  return over_chunks(pool, rows * cs, cs, [&](std::size_t from, std::size_t count) {
+  return over_chunks(pool, rows * cs, cs, [&](std::size_t from, std::size_t count, int) {
     return path.affine_gradient_at_random(dy + from, x + from, at(gate, from), scale_dy, scale_x, offset,
                                           at(out, from), count / cs, cs, shift, dither, from / cs);
   });
@@ -168,10 +145,21 @@ void channel_sums(const Path& path, ThreadPool& pool, const std::int8_t* a, cons
 
 void update_weight(const Path& path, ThreadPool& pool, std::int8_t* weight, const std::int32_t* gradient,
                    std::size_t size, int shift, Rounding rounding) {
-  over_chunks(pool, size, kChannelBlock, [&](std::size_t from, std::size_t count) {
+  over_chunks(pool, size, kChannelBlock, [&](std::size_t from, std::size_t count, int) {
     path.update_weight(weight + from, gradient + from, count, shift, rounding);
     return 0u;
   });
+}
+
+float descend(const Path& path, ThreadPool& pool, float* values, float* velocity, const std::int32_t* gradient,
+              std::size_t size, const Descent& by) {
+  std::vector<float> largest(pool.size(), 0.0f);
+  over_chunks(pool, size, kChannelBlock, [&](std::size_t from, std::size_t count, int thread) {
+    const float own = path.descend(values + from, at(velocity, from), gradient + from, count, by);
+    largest[thread] = std::max(largest[thread], own);
+    return 0u;
+  });
+  return *std::max_element(largest.begin(), largest.end());
 }
 
 void quantise_images(const Path& path, ThreadPool& pool, const float* x, std::int8_t* out, int batch, int channels,
@@ -275,7 +263,7 @@ void quantise_patches(const Path& path, ThreadPool& pool, const ConvShape& s, co
 
 void quantise(const Path& path, ThreadPool& pool, const float* x, std::int8_t* out, std::size_t size, int exponent) {
   const float scale = std::ldexp(1.0f, -exponent);
-  over_chunks(pool, size, kChannelBlock, [&](std::size_t from, std::size_t count) {
+  over_chunks(pool, size, kChannelBlock, [&](std::size_t from, std::size_t count, int) {
     path.quantise(x + from, out + from, count, scale);
     return 0u;
   });

@@ -41,6 +41,9 @@ std::size_t channel_sums_size(const ThreadPool& pool, int cs);
 void update_weight(const Path& path, ThreadPool& pool, std::int8_t* weight, const std::int32_t* gradient,
                    std::size_t size, int shift, Rounding rounding);
 
+float descend(const Path& path, ThreadPool& pool, float* values, float* velocity, const std::int32_t* gradient,
+              std::size_t size, const Descent& by);
+
 // out (h,w,batch,cs) from float32 (batch,channels,h,w).
 void quantise_images(const Path& path, ThreadPool& pool, const float* x, std::int8_t* out, int batch, int channels,
                      int h, int w, int exponent);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -215,6 +216,124 @@ template void affine_real(const std::int8_t*, const float*, const float*, const 
 template void affine_real(const std::int32_t*, const float*, const float*, const float*, const std::int8_t*,
                           const float*, std::int8_t*, const float*, float*, std::size_t, int, int, bool);
 
+void row_sums(const std::int8_t* a, const std::int8_t* b, const double* weight, double* sum_a, double* sum_ab,
+              std::size_t rows, int cs) {
+  for (std::size_t r = 0; r < rows; ++r) {
+    std::int64_t plain = 0, products = 0;
+    for (int c = 0; c < cs; ++c) {
+      const std::int64_t weighted = std::int64_t(weight[c]) * a[r * cs + c];
+      plain += weighted;
+      products += weighted * b[r * cs + c];
+    }
+    sum_a[r] = static_cast<double>(plain);
+    sum_ab[r] = static_cast<double>(products);
+  }
+}
+
+std::uint32_t row_affine(const std::int8_t* x, const RowAffine& by, std::int8_t* out, std::size_t rows, int cs,
+                         const Requantise& how) {
+  std::uint32_t largest = 0;
+  for (std::size_t i = 0; i < rows * cs; ++i) {
+    const std::size_t r = i / cs, c = i % cs;
+    const double scale = std::nearbyint(by.gamma[c] * by.slope[r]);
+    const double below = scale * by.mean[r];
+    const double offset = std::nearbyint(by.beta[c] - below);
+    put(std::int64_t(scale) * x[i] + std::int64_t(offset), i, out, how, largest);
+  }
+  return largest;
+}
+
+std::uint32_t row_affine_gradient(const std::int8_t* dy, const std::int8_t* x, const RowAffineGradient& by,
+                                  std::int8_t* out, std::size_t rows, int cs, const Requantise& how) {
+  std::uint32_t largest = 0;
+  for (std::size_t i = 0; i < rows * cs; ++i) {
+    const std::size_t r = i / cs, c = i % cs;
+    const std::int64_t scale(std::nearbyint(by.gamma[c] * by.gain[r]));
+    const std::int64_t offset(by.counted[c] * by.offset[r]);
+    put(scale * dy[i] + std::int64_t(by.scale_x[r]) * x[i] + offset, i, out, how, largest);
+  }
+  return largest;
+}
+
+void row_scale_gradient(const std::int8_t* dy, const std::int8_t* x, const double* slope, const double* mean,
+                        std::int64_t* terms, std::int64_t* sum_dy, std::size_t rows, int cs) {
+  std::fill(terms, terms + cs, 0);
+  std::fill(sum_dy, sum_dy + cs, 0);
+  for (std::size_t i = 0; i < rows * cs; ++i) {
+    const double own = dy[i], below = own * mean[i / cs];
+    terms[i % cs] += std::int64_t(std::nearbyint((own * x[i] - below) * slope[i / cs]));
+    sum_dy[i % cs] += dy[i];
+  }
+}
+
+std::uint32_t softmax(const std::int8_t* x, const std::int32_t* powers, std::int8_t* out, std::size_t rows,
+                      int channels, const Requantise& how) {
+  const int cs = channel_stride(channels);
+  std::uint32_t largest = 0;
+  for (std::size_t r = 0; r < rows; ++r) {
+    const std::int8_t* own = x + r * cs;
+    const int top = *std::max_element(own, own + channels);
+    std::int64_t sum = 0;
+    for (int c = 0; c < channels; ++c) sum += powers[top - own[c]];
+    for (int c = 0; c < cs; ++c) {
+      const std::int64_t power = c < channels ? powers[top - own[c]] : 0;
+      put(((power << 15) + sum) / (2 * sum), r * cs + c, out, how, largest);
+    }
+  }
+  return largest;
+}
+
+namespace {
+
+std::int64_t softmax_gradient_at(const std::int8_t* p, const std::int8_t* dy, const SoftmaxGradient& by, int c,
+                                 int cs) {
+  std::int64_t sum = 0;
+  for (int k = 0; k < cs; ++k) sum += p[k] * dy[k];
+  return p[c] * (dy[c] * (std::int64_t(1) << by.up) - sum) * by.factor;
+}
+
+}  // namespace
+
+double softmax_gradient_largest(const std::int8_t* p, const std::int8_t* dy, const SoftmaxGradient& by,
+                                std::size_t rows, int cs) {
+  std::int64_t largest = 0;
+  for (std::size_t r = 0; r < rows; ++r)
+    for (int c = 0; c < cs; ++c) {
+      largest = std::max(largest, std::abs(softmax_gradient_at(p + r * cs, dy + r * cs, by, c, cs)));
+    }
+  return static_cast<double>(largest);
+}
+
+std::uint32_t softmax_gradient(const std::int8_t* p, const std::int8_t* dy, const SoftmaxGradient& by,
+                               std::int8_t* out, std::size_t rows, int cs, const Requantise& how) {
+  const std::int64_t half = by.drop > 0 ? std::int64_t(1) << (by.drop - 1) : 0;
+  std::uint32_t largest = 0;
+  for (std::size_t r = 0; r < rows; ++r)
+    for (int c = 0; c < cs; ++c) {
+      const std::int64_t made = softmax_gradient_at(p + r * cs, dy + r * cs, by, c, cs);
+      const std::int64_t kept = (std::abs(made) + half) >> by.drop;
+      put(made < 0 ? -kept : kept, r * cs + c, out, how, largest);
+    }
+  return largest;
+}
+
+void scale_sums(std::int32_t* acc, std::size_t size, int factor, int drop) {
+  const std::int64_t half = drop > 0 ? std::int64_t(1) << (drop - 1) : 0;
+  for (std::size_t i = 0; i < size; ++i) {
+    const std::int64_t made = std::int64_t(acc[i]) * factor, kept = (std::abs(made) + half) >> drop;
+    acc[i] = exact_int32(made < 0 ? -kept : kept);
+  }
+}
+
+std::uint32_t table_gradient(const std::int8_t* dy, const std::int8_t* x, const std::int32_t* table,
+                             std::int8_t* out, std::size_t size, const Requantise& how) {
+  std::uint32_t largest = 0;
+  for (std::size_t i = 0; i < size; ++i) {
+    put(std::int64_t(table[static_cast<std::uint8_t>(x[i])]) * dy[i], i, out, how, largest);
+  }
+  return largest;
+}
+
 void channel_sums(const std::int8_t* a, const std::int8_t* b, const std::int8_t* gate, std::int64_t* sum_a,
                   std::int64_t* sum_ab, std::size_t rows, int cs) {
   std::fill(sum_a, sum_a + cs, 0);
@@ -304,6 +423,27 @@ void update_weight(std::int8_t* weight, const std::int32_t* gradient, std::size_
     const int moved = weight[i] - round_shift(gradient[i], shift, rounding);
     weight[i] = static_cast<std::int8_t>(std::clamp(moved, -127, 127));
   }
+}
+
+float descend(float* values, float* velocity, const std::int32_t* gradient, std::size_t size, const Descent& by) {
+  float largest = 0.0f;
+  for (std::size_t i = 0; i < size; ++i) {
+    const float scaled = static_cast<float>(gradient[i] * static_cast<double>(by.scale));
+    float step = scaled * by.inverse;
+    if (by.weight_decay != 0.0f) {
+      const float decay = values[i] * by.weight_decay;
+      step = step + decay;
+    }
+    if (velocity != nullptr) {
+      const float kept = velocity[i] * by.momentum;
+      step = velocity[i] = kept + step;
+    }
+    const float moved = step * by.learning_rate;
+    values[i] = values[i] - moved;
+    const float m = std::fabs(values[i]);
+    largest = std::isfinite(m) ? std::max(largest, m) : std::numeric_limits<float>::infinity();
+  }
+  return largest;
 }
 
 void quantise_images(const float* x, std::int8_t* out, int batch, int channels, int h, int w, int exponent) {

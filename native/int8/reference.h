@@ -9,7 +9,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "descent.h"
 #include "random24.h"
+#include "row_operands.h"
 #include "shape.h"
 
 namespace socflower::int8::reference {
@@ -72,6 +74,43 @@ void affine_real(const T* acc, const float* by_image, const float* scale, const 
                  const std::int8_t* other, const float* other_by_image, std::int8_t* out, const float* inverse,
                  float* largest, std::size_t rows, int cs, int batch, bool relu);
 
+// sum_a[r] = sum over channels of weight * a, sum_ab[r] = that of weight * a * b; whole weights below 2^21.
+void row_sums(const std::int8_t* a, const std::int8_t* b, const double* weight, double* sum_a, double* sum_ab,
+              std::size_t rows, int cs);
+
+// scale * x + rint(beta[c] - scale * mean[r]) with scale = rint(gamma[c] * slope[r]), requantised: LayerNorm with given
+// statistics. |scale| < 2^22, |offset| < 2^29. x, out: (rows, cs).
+std::uint32_t row_affine(const std::int8_t* x, const RowAffine& by, std::int8_t* out, std::size_t rows, int cs,
+                         const Requantise& how);
+
+// rint(gamma[c] * gain[r]) * dy + scale_x[r] * x + counted[c] * offset[r], requantised: gradient of a LayerNorm. Bounds
+// as above.
+std::uint32_t row_affine_gradient(const std::int8_t* dy, const std::int8_t* x, const RowAffineGradient& by,
+                                  std::int8_t* out, std::size_t rows, int cs, const Requantise& how);
+
+// terms[c] = sum over rows of rint((dy * x - dy * mean[r]) * slope[r]), each below 2^36; sum_dy[c] = that of dy.
+void row_scale_gradient(const std::int8_t* dy, const std::int8_t* x, const double* slope, const double* mean,
+                        std::int64_t* terms, std::int64_t* sum_dy, std::size_t rows, int cs);
+
+// Probabilities of 14 bits, requantised. powers[d], d = 0..254, is that of an element d below its row's largest, at
+// most 2^20; the quotient of a power and their sum is rounded half up.
+std::uint32_t softmax(const std::int8_t* x, const std::int32_t* powers, std::int8_t* out, std::size_t rows,
+                      int channels, const Requantise& how);
+
+// p * (dy * 2^up - sum over the row of p * dy) * factor; the largest magnitude, and, after `drop` bits are rounded
+// off half away from zero, requantised. up <= 14, factor <= 2^15, p >= 0.
+double softmax_gradient_largest(const std::int8_t* p, const std::int8_t* dy, const SoftmaxGradient& by,
+                                std::size_t rows, int cs);
+std::uint32_t softmax_gradient(const std::int8_t* p, const std::int8_t* dy, const SoftmaxGradient& by,
+                               std::int8_t* out, std::size_t rows, int cs, const Requantise& how);
+
+// acc = acc * factor, without its last `drop` bits, rounded half away from zero. 0 <= factor <= 2^20.
+void scale_sums(std::int32_t* acc, std::size_t size, int factor, int drop);
+
+// table[x as uint8] * dy, requantised; |table| <= 2^23.
+std::uint32_t table_gradient(const std::int8_t* dy, const std::int8_t* x, const std::int32_t* table,
+                             std::int8_t* out, std::size_t size, const Requantise& how);
+
 // sum_a[c] = sum over rows of a, sum_ab[c] = sum over rows of a*b (a = b gives squares). `gate` as above, for a.
 void channel_sums(const std::int8_t* a, const std::int8_t* b, const std::int8_t* gate, std::int64_t* sum_a,
                   std::int64_t* sum_ab, std::size_t rows, int cs);
@@ -92,6 +131,11 @@ std::uint32_t average_pool_gradient(const PoolShape& shape, const std::int8_t* d
 // weight = saturate(weight - round_shift(gradient, shift)), at +-127: NITI's integer update.
 void update_weight(std::int8_t* weight, const std::int32_t* gradient, std::size_t size, int shift,
                    Rounding rounding);
+
+// torch.optim.SGD in float32: g = float(gradient * scale, exactly) * inverse, + weight_decay * value; then, unless
+// velocity is null, velocity = momentum * velocity + g and g = velocity; value = value - learning_rate * g.
+// Returns the largest magnitude of the values; infinity if any is not finite.
+float descend(float* values, float* velocity, const std::int32_t* gradient, std::size_t size, const Descent& by);
 
 // out (h,w,batch,cs) = nearest int8 of x / 2^exponent (half to even), saturated at +-127, from float32
 // images (batch,channels,h,w). NaN becomes 0; so do the channels of padding.

@@ -2,7 +2,6 @@
 // into the padding do not appear.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -23,12 +22,5 @@ struct TapIndex {
 };
 
 TapIndex tap_index(const ConvShape& shape, By by);
-
-// A maximum over tasks.
-inline void raise_to(std::atomic<std::uint32_t>& largest, std::uint32_t value) {
-  std::uint32_t seen = largest.load(std::memory_order_relaxed);
-  while (value > seen && !largest.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
-  }
-}
 
 }  // namespace socflower::int8

@@ -58,4 +58,11 @@ class ThreadPool {
   void* body_ = nullptr;
 };
 
+// A maximum over tasks.
+inline void raise_to(std::atomic<std::uint32_t>& largest, std::uint32_t value) {
+  std::uint32_t seen = largest.load(std::memory_order_relaxed);
+  while (value > seen && !largest.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
+  }
+}
+
 }  // namespace socflower::int8

@@ -230,6 +230,7 @@ def _built(build: BuildModel, state: Mapping[str, Any]) -> Int8Model:
     """Return a model with the part of a state that belongs to its layers."""
     model = build(state.get("exponents", {}))
     known = {node.name for node in model.graph.nodes}
+    model.parameters.stalls.restore(state.get("stalls", ()))
     model.trackers.restore([entry for entry in state.get("trackers", ()) if entry[0] in known])
     velocities = {
         name: own[MOMENTUM].numpy()
@@ -241,12 +242,13 @@ def _built(build: BuildModel, state: Mapping[str, Any]) -> Int8Model:
 
 
 def _state_of(model: Int8Model) -> dict[str, Any]:
-    """Return the exponents, the trackers of exponents, and the momentum of FP32 updates."""
+    """Return the exponents, their trackers, the momentum of FP32 updates, and for how long nothing has changed."""
     velocities = export_velocities(model.graph, model.parameters)
     return {
         PARAMETERS: {name: {MOMENTUM: torch.from_numpy(own)} for name, own in velocities.items()},
-        "exponents": dict(model.parameters.exponents),
+        "exponents": dict(model.weight_exponents()),
         "trackers": model.trackers.to_json(),
+        "stalls": model.parameters.stalls.to_json(),
     }
 
 

@@ -49,8 +49,11 @@ class Int8Layers:
         input_gradient: bool = False,
         num_passes: int = 1,
         trackers: Sequence[Any] = (),
+        trains_alone: bool = True,
     ) -> None:
         """Build the engine. Shapes are of one sample; `trackers` (`ScaleTrackers.to_json`) may have other layers too.
+
+        `trains_alone` is that of `Int8Model`.
 
         Raises ConfigError for other inputs than (channels, height, width) and (features,), and for a BatchNorm with
         frozen statistics; raises UnsupportedOperator, a ConfigError too, for operators that int8 does not have.
@@ -69,6 +72,7 @@ class Int8Layers:
             head=False,
             input_gradient=input_gradient,
         )
+        self.engine.trains_alone = trains_alone
         self._layers, self._seed, self._output_shape = layers, seed, tuple(output_shape)
         known = {node.name for node in self.engine.graph.nodes}
         self.engine.trackers.restore([entry for entry in trackers if entry[0] in known])

@@ -1,6 +1,6 @@
 """A torch module whose passes are computed in int8: `int8_`, for any loss, optimiser and training loop."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -14,6 +14,7 @@ from socflower.plain_numbers import plain_numbers
 from socflower.precision import EngineSettings, RescalingPolicy
 from socflower.precision.int8.network import UnsupportedOperator
 from socflower.training.batch_statistics import require_batch_statistics
+from socflower.training.int8_inputs import PREFIX, SequenceReader, engine_inputs, is_tokens
 from socflower.training.int8_layers import Int8Layers
 from socflower.training.trainer import require_cpu
 
@@ -35,14 +36,16 @@ def int8_(
 
     Its parameters stay FP32 tensors, the masters, which each training pass rounds to int8. So `loss.backward()`, any
     loss, optimiser and schedule of torch, `state_dict`, `deepcopy` and pickle work as before, and a training that
-    resumes from a `state_dict` has the same bits. The module takes one float32 tensor, (n, channels, height, width)
-    or (n, features); it may be a part of a larger model. Frozen parameters get no gradient.
+    resumes from a `state_dict` has the same bits. The module takes one float32 tensor, (n, channels, height, width),
+    (n, features) or (n, length, features), or int64 tokens (n, length); it may be a part of a larger model. Keyword
+    arguments may only be None or False. Frozen parameters get no gradient.
 
     `fp32_operators` are the paths of modules inside it that run in torch FP32. Operators without an int8 kernel run in
     FP32 too, which a warning names; with `unsupported` "refuse" they raise ConfigError when the module is called.
     `num_threads` and `kernel` are those of `EngineSettings`; they change no result.
 
-    Tensors that int8 does not have raise ConfigError when the module is called.
+    Tensors that int8 does not have raise ConfigError when the module is called. If the inputs need no gradient,
+    `backward` raises TrainingFailed once no gradient has reached the weights for long, since the loss cannot change.
     """
     require_known("int8_: unsupported", unsupported, ("refuse", "fp32"))
     settings = EngineSettings(
@@ -80,47 +83,55 @@ class Int8Forward:
         """Return the state without engines, which are built again: all that they know follows from the module."""
         return {**vars(self), "_engines": {}}
 
-    def __call__(self, inputs: Tensor) -> Tensor:
+    def __call__(self, inputs: Tensor, **options: Any) -> Tensor:
         """Return the module's result, computed in int8."""
         module = self._module
+        _require_left_out(module, options)
         _require_float32(module, inputs)
         require_batch_statistics(module, _NAME)
         engine = self._engine(inputs)
         engine.load()
-        return engine.train(inputs) if module.training else engine.evaluate(inputs)
+        given = engine_inputs(inputs)
+        return engine.train(given) if module.training else engine.evaluate(given)
 
     def _engine(self, inputs: Tensor) -> "_Engine":
         """Return the engine for inputs of this shape and the parameters that train now."""
         parameters = self._module.named_parameters()
         frozen = tuple(name for name, part in parameters if not part.requires_grad)
-        key = (inputs.shape[1:], inputs.requires_grad, frozen)
+        key = (inputs.shape[1:], is_tokens(inputs), inputs.requires_grad, frozen)
         engine = self._engines.get(key)
         if engine is None:
-            engine = self._engines[key] = _Engine(self._module, self._layers(inputs))
+            engine = self._engines[key] = self._built(inputs)
         return engine
 
-    def _layers(self, inputs: Tensor) -> Int8Layers:
+    def _built(self, inputs: Tensor) -> "_Engine":
         plain = _without_int8(self._module)
+        is_sequence = inputs.ndim == 3
+        prefix = PREFIX if is_sequence else ""
         try:
-            return Int8Layers(
-                plain,
-                inputs.shape[1:],
+            layers = Int8Layers(
+                SequenceReader(plain) if is_sequence else plain,
+                engine_inputs(inputs).shape[1:],
                 _output_shape(plain, inputs),
                 settings=self._settings,
-                fp32_operators=self._fp32_operators,
+                fp32_operators=[prefix + name for name in self._fp32_operators],
                 unsupported=self._unsupported,
                 input_gradient=inputs.requires_grad,
+                # Layers before it may belong to a network with other branches.
+                trains_alone=not inputs.requires_grad,
             )
         except UnsupportedOperator as error:
             raise error.advising("int8_(module, {})") from None
+        return _Engine(self._module, layers, prefix)
 
 
 class _Engine:
-    """Int8 layers with the module whose parameters and statistics they take."""
+    """Int8 layers with the module whose parameters and statistics they take; their names of these have a prefix."""
 
-    def __init__(self, module: nn.Module, layers: Int8Layers) -> None:
+    def __init__(self, module: nn.Module, layers: Int8Layers, prefix: str) -> None:
         self._module = module
         self._layers = layers
+        self._prefix = prefix
         self._free = [0]
         self._loaded: tuple[tuple[int, int], ...] = ()
         self.num_loads = 0
@@ -133,7 +144,7 @@ class _Engine:
         # If loading fails, some values are new and some are old.
         self._loaded = ()
         self.num_loads += 1
-        self._layers.round_masters(dict(self._module.named_buffers()), None)
+        self._layers.round_masters(self._buffers(), None)
         self._loaded = versions
 
     def train(self, inputs: Tensor) -> Tensor:
@@ -142,7 +153,7 @@ class _Engine:
         draws = self._layers.engine.draws
         draw = int(torch.randint(2**62, ())) if draws else 0
         result = self._layers.forward(inputs, draw, number=number, lease=_Lease(self, number))
-        buffers = dict(self._module.named_buffers())
+        buffers = self._buffers()
         statistics = self._layers.statistics()
         for name, value in statistics.items():
             buffers[name].copy_(value)
@@ -159,6 +170,10 @@ class _Engine:
         if not torch.is_grad_enabled():
             return result
         return cast(Tensor, _NoBackward.apply(result, *self._module.parameters()))
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Return the module's buffers by the layers' names."""
+        return {self._prefix + name: buffer for name, buffer in self._module.named_buffers()}
 
     def _versions(self) -> tuple[tuple[int, int], ...]:
         """Return what changes with every change of a parameter or buffer."""
@@ -214,10 +229,23 @@ def _without_int8(module: nn.Module) -> nn.Module:
     return plain
 
 
+def _require_left_out(module: nn.Module, options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a keyword argument that asks for something, such as an attention mask."""
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise ConfigError(
+                f"int8_: {type(module).__name__} was called with {name}, and int8 has one input; leave it out, or "
+                "call int8_ on a part that does not need it"
+            )
+
+
 def _require_float32(module: nn.Module, inputs: Tensor) -> None:
     """Raise `ConfigError` for inputs and parameters that are not float32 on the CPU."""
     named = [("inputs", inputs), *module.named_parameters()]
     for name, tensor in named:
+        if tensor is inputs and isinstance(tensor, Tensor) and is_tokens(tensor):
+            require_cpu(str(tensor.device), f"int8_: {name}")
+            continue
         if not isinstance(tensor, Tensor):
             raise ConfigError(
                 f"int8_: the module takes one float32 tensor, got {type(tensor).__name__}"

@@ -29,8 +29,6 @@ ALGORITHMS = {
     "momentum": MOMENTUM,
     "real-scales": REAL_SCALES,
 }
-# Those that the NumPy trainer has.
-POWERS_OF_TWO = {name: each for name, each in ALGORITHMS.items() if each is not REAL_SCALES}
 
 
 def plain():

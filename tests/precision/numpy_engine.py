@@ -45,13 +45,22 @@ class Tracker:
         return max(1, int(max(closed, open_too) / 2))
 
     def round(self, acc, acc_exponent, rounding):
-        """Return (int8 values, exponent) of accumulators, and count a batch."""
+        """Return (int8 values, exponent) of accumulators, and count a batch.
+
+        `rounding` is a number, or a function of accumulators and shift.
+        """
+
+        def rounded(shift):
+            if callable(rounding):
+                return rounding(acc, shift)
+            return nk.round_shift(acc, shift, rounding)
+
         largest = nk.largest_magnitude(acc)
         if self.exponent is not None and self.batch < self.next_look:
             shift = self.exponent - acc_exponent
             if 0 <= shift <= 30 and largest < 128 * 2**shift:
                 self.batch += 1
-                return nk.round_shift(acc, shift, rounding), self.exponent
+                return rounded(shift), self.exponent
         exponent = acc_exponent + nk.shift_for(largest)
         if largest == 0:
             self.batch += 1
@@ -61,7 +70,7 @@ class Tracker:
         self.exponent = exponent
         self.next_look = self.batch + self.period()
         self.batch += 1
-        return nk.round_shift(acc, exponent - acc_exponent, rounding), exponent
+        return rounded(exponent - acc_exponent), exponent
 
 
 @dataclass
@@ -124,24 +133,29 @@ class NumpyTrainer:
     # ------------------------------------------------------------------------------------------ forward
 
     def step(self, images, labels, *, learning_rate, progress, seed=0):
-        """Train on a batch and return the logits as integers and their exponent."""
+        """Train on a batch and return the value of the logits: integers, their exponent, and what a subclass adds."""
         batch = len(images)
         self.rate = np.float32(learning_rate / batch)
         self.learning_rate, self.batch = np.float32(learning_rate), batch
         self.progress = progress
         self.seed = seed
-        exponent = exponent_for(np.abs(images).max())
-        values = {ir.INPUT: (nk.quantise(images, exponent).transpose(2, 3, 0, 1), exponent)}
+        values = {ir.INPUT: self.input_value(images)}
         memory = {}
         for node in self.graph.nodes:
             forward = getattr(self, "forward_" + node.kind.replace("-", "_"))
             values[node.name] = forward(node, memory, *(values[value] for value in node.inputs))
-        logits, exponent = values[self.graph.output]
-        gradient = nk.softmax_gradient(
-            logits[0, 0], exponent, labels, self.algorithm.backward.rounding
-        )
-        self.backward(values, memory, gradient[None, None])
-        return logits[0, 0], exponent
+        logits, *scale = values[self.graph.output]
+        gradient, exponent = self.logits_gradient(values[self.graph.output], labels)
+        self.backward(values, memory, gradient[None, None], exponent)
+        return (logits[0, 0], *scale)
+
+    def input_value(self, images):
+        exponent = exponent_for(np.abs(images).max())
+        return nk.quantise(images, exponent).transpose(2, 3, 0, 1), exponent
+
+    def logits_gradient(self, logits, labels):
+        rounding = self.algorithm.backward.rounding
+        return nk.softmax_gradient(logits[0][0, 0], logits[1], labels, rounding), -7
 
     def forward_convolution(self, node, memory, x):
         weight = self.weights[f"{node.name}.weight"]
@@ -234,11 +248,11 @@ class NumpyTrainer:
                 masks[node.name] = values[node.name][0]
         return masks
 
-    def backward(self, values, memory, logits_gradient):
+    def backward(self, values, memory, logits_gradient, logits_exponent):
         masks = self.masks(values)
         gradients = {name: [] for name in values}
         gradients[self.graph.output].append(
-            (nk.kept(logits_gradient, mask=masks.get(self.graph.output)), -7)
+            (nk.kept(logits_gradient, mask=masks.get(self.graph.output)), logits_exponent)
         )
         for node in reversed(self.graph.nodes):
             total, *others = gradients[node.name]

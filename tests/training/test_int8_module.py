@@ -391,5 +391,106 @@ def test_the_engine_holds_what_the_module_has():
     inside = engine._layers.engine
     exported = export_parameters(inside.graph, inside.parameters)
     for name, part in module.named_parameters():
-        quantum = 2.0 ** inside.parameters.exponents.get(name, -149)
+        quantum = 2.0 ** inside.weight_exponents().get(name, -149)
         assert np.abs(exported[name] - part.detach().numpy()).max() <= quantum / 2
+
+
+# --------------------------------------------------------------------------------------- sequences and tokens
+
+
+def encoder_layer():
+    return nn.TransformerEncoderLayer(
+        16, 2, 32, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+    )
+
+
+class Words(nn.Module):
+    """A classifier of ten words of 30: embedding and head around an encoder."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.words = nn.Embedding(30, 16)
+        self.encoder = nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, tokens):
+        return self.head(self.encoder(self.words(tokens)).mean(1))
+
+
+def sentences(count, size=16, seed=1):
+    """Return batches whose class is the first word's rest by four."""
+    random = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(30, (size, 10), generator=random) for _ in range(count)]
+    return [(own, own[:, 0] % 4) for own in tokens]
+
+
+@pytest.mark.parametrize("part", ["", "encoder"])
+def test_a_transformer_of_tokens_trains_whole_or_in_part_as_in_fp32(part):
+    fp32, int8 = Words(), Words()
+    int8_(int8.get_submodule(part), unsupported="refuse")
+    tokens, _ = sentences(1)[0]
+    expected = fp32(tokens).detach()
+    assert (int8(tokens) - expected).norm() < 0.1 * expected.norm()
+    losses = [
+        train(model, torch.optim.Adam(model.parameters(), 0.005), sentences(2) * 40)
+        for model in (fp32, int8)
+    ]
+    assert all(own[-1] < 0.1 * own[0] for own in losses)
+    assert fp32.state_dict().keys() == int8.state_dict().keys()
+    with torch.no_grad():
+        int8.eval()
+        assert (int8(tokens).argmax(1) == sentences(1)[0][1]).all()
+
+
+def test_layers_of_an_encoder_are_called_with_arguments_that_are_left_out():
+    model = Words()
+    for layer in model.encoder.layers:
+        int8_(layer)
+    tokens, _ = sentences(1)[0]
+    model(tokens).sum().backward()
+    assert all(part.grad is not None for part in model.parameters())
+    mask = torch.ones(16, 10, dtype=torch.bool)
+    embedded = model.words(tokens)
+    refused(
+        lambda: model.encoder.layers[0](embedded, src_key_padding_mask=mask),
+        "TransformerEncoderLayer",
+        "src_key_padding_mask",
+    )
+
+
+def test_a_module_of_sequences_has_its_own_statistics_and_resumes_with_the_same_bits():
+    def made(seed):
+        torch.manual_seed(seed)
+        return int8_(
+            nn.Sequential(
+                nn.Conv1d(6, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(), nn.Conv1d(8, 4, 10)
+            )
+        )
+
+    def loss(result, labels):
+        return functional.cross_entropy(result.flatten(1), labels)
+
+    random = torch.Generator().manual_seed(1)
+    data = [
+        (torch.randn(16, 6, 10, generator=random), torch.randint(4, (16,), generator=random))
+        for _ in range(12)
+    ]
+    one = made(0)
+    optimizer = torch.optim.SGD(one.parameters(), 0.1, momentum=0.9)
+    train(one, optimizer, data[:8], loss=loss)
+    assert one[1].num_batches_tracked == 8
+    assert one[1].running_mean.any()
+    other = made(1)
+    other.load_state_dict(one.state_dict())
+    resumed = torch.optim.SGD(other.parameters(), 0.1, momentum=0.9)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert train(one, optimizer, data[8:], loss=loss) == train(other, resumed, data[8:], loss=loss)
+    assert same(one, other)
+
+
+def test_a_token_that_does_not_exist_is_named():
+    model = int8_(Words())
+    tokens, _ = sentences(1)[0]
+    model(tokens)
+    refused(lambda: model(tokens + 30), "words", "0 to 29")

@@ -279,6 +279,7 @@ class _MemberSession:
         self._lost_at_s: float | None = None
         self._recoveries_s: list[float] = []
         self._hooks: list[RemovableHandle] = []
+        self._tries_loss = False
         self._timer = StepTimer(member.clock)
         # The devices of the members, known at the end.
         self._rates: dict[int, float] = {}
@@ -492,11 +493,16 @@ class _MemberSession:
             # A pass of a large model on a small SoC may take longer than its user wants to wait:
             # poll at every layer.
             self._hooks = [
-                module.register_forward_pre_hook(lambda module, inputs: self._poll())
+                module.register_forward_pre_hook(lambda module, inputs: self._poll_in_layer())
                 for module in self._model.modules()
                 if not any(True for _ in module.children())
             ]
         return session
+
+    def _poll_in_layer(self) -> None:
+        # What a loss raises in its trial is the user's error, so the trial, on a copy of the model, is not interrupted.
+        if not self._tries_loss:
+            self._poll()
 
     def _current_state(self) -> bytes | None:
         return self._state if self._session is None else self._session.state()
@@ -560,7 +566,7 @@ class _MemberSession:
         # The buffers of a joint session's model are written when it ends.
         snapshot = _Snapshot(None if isinstance(session, JointSession) else self._model)
         if not self._group.first_step + self._num_steps:
-            try_loss(session, [batch], self._member.data, self._group.batch_size, divided=True)
+            self._try_loss(session, batch)
         # Before other operations of the ring, which a thread of the exchange may begin at any time.
         weight = self._begin_weight_sum(session, batch)
         finish_exchange = self._begin_exchange(session)
@@ -575,6 +581,13 @@ class _MemberSession:
             )
         finish_exchange()
         return loss
+
+    def _try_loss(self, session: ExchangingSession | JointSession, batch: Part) -> None:
+        self._tries_loss = True
+        try:
+            try_loss(session, [batch], self._member.data, self._group.batch_size, divided=True)
+        finally:
+            self._tries_loss = False
 
     def _own_part(self, shares: Sequence[Indices], present: Sequence[int]) -> Part:
         with self._timer.timed():

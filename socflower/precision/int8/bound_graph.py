@@ -42,7 +42,7 @@ from socflower.precision.int8.numpy_operators.products import (
     SoftmaxOperator,
 )
 from socflower.precision.int8.numpy_operators.region_mean import RegionMean, RegionMeanOperator
-from socflower.precision.int8.numpy_operators.sample_norm import SampleNorm, SampleNormOperator
+from socflower.precision.int8.numpy_operators.sample_norm import SampleNorm, sample_norm_operator
 from socflower.precision.int8.numpy_operators.tables import Table, TableOperator
 from socflower.precision.int8.numpy_operators.weighted import (
     TransposedConvolutionOperator,
@@ -77,7 +77,7 @@ _OPERATORS: dict[type[ir.Node], Callable[[Any, Sequence[Tensor], Tensor], Operat
     Select: SelectOperator,
     Concat: ConcatOperator,
     RegionMean: RegionMeanOperator,
-    SampleNorm: SampleNormOperator,
+    SampleNorm: sample_norm_operator,
     Multiply: MultiplyOperator,
     MatMul: MatMulOperator,
     Softmax: SoftmaxOperator,

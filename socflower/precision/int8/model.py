@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -57,6 +58,7 @@ from socflower.precision.int8.requantisation import (
     ScaleTrackers,
     exponent_within_float32,
 )
+from socflower.precision.int8.stalling import guards
 
 if TYPE_CHECKING:
     import torch
@@ -135,7 +137,12 @@ class Int8Model:
     The last operator computes logits. With `head` False it computes values that a loss elsewhere reads; then `forward`
     and `backward` train the model. With `input_gradient`, `backward` also computes the gradient of the images, for
     layers before the model.
+
+    With `trains_alone` (the default), a training in which nothing changes any more is refused (`stalling`). It is False
+    for a part of a network beside which others may train.
     """
+
+    trains_alone = True
 
     def __init__(
         self,
@@ -167,8 +174,15 @@ class Int8Model:
         self.trackers = ScaleTrackers(settings.rescaling)
         self._fp32_factory = fp32_factory
         self._input_gradient = input_gradient
-        self._reads_numbers = any(isinstance(node, Embedding) for node in graph.nodes)
         self._clear_memory()
+
+    @cached_property
+    def _reads_numbers(self) -> bool:
+        return any(isinstance(node, Embedding) for node in self.graph.nodes)
+
+    @cached_property
+    def _guards(self) -> frozenset[str]:
+        return guards(self.graph)
 
     def _clear_memory(self) -> None:
         """Start with memory of its own."""
@@ -199,7 +213,7 @@ class Int8Model:
 
         The modules that `fp32_operators` names run in torch FP32 between the int8 ones;
         `operator_costs.profile_operators` predicts which ones should. `exponents` are earlier exponents of the weights
-        (`Parameters.exponents`). Operators without an int8 kernel run in FP32 too, which `islands` and a warning
+        (`weight_exponents`). Operators without an int8 kernel run in FP32 too, which `islands` and a warning
         report; with `unsupported` "refuse" they raise ConfigError.
         """
         from socflower.precision.int8.fp32_operator import fp32_factory
@@ -275,7 +289,7 @@ class Int8Model:
         determines the dropout masks. `timings`, if given, collects seconds per operator. Frozen parameters do not
         change, and no gradient is computed for them; BatchNorm's running statistics do change, as in torch. Raises
         ConfigError if the input has another shape or a NaN, if a required `progress` is missing, or if every parameter
-        is frozen; raises TrainingFailed if training has diverged.
+        is frozen; raises TrainingFailed if training has diverged, or has long been unable to change the loss.
         """
         settings = self._step_settings(learning_rate, progress, seed)
         images, labels = self._checked(images, labels)
@@ -372,8 +386,26 @@ class Int8Model:
                 self.graph.num_classes,
                 gradient,
             )
+            has_gradient = share.most(float(gradient.any())) > 0.0
             program.backward(step, gradient, exponent)
+            if has_gradient:
+                remedy = f"use a learning rate below {step.learning_rate:.3g}"
+                share.change(partial(self._require_change, step, remedy))
         return result
+
+    def _require_change(self, step: StepContext, remedy: str) -> None:
+        """Raise TrainingFailed if steps whose loss has a gradient have changed nothing for long."""
+        num_samples = step.share.num_samples
+        stalls = self.parameters.stalls
+        # Without anything in the images, a layer that reads them has no gradient.
+        if step.largest_input:
+            stalls.require_reach(self._guards, step.reached, num_samples, remedy)
+        update = self.algorithm.update
+        if isinstance(update, IntegerUpdate) and step.reached:
+            bits = update.bits_at(step.progress)
+            # Later bits may be few on purpose.
+            if bits == max(update.bits):
+                stalls.require_motion(min(step.reached), bits, num_samples)
 
     @contextmanager
     def _released_afterwards(self) -> Iterator[None]:
@@ -425,7 +457,8 @@ class Int8Model:
         `learning_rate` times the gradient of the same loss. For `learning_rate` and `progress` see `train_step`.
 
         Returns the gradient of the same loss with respect to the images if the model computes it (`input_gradient`):
-        int8 times a power of two, of a mean divided by n. Raises TrainingFailed for a NaN or an infinity in `gradient`.
+        int8 times a power of two, of a mean divided by n. Raises TrainingFailed for a NaN or an infinity in `gradient`,
+        and if no gradient has long reached the weights.
         """
         if self._kept is None:
             raise ConfigError("backward: no pass is kept; call forward with keep=True before")
@@ -441,8 +474,11 @@ class Int8Model:
             else:
                 gradient = gradient * np.float32(num_samples)
             exponent = round_gradient(step.engine, self.graph, gradient, into)
+            has_gradient = bool(into.any())
             of_input = program.backward(step, into, exponent)
             self.parameters.num_steps += 1
+            if has_gradient and self.trains_alone:
+                self._require_change(step, "lower the learning rate")
             if of_input is None:
                 return None
             real = to_real(*of_input, self.graph.input_shape)
@@ -484,6 +520,10 @@ class Int8Model:
     def arrays(self) -> dict[str, AnyArray]:
         """Return the parameters as NumPy arrays by their names in the module's state_dict, weights as float32."""
         return export_parameters(self.graph, self.parameters)
+
+    def weight_exponents(self) -> dict[str, int]:
+        """Return the exponents of the int8 weights by their names: a weight is its int8 value times 2^exponent."""
+        return self.parameters.exponents
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the parameters as tensors for the torch module's `load_state_dict`.
@@ -588,9 +628,9 @@ class Int8Model:
             parameters=self.parameters,
             trackers=trackers or self.trackers,
             share=share,
+            largest_input=largest,
             workspace=self._scratch(batch, "workspace", program.workspace_bytes, np.uint8),
             accumulators=self._scratch(batch, "accumulators", program.accumulator_size, np.int32),
-            scratch=self._scratch(batch, "scratch", self._scratch_size(), np.float32),
         )
         if takes_input:
             program.take_input(images, exponent_for(largest), step.workspace)
@@ -614,11 +654,6 @@ class Int8Model:
     def _scratch(self, batch: int, role: str, size: int, dtype: type) -> Any:
         num_bytes = size * np.dtype(dtype).itemsize
         return self.regions.acquire((batch, "step", role), num_bytes, lambda: np.empty(size, dtype))
-
-    def _scratch_size(self) -> int:
-        if not isinstance(self.algorithm.update, Fp32Update):
-            return 0
-        return max((weight.data.size for weight in self.parameters.weights.values()), default=0)
 
     def _checked(self, images: FloatArray, labels: Int32Array) -> tuple[FloatArray, Int32Array]:
         images = self._checked_images(images)

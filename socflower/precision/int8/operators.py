@@ -118,11 +118,12 @@ class Tensor:
 class StepContext:
     """Settings and shared buffers of the current step.
 
-    `share` is the part of the batch that the operators compute. The flat buffers are `accumulators`, as large as the
-    largest product or weight gradient, and `scratch`, as large as the largest weight under FP32 updates. The trackers
-    count only `differentiated` passes, which a backward pass follows. A `replay` is of a batch that has updated the
-    running statistics already. `seed` is that of the random numbers in the step. `timings`, if given, collects
-    seconds per operator.
+    `share` is the part of the batch that the operators compute, and `largest_input` the largest magnitude in the whole
+    batch. `accumulators`, a flat buffer, is as large as the largest product or weight gradient. The trackers count only
+    `differentiated` passes, which a backward pass follows. A `replay` is of a batch that has updated the running
+    statistics already. `seed` is that of the random numbers in the step. `timings`, if given, collects seconds per
+    operator. `reached` collects the operators whose weights have had a gradient other than zero, once all shares of the
+    batch are summed.
     """
 
     engine: _int8.Engine
@@ -130,15 +131,16 @@ class StepContext:
     parameters: Parameters
     trackers: ScaleTrackers
     share: BatchShare
+    largest_input: float
     workspace: npt.NDArray[np.uint8]
     accumulators: Int32Array
-    scratch: FloatArray
     differentiated: bool = True
     replay: bool = False
     learning_rate: float = 0.0
     progress: float = 0.0
     seed: int = 0
     timings: dict[str, float] | None = None
+    reached: set[str] = field(default_factory=set)
 
     def tracker(self, name: str, role: str) -> ScaleTracker | None:
         """Return the tracker of a tensor's exponent; None in a pass that always searches the maximum."""
@@ -266,16 +268,14 @@ class Operator(ABC, Generic[NodeT]):
         require_exponent(self.node.name, f"{largest:.3g}", output.exponent)
         return True
 
-    def _store_by_image(self, values: DoubleArray) -> None:
+    def _store_by_image(self, step: StepContext, values: DoubleArray) -> None:
         """Write (h, w, batch, channels) real values, each image rounded at the scale that fits it best."""
         output = self.output
-        channels = values.shape[3]
-        largest = np.abs(values).max(axis=(0, 1, 3)).astype(np.float32)
+        values = np.ascontiguousarray(values)
+        largest = np.empty(output.batch, dtype=np.float32)
+        _int8.largest_by_image(values, largest)
         output.by_image, inverse = image_scales(self.node.name, largest)
-        rounded = np.rint(values * inverse[:, None])
-        np.clip(rounded, -127, 127, out=rounded)
-        output.data[..., :channels] = rounded
-        output.data[..., channels:] = 0
+        _int8.round_by_image(step.engine, values, inverse, output.data)
         if output.is_result:
             output.exact = values.astype(np.float32)
 
@@ -297,6 +297,18 @@ class Operator(ABC, Generic[NodeT]):
         """
         wide = step.wide(out.shape)
         acc_exponent += fit_int32(step.share, sums, most, wide)
+        return self._round_wide(step, role, acc_exponent, wide, out, mask)
+
+    def _round_wide(
+        self,
+        step: StepContext,
+        role: str,
+        acc_exponent: int,
+        wide: Int32Array,
+        out: Int8Array,
+        mask: Int8Array | None,
+    ) -> int:
+        """Store accumulators, rounded to int8 (F14), and return the exponent; see `_round_sums`."""
         is_forward = role.startswith("forward")
         algorithm = step.algorithm
         rounding = (algorithm.forward if is_forward else algorithm.backward).rounding
@@ -408,6 +420,8 @@ class WeightedOperator(Operator[WeightedT]):
         scale = math.ldexp(self._input_scale(), self.output.gradient_exponent + drop)
 
         def update(total: Int32Array, largest: int) -> None:
+            if largest:
+                step.reached.add(self.node.name)
             update_weight(
                 self.node.name,
                 step.engine,
@@ -418,7 +432,7 @@ class WeightedOperator(Operator[WeightedT]):
                 gradient_scale=scale,
                 rate=step.rate,
                 progress=step.progress,
-                scratch=step.scratch,
+                stalls=step.parameters.stalls,
             )
 
         step.share.add_integers(gradient, own_largest, update)
@@ -435,7 +449,7 @@ def product_scale(one: Tensor, other: Tensor) -> tuple[float, int]:
     return factor, exponent + own_exponent
 
 
-_FACTOR_BITS = 20
+FACTOR_BITS = 20
 
 
 def times_factor(
@@ -447,8 +461,13 @@ def times_factor(
     """
     if factor == 1.0:
         return sums, 0, most
-    integer = round(math.ldexp(factor, _FACTOR_BITS))
-    return sums.astype(np.int64) * integer, -_FACTOR_BITS, most * integer
+    integer = integer_factor(factor)
+    return sums.astype(np.int64) * integer, -FACTOR_BITS, most * integer
+
+
+def integer_factor(factor: float) -> int:
+    """Return a factor of a real scale in units of 2^-20."""
+    return round(math.ldexp(factor, FACTOR_BITS))
 
 
 def room_beside(depth: int) -> int:

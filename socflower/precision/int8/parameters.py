@@ -21,6 +21,7 @@ from socflower.precision.int8.fixed_point import (
 )
 from socflower.precision.int8.network import BatchNorm, Fp32, Graph, Node, Weighted
 from socflower.precision.int8.requantisation import exponent_within_float32
+from socflower.precision.int8.stalling import StallWatch
 
 
 @dataclass(slots=True)
@@ -55,13 +56,14 @@ class Parameters:
     `vectors` are biases, and BatchNorm's scales, offsets and running statistics. `fp32` are the parameters of
     operators on the FP32 side, `fp32_velocities` their momentum, `fp32_gradients` their gradients under an outside
     update. `num_steps` counts the steps
-    made so far; it is the default seed of a step.
+    made so far; it is the default seed of a step. `stalls` watches whether they change anything.
     """
 
     weights: dict[str, Weight] = field(default_factory=dict)
     vectors: dict[str, Vector] = field(default_factory=dict)
     num_batches_tracked: dict[str, int] = field(default_factory=dict)
     num_steps: int = 0
+    stalls: StallWatch = field(default_factory=StallWatch)
     fp32: dict[str, FloatArray] = field(default_factory=dict)
     fp32_velocities: dict[str, FloatArray] = field(default_factory=dict)
     fp32_gradients: dict[str, FloatArray] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from socflower.precision.algorithm import (
 from socflower.precision.int8.fixed_point import FloatArray, Int32Array, shift_for
 from socflower.precision.int8.parameters import Vector, Weight
 from socflower.precision.int8.requantisation import MAX_SHIFT, exponent_within_float32
+from socflower.precision.int8.stalling import StallWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +43,49 @@ def update_weight(
     gradient_scale: float,
     rate: Rate,
     progress: float,
-    scratch: FloatArray,
+    stalls: StallWatch,
 ) -> None:
     """Update `weight` with an int32 gradient whose real value is gradient * gradient_scale.
 
     Under an outside update only `weight.gradient` changes: it becomes the gradient times the rate.
 
-    `largest` is the gradient's largest magnitude; `scratch` holds as many float32 as the weight. Raises
+    `largest` is the gradient's largest magnitude; `stalls` notes whether an integer update changes anything. Raises
     TrainingFailed, with `name`, when FP32 weights have diverged.
     """
     rule = algorithm.update
     if isinstance(rule, IntegerUpdate):
-        shift = min(MAX_SHIFT, shift_for(largest, rule.bits_at(progress)))
+        bits = rule.bits_at(progress)
+        shift = min(MAX_SHIFT, shift_for(largest, bits))
+        # With one bit or more, the largest gradient changes its weight.
+        in_doubt = bits < 1 and not stalls.has_moved
+        before = weight.data.copy() if in_doubt else None
         _int8.update_weight(engine, weight.data, gradient, shift, rule.rounding)
+        stalls.has_moved |= largest > 0 if before is None else bool((before != weight.data).any())
         return
     if isinstance(rule, OutsideUpdate):
         assert weight.gradient is not None
         _int8.export_gradient(engine, gradient, weight.gradient, gradient_scale * rate.of_sum)
         return
     assert weight.master is not None
-    step = scratch[: gradient.size].reshape(gradient.shape)
-    np.multiply(gradient, np.float32(gradient_scale), out=step, casting="unsafe")
-    weight.velocity = descend(weight.master, weight.velocity, step, rate, rule)
-    weight.exponent = exponent_within_float32(name, _int8.max_magnitude(weight.master))
+    if rule.momentum and weight.velocity is None:
+        weight.velocity = np.zeros_like(weight.master)
+    is_plain = not rule.momentum and not rule.weight_decay
+    # As `descend` for vectors: plain SGD multiplies once.
+    inverse, learning_rate = (
+        (rate.of_sum, 1.0) if is_plain else (1.0 / rate.num_samples, rate.learning_rate)
+    )
+    largest_weight = _int8.descend(
+        engine,
+        weight.master,
+        weight.velocity if rule.momentum else None,
+        gradient.reshape(weight.master.shape),
+        gradient_scale,
+        inverse,
+        learning_rate,
+        rule.momentum,
+        rule.weight_decay,
+    )
+    weight.exponent = exponent_within_float32(name, largest_weight)
     _int8.quantise(engine, weight.master, weight.data, weight.exponent)
 
 

@@ -1,9 +1,14 @@
 """Whole training steps against an independent NumPy implementation of the rules: every bit, in every setting."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
 from socflower import _int8
 from socflower.precision import NITI
@@ -12,25 +17,26 @@ from socflower.precision.int8.from_torch import capture_network
 from tests.one_line import refused
 from tests.precision import numpy_kernels as nk
 from tests.precision.networks import (
+    ALGORITHMS,
     ALWAYS,
     CLASSES,
     CORNERS,
     IMAGE,
     MOMENTUM,
     NETWORKS,
-    POWERS_OF_TWO,
     REACH,
     SELDOM,
     assert_same,
     batches,
     build,
     int8,
-    state_of,
     train,
 )
 from tests.precision.numpy_engine import NumpyTrainer
+from tests.precision.numpy_real_engine import NumpyRealTrainer
 
 STEPS = 5
+THREE = {"niti": NITI, "momentum": MOMENTUM, "real-scales": REAL_SCALES}
 
 
 def assert_same_parameters(model, other):
@@ -74,19 +80,19 @@ def blocks_of(name):
 
 
 @pytest.mark.parametrize("policy", [ALWAYS, SELDOM], ids=["always", "seldom"])
-@pytest.mark.parametrize("algorithm", POWERS_OF_TWO.values(), ids=POWERS_OF_TWO)
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_steps_equal_numpy_bit_for_bit(name, algorithm, policy):
     assert_steps_equal_numpy(name, algorithm, policy, batches(8 if policy is SELDOM else STEPS))
 
 
-@pytest.mark.parametrize("algorithm", [NITI, MOMENTUM], ids=["niti", "momentum"])
+@pytest.mark.parametrize("algorithm", THREE.values(), ids=THREE)
 @pytest.mark.parametrize("name", CORNERS)
 def test_networks_with_rectified_logits_or_branches_of_zeros_equal_numpy(name, algorithm):
     assert_steps_equal_numpy(name, algorithm, ALWAYS, batches(STEPS))
 
 
-@pytest.mark.parametrize("algorithm", [NITI, MOMENTUM], ids=["niti", "momentum"])
+@pytest.mark.parametrize("algorithm", THREE.values(), ids=THREE)
 @pytest.mark.parametrize("name", [*NETWORKS, "zero-branch"])
 def test_black_images_among_others_equal_numpy(name, algorithm):
     """Zeros take the exponent that is known, or -7; either way they change none."""
@@ -104,17 +110,82 @@ def test_the_fewest_gradient_bits_equal_numpy():
     assert_steps_equal_numpy("plain", fewest, ALWAYS, batches(STEPS, size=40))
 
 
-def assert_steps_equal_numpy(name, algorithm, policy, data):
-    model = int8(name, algorithm, rescaling=policy)
-    state = state_of(name)
-    trainer = NumpyTrainer(model.graph, state, algorithm, policy)
+class Beside(nn.Module):
+    """Layers, and an addition of what they make to their input."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return torch.relu(self.layers(x) + x)
+
+
+@st.composite
+def networks(draw):
+    """Draw layers of any shape for images (3, size, size), and the size."""
+    size = draw(st.integers(5, 10))
+    channels = 3
+    side = size
+    layers = []
+    for _ in range(draw(st.integers(1, 3))):
+        kernel = draw(st.integers(1, min(3, side)))
+        stride = draw(st.integers(1, 2))
+        padding = draw(st.integers(0, kernel // 2))
+        groups = draw(st.sampled_from([1, channels]))
+        outs = groups * draw(st.integers(1, 19 // groups))
+        bias = draw(st.booleans())
+        layers.append(nn.Conv2d(channels, outs, kernel, stride, padding, groups=groups, bias=bias))
+        channels = outs
+        side = (side + 2 * padding - kernel) // stride + 1
+        layers += [nn.BatchNorm2d(channels)] if draw(st.booleans()) else []
+        layers += [nn.ReLU()] if draw(st.booleans()) else []
+        if draw(st.booleans()):
+            inner = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+            layers.append(Beside(nn.Sequential(inner, nn.BatchNorm2d(channels))))
+        if side > 2 and draw(st.booleans()):
+            pool = draw(st.sampled_from([nn.MaxPool2d, nn.AvgPool2d]))
+            window = draw(st.integers(2, 3))
+            apart = draw(st.integers(1, 2))
+            layers.append(pool(window, apart))
+            side = (side - window) // apart + 1
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * side**2, CLASSES)), size
+
+
+@pytest.mark.parametrize("algorithm", THREE.values(), ids=THREE)
+@given(st.data())
+@settings(max_examples=10)
+def test_networks_of_any_shape_equal_numpy(algorithm, draw):
+    module, size = draw.draw(networks())
+    initialise(module, draw.draw(st.integers(0, 99)))
+    image = (3, size, size)
+    data = batches(4, size=draw.draw(st.integers(1, 5)), image=image)
+    assert_steps_equal_numpy(module, algorithm, SELDOM, data, image)
+
+
+def initialise(module, seed):
+    """Draw the parameters of a module from a seed, whatever torch's generator has made of them."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            spread = 1.0 / math.sqrt(parameter[0].numel())
+            parameter.uniform_(-spread, spread, generator=generator)
+
+
+def assert_steps_equal_numpy(module, algorithm, policy, data, image=IMAGE):
+    """Train a module, or a network by its name, both ways."""
+    module = build(module) if isinstance(module, str) else module
+    model = int8(module, algorithm, rescaling=policy, shape=image)
+    state = {name: array.numpy().copy() for name, array in module.state_dict().items()}
+    in_numpy = NumpyRealTrainer if algorithm is REAL_SCALES else NumpyTrainer
+    trainer = in_numpy(model.graph, state, algorithm, policy)
     for index, (images, labels) in enumerate(data):
         progress = index / len(data)
         result = model.train_step(images, labels, learning_rate=0.05, progress=progress)
-        logits, exponent = trainer.step(
+        logits, exponent, *factor = trainer.step(
             images, labels, learning_rate=0.05, progress=progress, seed=index
         )
-        real = logits * 2.0**exponent
+        real = logits * 2.0**exponent * math.prod(factor)
         expected = np.mean(np.log(np.exp(real).sum(axis=1)) - real[np.arange(len(labels)), labels])
         assert result.loss == pytest.approx(expected, rel=1e-12)
         assert result.num_correct == int((real.argmax(axis=1) == labels).sum())
@@ -127,15 +198,15 @@ def test_no_setting_of_the_machine_changes_a_bit(name, algorithm):
     data = batches(4, size=7)
     expected = int8(name, algorithm, rescaling=SELDOM)
     losses = train(expected, data)
-    for settings in (
+    for options in (
         *({"kernel": kernel} for kernel in _int8.available_kernels()),
         {"num_threads": 2},
         {"num_threads": 3, "kernel": "portable"},
         {"reuse_graph": False},
         {"batch_blocks": blocks_of(name)},
     ):
-        model = int8(name, algorithm, rescaling=SELDOM, **settings)
-        assert train(model, data) == losses, settings
+        model = int8(name, algorithm, rescaling=SELDOM, **options)
+        assert train(model, data) == losses, options
         assert_same_parameters(model, expected)
 
 

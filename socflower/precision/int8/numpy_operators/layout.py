@@ -174,12 +174,20 @@ class SelectOperator(_MovingOperator[Select]):
         for _, chosen, _ in self._axes:
             found = chosen[chosen != ZERO]
             self._repeats *= int(np.bincount(found).max(initial=0)) if found.size else 0
+        channels, rows, columns = (_as_slice(chosen) for _, chosen, _ in self._axes)
+        # A part without gaps, of an array (h, w, batch, channels); None: it has gaps.
+        self._part = None
+        if channels is not None and rows is not None and columns is not None:
+            self._part = (rows, columns, slice(None), channels)
 
     def _copy(self, values: Int8Array) -> None:
         part: Int8Array = values[..., : self.inputs[0].shape[0]]
-        for axis, chosen, _ in self._axes:
-            part = np.take(part, chosen, axis=axis, mode="wrap")
-            _zero_at(part, axis, chosen == ZERO)
+        if self._part is not None:
+            part = part[self._part]
+        else:
+            for axis, chosen, _ in self._axes:
+                part = np.take(part, chosen, axis=axis, mode="wrap")
+                _zero_at(part, axis, chosen == ZERO)
         self.output.data[..., : part.shape[3]] = part
         self.output.data[..., part.shape[3] :] = 0
 
@@ -190,7 +198,13 @@ class SelectOperator(_MovingOperator[Select]):
         if target is None:
             return [0]
         x = self.inputs[0]
-        sums: npt.NDArray[np.integer[Any]] = self.gradient[..., : self.output.shape[0]]
+        own = self.gradient[..., : self.output.shape[0]]
+        if self._part is not None:
+            target[...] = 0
+            target[self._part] = own
+            copy_masked(target, x.mask, target)
+            return [exponent]
+        sums: npt.NDArray[np.integer[Any]] = own
         for axis, chosen, size in self._axes:
             sums = _sum_by_index(sums, axis, chosen, size)
         if self._repeats <= 1:
@@ -202,6 +216,13 @@ class SelectOperator(_MovingOperator[Select]):
         return [self._round_sums(step, "backward", exponent, sums, target, most=most, mask=x.mask)]
 
 
+def _as_slice(index: npt.NDArray[np.int64]) -> slice | None:
+    """Return the range of indices that rise by one; None for others."""
+    first, last = int(index[0]), int(index[-1])
+    rises = first != ZERO and np.array_equal(index, np.arange(first, last + 1))
+    return slice(first, last + 1) if rises else None
+
+
 def _zero_at(array: Int8Array, axis: int, where: npt.NDArray[np.bool_]) -> None:
     if where.any():
         np.moveaxis(array, axis, 0)[where] = 0
@@ -211,7 +232,7 @@ def _sum_by_index(
     values: npt.NDArray[np.integer[Any]], axis: int, index: npt.NDArray[np.int64], size: int
 ) -> npt.NDArray[np.integer[Any]]:
     """Return for each i below `size` the sum of the values whose index along the axis is i."""
-    if np.array_equal(index, np.arange(size)):
+    if _as_slice(index) == slice(0, size):
         return values
     kept = np.flatnonzero(index != ZERO)
     order = kept[np.argsort(index[kept], kind="stable")]
@@ -263,7 +284,7 @@ class ConcatOperator(WideOperator[Concat]):
     def evaluate(self, step: StepContext) -> None:
         """Join the real values, round."""
         values = [x.each_image() for x in self.inputs]
-        self._store_by_image(np.concatenate(values, axis=_ARRAY_AXIS[self.node.axis]))
+        self._store_by_image(step, np.concatenate(values, axis=_ARRAY_AXIS[self.node.axis]))
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Copy each part of the gradient to its input."""

@@ -5,25 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from socflower import _int8
 from socflower.precision.int8 import network as ir
-from socflower.precision.int8.fixed_point import DoubleArray, Int8Array
+from socflower.precision.int8.fixed_point import DoubleArray, Int8Array, Int32Array
 from socflower.precision.int8.operators import (
+    FACTOR_BITS,
+    Operator,
     StepContext,
     Tensor,
     WideOperator,
+    integer_factor,
     product_scale,
     times_factor,
 )
 
 _LARGEST_PRODUCT = 127 * 127
-
-_FLOAT32_DEPTH = 2**24 // _LARGEST_PRODUCT
-"""Float32 holds every partial sum of so many products exactly, in whatever order they are added."""
+# Of accumulators: rounding may carry to one more.
+_KEPT_BITS = 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +103,7 @@ class MultiplyOperator(WideOperator[Multiply]):
 
     def evaluate(self, step: StepContext) -> None:
         """Multiply exactly, round."""
-        self._store_by_image(self._products() * _scales_of_products(*self.inputs))
+        self._store_by_image(step, self._products() * _scales_of_products(*self.inputs))
 
     def _products(self) -> npt.NDArray[np.int32]:
         a, b = self.inputs
@@ -149,92 +152,85 @@ class MatMulOperator(WideOperator[MatMul]):
 
     def __init__(self, node: MatMul, inputs: Sequence[Tensor], output: Tensor) -> None:
         super().__init__(node, inputs, output)
-        self._rows, self._depth, self._columns = node.sizes([x.shape for x in self.inputs])
+        rows, depth, columns = node.sizes([x.shape for x in self.inputs])
+        self._rows, self._depth, self._columns = rows, depth, columns
 
-    def _first(self) -> npt.NDArray[Any]:
-        """Return the first input, (batches, samples, rows, depth)."""
-        return self._matrices(self.inputs[0].data, self.inputs[0], self._rows)
+        def products(
+            made: tuple[int, int], summed: int, transposed: Literal["neither", "right", "left"]
+        ) -> _int8.MatrixProducts:
+            return _int8.MatrixProducts(node.batches, output.batch, *made, summed, transposed)
 
-    def _second(self) -> npt.NDArray[Any]:
-        """Return the second input, (batches, samples, depth, columns)."""
-        pixels = self._columns if self.node.transposed else self._depth
-        found = self._matrices(self.inputs[1].data, self.inputs[1], pixels)
-        return found.swapaxes(2, 3) if self.node.transposed else found
+        self._forward = products((rows, columns), depth, "right" if node.transposed else "neither")
+        self._of_first = products((rows, depth), columns, "neither" if node.transposed else "right")
+        second = (columns, depth) if node.transposed else (depth, columns)
+        self._of_second = products(second, rows, "left")
+        # Of the engine's own threads and kernels, which are known when it first runs.
+        self._workspace = np.empty(0, dtype=np.uint8)
 
-    def _matrices(self, array: Int8Array, tensor: Tensor, pixels: int) -> npt.NDArray[Any]:
-        channels = tensor.shape[0]
-        shape = (self.node.batches, pixels, tensor.batch, channels)
-        return array[..., :channels].reshape(shape).swapaxes(1, 2)
+    def _multiply(
+        self,
+        step: StepContext,
+        products: _int8.MatrixProducts,
+        left: Int8Array,
+        right: Int8Array,
+        like: Int8Array,
+    ) -> tuple[Int32Array, int]:
+        """Return the accumulators of the products, laid out as `like`, and their largest magnitude."""
+        needed = products.workspace_bytes(step.engine)
+        if len(self._workspace) < needed:
+            self._workspace = np.empty(needed, dtype=np.uint8)
+        made = step.wide(like.shape)
+        return made, products.multiply(step.engine, left, right, made, self._workspace)
 
     def forward(self, step: StepContext) -> None:
         """Multiply, round."""
-        self.output.factor, exponent = product_scale(*self.inputs)
-        made = _exact_product(self._first(), self._second())
-        self.output.exponent = self._store(
-            step, "forward", exponent, 1.0, made, self._depth, self.output.data, None
-        )
+        first, second = self.inputs
+        output = self.output
+        output.factor, exponent = product_scale(first, second)
+        made, _ = self._multiply(step, self._forward, first.data, second.data, output.data)
+        output.exponent = self._round_wide(step, "forward", exponent, made, output.data, None)
 
     def evaluate(self, step: StepContext) -> None:
         """Multiply exactly, round."""
-        sums = self._as_pixels(_exact_product(self._first(), self._second()), self.output.data)
-        self._store_by_image(sums * _scales_of_products(*self.inputs))
+        first, second = self.inputs
+        made, _ = self._multiply(step, self._forward, first.data, second.data, self.output.data)
+        own = made[..., : self.output.shape[0]]
+        self._store_by_image(step, own * _scales_of_products(first, second))
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Multiply the gradient by the other matrix, transposed."""
-        dy = self._matrices(self.gradient, self.output, self._rows)
+        dy = self.gradient
         first, second = self.inputs
         exponents = [0, 0]
         if into[0] is not None:
-            made = _exact_product(dy, self._second().swapaxes(2, 3))
-            exponent = self.output.gradient_exponent + second.exponent
-            exponents[0] = self._store(
-                step,
-                "backward 0",
-                exponent,
-                second.factor,
-                made,
-                self._columns,
-                into[0],
-                first.mask,
-            )
+            made = self._multiply(step, self._of_first, dy, second.data, into[0])
+            exponents[0] = self._store_gradient(step, "backward 0", second, made, into[0], first)
         if into[1] is not None:
-            made = _exact_product(self._first().swapaxes(2, 3), dy)
-            if self.node.transposed:
-                made = made.swapaxes(2, 3)
-            exponent = self.output.gradient_exponent + first.exponent
-            exponents[1] = self._store(
-                step, "backward 1", exponent, first.factor, made, self._rows, into[1], second.mask
-            )
+            # A second matrix that is stored transposed has the transposed gradient, too.
+            factors = (dy, first.data) if self.node.transposed else (first.data, dy)
+            made = self._multiply(step, self._of_second, *factors, into[1])
+            exponents[1] = self._store_gradient(step, "backward 1", first, made, into[1], second)
         return exponents
 
-    def _store(
+    def _store_gradient(
         self,
         step: StepContext,
         role: str,
-        exponent: int,
-        factor: float,
-        matrices: npt.NDArray[np.int64],
-        depth: int,
+        other: Tensor,
+        made: tuple[Int32Array, int],
         out: Int8Array,
-        mask: Int8Array | None,
+        x: Tensor,
     ) -> int:
-        """Round factor * matrices to the array of a tensor, and return the exponent."""
-        sums = self._as_pixels(matrices, out)
-        integers, unit, most = times_factor(factor, sums, depth * _LARGEST_PRODUCT)
-        return self._round_sums(step, role, exponent + unit, integers, out, most=most, mask=mask)
-
-    @staticmethod
-    def _as_pixels(matrices: npt.NDArray[np.int64], out: Int8Array) -> npt.NDArray[np.int64]:
-        """Return matrices (batches, samples, pixels, channels) as the pixels of `out`."""
-        height, width, samples, _ = out.shape
-        return matrices.swapaxes(1, 2).reshape(height, width, samples, -1)
-
-
-def _exact_product(lhs: npt.NDArray[np.int8], rhs: npt.NDArray[np.int8]) -> npt.NDArray[np.int64]:
-    """Return lhs @ rhs. Floating-point sums of integers are exact while they fit the mantissa, in any order."""
-    dtype = np.float32 if lhs.shape[-1] <= _FLOAT32_DEPTH else np.float64
-    made: npt.NDArray[np.int64] = (lhs.astype(dtype) @ rhs.astype(dtype)).astype(np.int64)
-    return made
+        """Round products with `other`, times its factor, to the gradient of `x`; return its exponent."""
+        sums, own_largest = made
+        exponent = self.output.gradient_exponent + other.exponent
+        if other.factor != 1.0:
+            integer = integer_factor(other.factor)
+            most = int(step.share.most(own_largest)) * integer
+            drop = max(0, most.bit_length() - _KEPT_BITS)
+            _int8.scale_sums(step.engine, sums, integer, drop)
+            exponent += drop - FACTOR_BITS
+        return self._round_wide(step, role, exponent, sums, out, x.mask)
 
 
 _POWER_BITS = 20
@@ -242,29 +238,25 @@ _PROBABILITY_BITS = 14
 _SCALE_BITS = 15
 
 
-class SoftmaxOperator(WideOperator[Softmax]):
+class SoftmaxOperator(Operator[Softmax]):
     """Probabilities of 14 bits, rounded as any accumulator.
 
     The powers are a table of 255 integers of 20 bits, one for each difference of two int8 values; their sum and the
-    quotients are integers.
+    quotients are integers, as are the products of the gradient, of up to 44 bits.
     """
 
     def forward(self, step: StepContext) -> None:
         """Look the powers up, divide by their sum, round."""
         x = self.inputs[0]
-        values = _channels(x.data, x).astype(np.int16)
-        below = values.max(axis=3, keepdims=True) - values
-        powers = _powers(self.node.scale * x.scale)[below]
-        sums = powers.sum(axis=3, keepdims=True)
         self.output.factor = 1.0
-        quotients = ((powers << (_PROBABILITY_BITS + 1)) + sums) // (2 * sums)
-        self.output.exponent = self._round_sums(
-            step,
-            "forward",
-            -_PROBABILITY_BITS,
-            quotients,
-            self.output.data,
-            most=1 << _PROBABILITY_BITS,
+        powers = _powers(self.node.scale * x.scale)
+        rounding = step.algorithm.forward.rounding
+
+        def run(out: Int8Array | None, shift: int) -> int:
+            return _int8.softmax(step.engine, x.data, powers, x.shape[0], out, shift, rounding)
+
+        self.output.exponent = self._round(
+            step, "forward", -_PROBABILITY_BITS, run, self.output.data
         )
 
     def evaluate(self, step: StepContext) -> None:
@@ -276,7 +268,7 @@ class SoftmaxOperator(WideOperator[Softmax]):
         for image, scale in enumerate(x.by_image.tolist()):
             powers = _powers(self.node.scale * scale)[below[:, :, image]]
             made[:, :, image] = powers / powers.sum(axis=2, keepdims=True)
-        self._store_by_image(made)
+        self._store_by_image(step, made)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Compute dx = scale * p * (dy - sum(p * dy)) with the rounded probabilities p."""
@@ -285,22 +277,22 @@ class SoftmaxOperator(WideOperator[Softmax]):
         if target is None:
             return [0]
         exponent = self.output.exponent
-        p = _channels(self.output.data, self.output).astype(np.int64)
-        dy = _channels(self.gradient, self.output).astype(np.int64)
-        # The exponent of probabilities is 0 or less: with it, dy has the unit of p * dy.
-        centred = (dy << -exponent) - (p * dy).sum(axis=3, keepdims=True)
         mantissa, scale_exponent = math.frexp(self.node.scale)
         factor = round(math.ldexp(mantissa, _SCALE_BITS))
-        made = p * centred * factor
+        # The exponent of probabilities is 0 or less: shifted by it, dy has the unit of p * dy.
+        operands = (step.engine, self.output.data, self.gradient, x.shape[0], -exponent, factor)
+        own_largest = _int8.softmax_input_gradient_largest(*operands)
+        drop = max(0, int(step.share.most(own_largest)).bit_length() - _KEPT_BITS)
+        rounding = step.algorithm.backward.rounding
+
+        def run(out: Int8Array | None, shift: int) -> int:
+            return _int8.softmax_input_gradient(*operands, drop, out, shift, rounding, x.mask)
+
         made_exponent = 2 * exponent + self.output.gradient_exponent + scale_exponent - _SCALE_BITS
-        # p <= 127, and both terms of `centred` are at most 127 * 2^14.
-        most = 127 * (127 << (_PROBABILITY_BITS + 1)) << _SCALE_BITS
-        return [
-            self._round_sums(step, "backward", made_exponent, made, target, most=most, mask=x.mask)
-        ]
+        return [self._round(step, "backward", made_exponent + drop, run, target)]
 
 
-def _powers(scale: float) -> npt.NDArray[np.int64]:
+def _powers(scale: float) -> Int32Array:
     """Return 2^20 * exp(-d * scale) for d = 0..254, rounded."""
     powers: DoubleArray = np.array([math.exp(-min(d * scale, 700.0)) for d in range(255)])
-    return np.rint(np.ldexp(powers, _POWER_BITS)).astype(np.int64)
+    return np.rint(np.ldexp(powers, _POWER_BITS)).astype(np.int32)

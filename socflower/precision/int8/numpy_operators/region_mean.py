@@ -82,7 +82,7 @@ class RegionMeanOperator(WideOperator[RegionMean]):
     def evaluate(self, step: StepContext) -> None:
         """Sum each region exactly, divide, round."""
         by_image = self.inputs[0].by_image.astype(np.float64)[:, None]
-        self._store_by_image(self._sums() * by_image / self._divisors)
+        self._store_by_image(step, self._sums() * by_image / self._divisors)
 
     def _sums(self) -> npt.NDArray[np.int64]:
         """Return the sum of each region, (rows, columns, batch, channels)."""

@@ -20,7 +20,7 @@ from socflower import _int8
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.fixed_point import DoubleArray, Int8Array, scaled_integers
 from socflower.precision.int8.numpy_operators.pointwise_functions import FUNCTIONS
-from socflower.precision.int8.operators import StepContext, WideOperator
+from socflower.precision.int8.operators import Operator, StepContext
 
 _TABLE_BITS = 21
 _TABLE_SIZE = 256
@@ -72,7 +72,7 @@ def _values_at(function: str, arguments: tuple[float, ...], scale: float) -> Dou
     return values
 
 
-class TableOperator(WideOperator[Table]):
+class TableOperator(Operator[Table]):
     """A function of single elements."""
 
     def forward(self, step: StepContext) -> None:
@@ -81,16 +81,16 @@ class TableOperator(WideOperator[Table]):
         values, _ = _tabulated(self.node.function, self.node.arguments, x.scale)
         exponent, (table,) = scaled_integers(_TABLE_BITS, (values, 0))
         channels = x.shape[0]
-        bytes_of_x = x.data.view(np.uint8)
-        occurring = np.bincount(bytes_of_x[..., :channels].reshape(-1), minlength=_TABLE_SIZE) > 0
-        largest = int(np.abs(table[occurring]).max())
+        occurring = np.empty(_TABLE_SIZE, np.uint8)
+        _int8.bytes_seen(x.data, channels, occurring)
+        largest = int(np.abs(table[occurring > 0]).max())
         rounding = step.algorithm.forward.rounding
         rounded = np.empty(_TABLE_SIZE, np.int8)
 
         def run(out: Int8Array | None, shift: int) -> int:
             if out is not None:
                 _int8.requantise(step.engine, table, rounded, shift, rounding)
-                np.take(rounded, bytes_of_x, out=out, mode="clip")
+                _int8.look_up(step.engine, x.data, rounded, out)
                 out[..., channels:] = 0
             return largest
 
@@ -104,7 +104,7 @@ class TableOperator(WideOperator[Table]):
         for image, scale in enumerate(x.by_image.tolist()):
             known = _values_at(self.node.function, self.node.arguments, scale)
             made[:, :, image] = known[x.data[:, :, image, : x.shape[0]].view(np.uint8)]
-        self._store_by_image(made)
+        self._store_by_image(step, made)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Multiply by the slopes."""
@@ -114,12 +114,11 @@ class TableOperator(WideOperator[Table]):
             return [0]
         _, slopes = _tabulated(self.node.function, self.node.arguments, x.scale)
         exponent, (table,) = scaled_integers(_TABLE_BITS, (slopes, 0))
-        channels = x.shape[0]
-        products = table[x.data.view(np.uint8)[..., :channels]]
-        products *= self.gradient[..., :channels]
+        rounding = step.algorithm.backward.rounding
+        operands = (step.engine, self.gradient, x.data, table)
+
+        def run(out: Int8Array | None, shift: int) -> int:
+            return _int8.table_gradient(*operands, out, shift, rounding, x.mask)
+
         exponent += self.output.gradient_exponent
-        most = 127 << _TABLE_BITS
-        made = self._round_sums(
-            step, "backward", exponent, products, target, most=most, mask=x.mask
-        )
-        return [made]
+        return [self._round(step, "backward", exponent, run, target)]

@@ -229,7 +229,7 @@ class WideLinearOperator(WeightedOperator[ir.Convolution]):
         made += self._bias(step)[: self._outs]
         if self.node.relu:
             np.maximum(made, 0.0, out=made)
-        self._store_by_image(made[None, None])
+        self._store_by_image(step, made[None, None])
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Compute the input gradient with the weights of the forward pass, then update."""

@@ -1,0 +1,11 @@
+// A step of SGD on FP32 weights.
+#pragma once
+
+namespace socflower::int8 {
+
+// The mean gradient is an int32 times `scale` times `inverse`, in float32.
+struct Descent {
+  float scale, inverse, learning_rate, momentum, weight_decay;
+};
+
+}  // namespace socflower::int8

@@ -1,0 +1,32 @@
+// What the functions over rows of channels (rows.h) take beside their tensors.
+#pragma once
+
+#include <cstddef>
+
+namespace socflower::int8 {
+
+// Normalisation of each row by numbers of its own, as of a LayerNorm. gamma and beta: one for each of cs channels, 0
+// for those of padding. slope and mean: one for each row.
+struct RowAffine {
+  const double *gamma, *beta, *slope, *mean;
+
+  RowAffine from_row(std::size_t row) const { return {gamma, beta, slope + row, mean + row}; }
+};
+
+// Its gradient. gamma and counted: for each channel; counted is 0 for those of padding, else 1. The others: one for
+// each row, scale_x and offset whole numbers.
+struct RowAffineGradient {
+  const double *gamma, *counted, *gain, *scale_x, *offset;
+
+  RowAffineGradient from_row(std::size_t row) const {
+    return {gamma, counted, gain + row, scale_x + row, offset + row};
+  }
+};
+
+// The gradient of a softmax in units of p * p * dy / factor, where dy has `up` bits less than p * dy. Its integers of
+// up to 44 bits lose `drop` bits, rounded half away from zero.
+struct SoftmaxGradient {
+  int up, factor, drop;
+};
+
+}  // namespace socflower::int8

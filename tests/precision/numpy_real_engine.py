@@ -1,0 +1,191 @@
+"""Real scales in NumPy, written from the docstrings of socflower.precision and native/int8/reference.h.
+
+A value is (integers, exponent, factor); a gradient is (integers, exponent).
+"""
+
+import math
+import zlib
+
+import numpy as np
+
+from socflower.precision.int8 import network as ir
+from tests.precision import numpy_kernels as nk
+from tests.precision.numpy_engine import NumpyTrainer, exponent_for, per_channel_integers
+
+GOLDEN_STEP = 0x9E3779B9
+
+
+def random32(index, seed):
+    """Return the numbers of elements (random24.h) as uint64 below 2^32."""
+    x = (index * 0x9E3779B1 + seed) % 2**32
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor) % 2**32
+    return x ^ (x >> np.uint64(16))
+
+
+def dither32(shape, seed):
+    """Return the number of each element of (height, width, batch, channels), counted over padded channels."""
+    *pixels, channels = shape
+    first = np.arange(math.prod(pixels), dtype=np.uint64).reshape(*pixels, 1)
+    index = first * np.uint64(nk.stride_of(channels)) + np.arange(channels, dtype=np.uint64)
+    block = index // np.uint64(16) * np.uint64(16)
+    return (random32(block, seed) + (index - block) * np.uint64(GOLDEN_STEP)) % 2**32
+
+
+def round_at_random(acc, shift, seed):
+    """Return acc / 2^shift, rounded up or down as the number of each element says."""
+    noise = (dither32(acc.shape, seed) >> np.uint64(32 - shift)).astype(np.int64)
+    return np.sign(acc) * np.minimum((np.abs(acc) + noise) >> shift, 127)
+
+
+def scale_of(value):
+    return math.ldexp(value[2], value[1])
+
+
+def affine_real(acc, by_image, scale, offset, other=None, *, relu):
+    """Return acc * by_image * scale + offset + other as float32, every operation rounded."""
+    real = acc.astype(np.float32) * np.float32(by_image) * np.float32(scale) + np.float32(offset)
+    if other is not None:
+        q, by_image = other
+        real = real + q.astype(np.float32) * np.float32(by_image)
+    assert real.dtype == np.float32
+    return np.maximum(real, np.float32(0)) if relu else real
+
+
+def at_real_scale(real, largest, *, relu):
+    """Return float32 values at the scale at which `largest` is 127; a rectified value stays positive."""
+    if largest == 0.0:
+        return np.zeros(real.shape, np.int64), -7, 1.0
+    factor, exponent = math.frexp(largest / 127.0)
+    inverse = np.float32(1.0 / math.ldexp(factor, exponent))
+    q = np.rint(np.clip(real * inverse, -127, 127)).astype(np.int64)
+    if relu:
+        q[(q == 0) & (real > 0)] = 1
+    return q, exponent, factor
+
+
+class NumpyRealTrainer(NumpyTrainer):
+    """Trains a graph by `REAL_SCALES`, step by step."""
+
+    def round_forward(self, node, acc, exponent, factor=1.0):
+        return (*super().round_forward(node, acc, exponent), factor)
+
+    def input_value(self, images):
+        return (*super().input_value(images), 1.0)
+
+    def is_normalised(self, node):
+        """Return whether the next operator is a BatchNorm, and alone reads this one."""
+        index = self.graph.nodes.index(node)
+        after = self.graph.nodes[index + 1 : index + 2]
+        reads = self.graph.consumers(node.name) == after
+        return reads and not node.relu and any(isinstance(one, ir.BatchNorm) for one in after)
+
+    def forward_convolution(self, node, memory, x):
+        weight = self.weights[f"{node.name}.weight"]
+        geometry = {"stride": node.stride, "padding": node.padding, "groups": node.groups}
+        acc = nk.convolution(x[0], weight.q, **geometry)
+        exponent = x[1] + weight.exponent
+        if node.bias:
+            bias = self.vectors[f"{node.name}.bias"].astype(np.float64)
+            acc += np.rint(np.ldexp(bias, -exponent) / x[2]).astype(np.int64)
+        acc = nk.kept(acc, node.relu)
+        scale = math.ldexp(x[2], exponent)
+        if self.is_normalised(node):
+            memory["sums of", node.name] = acc, scale
+            return self.round_forward(node, acc, exponent, x[2])
+        real = affine_real(acc, 1.0, scale, 0.0, relu=node.relu)
+        return at_real_scale(real, nk.largest_magnitude(acc) * scale, relu=node.relu)
+
+    def forward_batch_norm(self, node, memory, x):
+        q, step = x[0], scale_of(x)
+        rows = q.size // q.shape[3]
+        mean = q.sum(axis=(0, 1, 2)) / rows
+        variance = np.maximum((q * q).sum(axis=(0, 1, 2)) / rows - mean * mean, 0.0)
+        slope = step / np.sqrt(variance * step**2 + node.eps)
+        unbiased = variance * step**2 * (rows / max(rows - 1, 1))
+        for part, new in (("mean", mean * step), ("var", unbiased)):
+            name = f"{node.name}.running_{part}"
+            kept = np.float32(1.0 - node.momentum) * self.vectors[name]
+            self.vectors[name] = (kept + node.momentum * new).astype(np.float32)
+        memory[node.name] = mean, slope
+        scale = self.vectors[f"{node.name}.weight"] * slope
+        offset = self.vectors[f"{node.name}.bias"] - scale * mean
+        sums = memory.get(("sums of", node.inputs[0]))
+        if sums is None:
+            acc_exponent, (scale, offset) = per_channel_integers((21, 28), scale, offset)
+            return self.round_forward(node, nk.kept(scale * q + offset, node.relu), acc_exponent)
+        acc, acc_scale = sums
+        ends = [scale * (q.max(axis=(0, 1, 2)) + 0.5), scale * (q.min(axis=(0, 1, 2)) - 0.5)]
+        ends = np.array(ends) + offset
+        largest = (np.maximum(ends, 0.0) if node.relu else np.abs(ends)).max()
+        real = affine_real(acc, 1.0, scale * (acc_scale / step), offset, relu=node.relu)
+        return at_real_scale(real, float(largest), relu=node.relu)
+
+    def forward_relu(self, node, memory, x):
+        return (*super().forward_relu(node, memory, x), x[2])
+
+    def forward_max_pool(self, node, memory, x):
+        return (*super().forward_max_pool(node, memory, x), x[2])
+
+    def forward_average_pool(self, node, memory, x):
+        q, exponent, _ = super().forward_average_pool(node, memory, x)
+        return q, exponent, x[2]
+
+    def forward_dropout(self, node, memory, x):
+        q, exponent, _ = super().forward_dropout(node, memory, x)
+        return q, exponent, x[2]
+
+    def forward_add(self, node, memory, a, b):
+        real = affine_real(a[0], scale_of(a), 1.0, 0.0, (b[0], scale_of(b)), relu=node.relu)
+        return at_real_scale(real, float(np.abs(real).max()), relu=node.relu)
+
+    def logits_gradient(self, logits, labels):
+        """Return softmax - one-hot of real logits in float64, at the finest exponent."""
+        q, exponent, factor = logits
+        real = np.ldexp(q[0, 0].astype(np.float64), exponent) * factor
+        powers = np.exp(real - real.max(axis=1, keepdims=True))
+        gradient = powers / powers.sum(axis=1, keepdims=True)
+        gradient[np.arange(len(labels)), labels] -= 1.0
+        exponent = max(exponent_for(np.abs(gradient).max()), -90)
+        return nk.quantise(gradient, exponent), exponent
+
+    def backward_convolution(self, node, memory, values, read, dy, exponent):
+        weight, x = self.weights[f"{node.name}.weight"], values[node.inputs[0]]
+        geometry = {"stride": node.stride, "padding": node.padding, "groups": node.groups}
+        dx = None
+        if node.inputs[0] != ir.INPUT:
+            acc = nk.input_gradient(dy, weight.q, x[0].shape, **geometry)
+            acc = nk.kept(acc, mask=read[node.inputs[0]])
+            dx = self.round_backward(node, acc, exponent + weight.exponent)
+        gradient = nk.weight_gradient(x[0], dy, node.kernel, **geometry)
+        scale = float(np.float32(math.ldexp(scale_of(x), exponent)))
+        self.update_weight(weight, gradient * scale, 0)
+        if node.bias:
+            self.update_vector(f"{node.name}.bias", dy.sum(axis=(0, 1, 2)) * 2.0**exponent)
+        return [dx]
+
+    def backward_batch_norm(self, node, memory, values, read, dy, exponent):
+        """Return gamma / sigma * (dy - mean(dy) - xhat * mean(dy * xhat)), rounded at random."""
+        x = values[node.inputs[0]]
+        q, step = x[0], scale_of(x)
+        mean, slope = memory[node.name]
+        if node.relu:
+            dy = nk.kept(dy, mask=values[node.name][0])
+        rows = dy.size // dy.shape[3]
+        sums = np.array([dy.sum(axis=(0, 1, 2)), (dy * q).sum(axis=(0, 1, 2))], np.float64)
+        sum_dy, sum_dy_x = sums * 2.0**exponent
+        sum_dy_xhat = slope * (sum_dy_x - mean * sum_dy)
+        gain = self.vectors[f"{node.name}.weight"] * (slope / step)
+        scale_x = -gain * slope * sum_dy_xhat / rows
+        offset = -gain * sum_dy / rows - scale_x * mean
+        acc_exponent, (int_dy, int_x, int_offset) = per_channel_integers(
+            (21, 21, 28), gain * 2.0**exponent, scale_x, offset
+        )
+        acc = int_dy * dy + int_x * q + int_offset
+        seed = zlib.crc32(nk.padded(sums, np.float64).tobytes())
+        dx = self.tracker(node.name, "backward").round(
+            acc, acc_exponent, lambda acc, shift: round_at_random(acc, shift, seed)
+        )
+        self.update_vector(f"{node.name}.weight", sum_dy_xhat)
+        self.update_vector(f"{node.name}.bias", sum_dy)
+        return [dx]
