@@ -1,6 +1,6 @@
 """The table `[strategy.outer]`: which strategy makes the next model of the groups' models: Flower's, or an SGD step."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -77,7 +77,8 @@ class OuterConfig(Table):
         for key, value in self.arguments.items():
             if key not in known:
                 raise ConfigError(unknown_key(key, value, known, f"arguments of {self.name!r}"))
-            require_range("arguments", **_LIMITS[key], **{key: value})
+            limits_and_value: dict[str, Any] = {**_LIMITS[key], key: value}
+            require_range("arguments", **limits_and_value)
             if key.startswith("num_") and not isinstance(value, int):
                 raise ConfigError(f"arguments.{key} = {value} counts groups; give a whole number")
         key, why = _REQUIRED.get(self.name, ("", ""))
