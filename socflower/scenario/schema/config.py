@@ -841,13 +841,31 @@ class ScenarioFile(ClusterFile):
             why = f"{self._name} trains on each SoC alone and sums in a tree; leave it out"
             has_own = is_set(strategy, key) and getattr(strategy, key) != fitting
             yield self._kind.has_local_epochs and has_own, self._at("strategy", key), why
+        yield from self._rules_of_late_groups()
+        chosen = several_groups(strategy.name) and groups == "auto" and not self._kind.is_alone
+        yield (
+            is_set(strategy, "group_rule") and not chosen,
+            self._at("strategy", "group_rule"),
+            f"it is for groups = 'auto', and {self._at('strategy', 'groups')} and {self._name}; leave it out",
+        )
+        yield from self._rules_of_exchanges()
+        yield (
+            is_set(self.train, "local_epochs") and "local_epochs" in self._kind.unread_keys,
+            self._at("train", "local_epochs"),
+            f"{self._name} does not read it; leave it out, or give it in [compare.train.fedavg]",
+        )
+        yield from self._rules_of_leaders()
+
+    def _rules_of_late_groups(self) -> Iterator[Rule]:
+        """Yield what a round that does not wait for all groups needs."""
+        strategy = self.strategy
         late_groups, quorum = may_have_late_groups(strategy.name), self._at("strategy", "quorum")
         for key in _OF_QUORUM:
             why = f"it is for strategies of several groups, and {self._name}; leave it out"
             yield is_set(strategy, key) and not late_groups, self._at("strategy", key), why
         kind = STRATEGIES[strategy.name]
         if strategy.quorum < 1 and isinstance(kind, GroupStrategy):
-            counted = kind.groups(groups, 0)
+            counted = kind.groups(strategy.groups, 0)
             yield counted == "auto", quorum, _COUNTED
             if counted not in ("auto", 0):
                 self.quorum.require_some_late(int(counted))
@@ -856,12 +874,10 @@ class ScenarioFile(ClusterFile):
                 f"{arithmetic}, and changes of late groups' models are added in FP32; leave it out"
             )
             yield self.precision.arithmetic != "fp32", quorum, why
-        chosen = several_groups(strategy.name) and groups == "auto" and not self._kind.is_alone
-        yield (
-            is_set(strategy, "group_rule") and not chosen,
-            self._at("strategy", "group_rule"),
-            f"it is for groups = 'auto', and {self._at('strategy', 'groups')} and {self._name}; leave it out",
-        )
+
+    def _rules_of_exchanges(self) -> Iterator[Rule]:
+        """Yield what an exchange of gradients inside groups needs."""
+        strategy = self.strategy
         compression, (exchange, coding) = (
             self._at("strategy", "compression"),
             self.gradient_exchange,
@@ -883,16 +899,15 @@ class ScenarioFile(ClusterFile):
             compression if strategy.compression != NONE else self._name,
             f"it takes over SGD's momentum, and {self._at('train', 'optimizer')}; use another one",
         )
+
+    def _rules_of_leaders(self) -> Iterator[Rule]:
+        """Yield what an exchange of models between leaders needs."""
+        strategy = self.strategy
         needs_models = self.hub_needs_models
         yield (
             needs_models and self.leaders != "star",
             self._at("strategy", "leaders"),
             f"{needs_models} needs each group's model, and not their mean; use 'star'",
-        )
-        yield (
-            is_set(self.train, "local_epochs") and "local_epochs" in self._kind.unread_keys,
-            self._at("train", "local_epochs"),
-            f"{self._name} does not read it; leave it out, or give it in [compare.train.fedavg]",
         )
         compressed = self._at("strategy", "leader_compression")
         yield (
