@@ -1,8 +1,9 @@
 """A whole training step in int8 against torch's in FP32, eager and compiled, at batch 64 on one thread.
 
-Our step is from float32 images to new parameters (NITI, SGD for the biases), torch's from zeroed gradients to the end
-of SGD; both take the same batches in turn. Ours is timed in its steady state, after the batches in which self-adaptive
-rescaling searches every exponent, and again with a search in every batch.
+Our step is from float32 images to new parameters (NITI, SGD for the biases; and the default, real scales with SGD and
+momentum on FP32 masters), torch's from zeroed gradients to the end of SGD; all take the same batches in turn. Ours is
+timed in its steady state, after the batches in which self-adaptive rescaling searches every exponent, and NITI again
+with a search in every batch.
 
 `ok`: the loss fell over those batches, and a few steps of a smaller batch give the same bits as the portable kernels.
 Further rows: peak memory, two threads, and a step in a process that cannot import torch.
@@ -37,7 +38,14 @@ from benchmarks.int8_step_isolated import (
     torch_step,
     training,
 )
-from socflower.precision import NITI, EngineSettings, Int8Model, RescalingPolicy
+from socflower.precision import (
+    NITI,
+    EngineSettings,
+    Int8Model,
+    RescalingPolicy,
+    TrainingAlgorithm,
+)
+from socflower.precision.algorithm import REAL_SCALES
 
 TITLES = {
     "lenet5": "LeNet-5",
@@ -78,11 +86,17 @@ def step_rows(kernel: str, name: str, quick: bool) -> list[Row]:
         for rescaling in (_SETTLED, RescalingPolicy(adaptive=False))
     )
     same = _same_bits_as_portable(module, name, kernel, data[0])
-    step = training(usual, data)
-    losses = [step() for _ in range(_WARM_UP)]
-    ok = same and float(np.mean(losses[-len(data) :])) < float(np.mean(losses[: len(data)]))
+    default = _int8_model(
+        module, name, EngineSettings(kernel=kernel, rescaling=_SETTLED), REAL_SCALES
+    )
+    step, default_step = training(usual, data), training(default, data)
+    ok = same and _learns(step, len(data)) and _learns(default_step, len(data))
 
-    steps: dict[str, Callable[[], object]] = {"ours": step, "searching": training(searching, data)}
+    steps: dict[str, Callable[[], object]] = {
+        "ours": step,
+        "searching": training(searching, data),
+        "default": default_step,
+    }
     steps[_EAGER] = _torch_training(torch, _module(name), data)
     if not quick:
         steps[_COMPILED] = _torch_training(torch, _module(name), data, compiled=True)
@@ -93,15 +107,24 @@ def step_rows(kernel: str, name: str, quick: bool) -> list[Row]:
     times = measure_interleaved(turns, repeats=7 if quick else 11, warmup=1)
     ms = {key: time.median_s * 1e3 / turn for key, time in zip(steps, times, strict=True)}
     case = f"{kernel}: {TITLES[name]} step"
-    return [
+    rows = [
         less_is_better(case + suffix, ms[key], peer, ms[peer], "ms", ok=ok)
         for key, suffix in (
             ("ours", ""),
             ("searching", ", every exponent looked for in every batch"),
+            ("default", f", {REAL_SCALES.name}"),
         )
         for peer in (_EAGER, _COMPILED)
         if peer in ms
     ]
+    of_default = f"{case}, {REAL_SCALES.name}"
+    return [*rows, less_is_better(of_default, ms["default"], "NITI", ms["ours"], "ms", ok=ok)]
+
+
+def _learns(step: Callable[[], float], num_batches: int) -> bool:
+    """Train until every exponent has been searched; return whether the loss fell."""
+    losses = [step() for _ in range(_WARM_UP)]
+    return float(np.mean(losses[-num_batches:])) < float(np.mean(losses[:num_batches]))
 
 
 def save_models(folder: str) -> None:
@@ -180,9 +203,11 @@ def _module(name: str) -> Any:
     return build_model(name, in_channels=channels, image_size=size, num_classes=NUM_CLASSES, seed=0)
 
 
-def _int8_model(module: Any, name: str, settings: EngineSettings) -> Int8Model:
+def _int8_model(
+    module: Any, name: str, settings: EngineSettings, algorithm: TrainingAlgorithm = NITI
+) -> Int8Model:
     return Int8Model.from_module(
-        module, input_shape=INPUT_SHAPES[name], algorithm=NITI, settings=settings
+        module, input_shape=INPUT_SHAPES[name], algorithm=algorithm, settings=settings
     )
 
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from socflower.precision.int8 import network as ir
-from socflower.precision.int8.numpy_operators.embedding import Embedding
-from socflower.precision.int8.numpy_operators.layout import Concat, Rearrange, Select
-from socflower.precision.int8.numpy_operators.parameter_value import ParameterValue
-from socflower.precision.int8.numpy_operators.products import MatMul, Multiply, Softmax
-from socflower.precision.int8.numpy_operators.region_mean import RegionMean
-from socflower.precision.int8.numpy_operators.sample_norm import SampleNorm
-from socflower.precision.int8.numpy_operators.tables import Table
+from socflower.precision.int8.operators.embedding import Embedding
+from socflower.precision.int8.operators.layout import Concat, Rearrange, Select
+from socflower.precision.int8.operators.parameter_value import ParameterValue
+from socflower.precision.int8.operators.products import MatMul, Multiply, Softmax
+from socflower.precision.int8.operators.region_mean import RegionMean
+from socflower.precision.int8.operators.sample_norm import SampleNorm
+from socflower.precision.int8.operators.tables import Table
 
 Compute = Callable[[Sequence[Tensor]], Tensor]
 

@@ -19,7 +19,7 @@ from socflower.precision.int8.batch_splitting import median_seconds
 from socflower.precision.int8.fixed_point import to_real
 from socflower.precision.int8.fp32_operator import to_int8
 from socflower.precision.int8.model import EngineSettings, Int8Model
-from socflower.precision.int8.operators import Tensor
+from socflower.precision.int8.operators.base import Tensor
 from socflower.precision.int8.requantisation import RescalingPolicy
 from socflower.precision.predicted_placement import OperatorLatency, OperatorPlacement, place
 

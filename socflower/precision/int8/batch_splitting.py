@@ -17,7 +17,7 @@ import numpy as np
 from socflower import _int8
 from socflower.plain_numbers import plain_numbers
 from socflower.precision.int8.network import Convolution, Graph, convolution_geometry
-from socflower.precision.int8.numpy_operators.weighted import convolution_plan, is_wide
+from socflower.precision.int8.operators.weighted import convolution_plan, is_wide
 
 CANDIDATES = (0, 32, 16, 8)
 """Images at a time; 0 is the whole batch."""

@@ -20,8 +20,17 @@ from socflower import _int8
 from socflower.errors import ConfigError
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.fixed_point import FloatArray, Int8Array
-from socflower.precision.int8.numpy_operators.embedding import Embedding, EmbeddingOperator
-from socflower.precision.int8.numpy_operators.layout import (
+from socflower.precision.int8.operators.base import Operator, StepContext, Tensor, image_scales
+from socflower.precision.int8.operators.batch_norm import BatchNormOperator
+from socflower.precision.int8.operators.convolution import ConvolutionOperator
+from socflower.precision.int8.operators.elementwise import (
+    AddOperator,
+    DropoutOperator,
+    ReluOperator,
+    add_tensors,
+)
+from socflower.precision.int8.operators.embedding import Embedding, EmbeddingOperator
+from socflower.precision.int8.operators.layout import (
     Concat,
     ConcatOperator,
     Rearrange,
@@ -29,11 +38,12 @@ from socflower.precision.int8.numpy_operators.layout import (
     Select,
     SelectOperator,
 )
-from socflower.precision.int8.numpy_operators.parameter_value import (
+from socflower.precision.int8.operators.parameter_value import (
     ParameterValue,
     ParameterValueOperator,
 )
-from socflower.precision.int8.numpy_operators.products import (
+from socflower.precision.int8.operators.pooling import AveragePoolOperator, MaxPoolOperator
+from socflower.precision.int8.operators.products import (
     MatMul,
     MatMulOperator,
     Multiply,
@@ -41,28 +51,14 @@ from socflower.precision.int8.numpy_operators.products import (
     Softmax,
     SoftmaxOperator,
 )
-from socflower.precision.int8.numpy_operators.region_mean import RegionMean, RegionMeanOperator
-from socflower.precision.int8.numpy_operators.sample_norm import SampleNorm, sample_norm_operator
-from socflower.precision.int8.numpy_operators.tables import Table, TableOperator
-from socflower.precision.int8.numpy_operators.weighted import (
+from socflower.precision.int8.operators.region_mean import RegionMean, RegionMeanOperator
+from socflower.precision.int8.operators.sample_norm import SampleNorm, sample_norm_operator
+from socflower.precision.int8.operators.tables import Table, TableOperator
+from socflower.precision.int8.operators.weighted import (
     TransposedConvolutionOperator,
     WideLinearOperator,
     convolution_plan,
     is_wide,
-)
-from socflower.precision.int8.operators import (
-    AddOperator,
-    AveragePoolOperator,
-    BatchNormOperator,
-    ConvolutionOperator,
-    DropoutOperator,
-    MaxPoolOperator,
-    Operator,
-    ReluOperator,
-    StepContext,
-    Tensor,
-    add_tensors,
-    image_scales,
 )
 from socflower.precision.int8.region_cache import RegionCache
 

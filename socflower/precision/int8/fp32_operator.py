@@ -17,7 +17,7 @@ from socflower.precision.int8 import network as ir
 from socflower.precision.int8.batch_share import BatchShare
 from socflower.precision.int8.bound_graph import Fp32Factory
 from socflower.precision.int8.fixed_point import FloatArray, Int8Array, exponent_for, to_real
-from socflower.precision.int8.operators import Operator, StepContext, Tensor, image_scales
+from socflower.precision.int8.operators.base import Operator, StepContext, Tensor, image_scales
 from socflower.precision.int8.updates import descend
 
 

@@ -26,7 +26,7 @@ from socflower.precision.int8.conversion.torch_functions import DROPOUTS, add_fu
 from socflower.precision.int8.conversion.torch_modules import add_module
 from socflower.precision.int8.fixed_point import FloatArray
 from socflower.precision.int8.network import UnsupportedOperator
-from socflower.precision.int8.numpy_operators.embedding import Embedding
+from socflower.precision.int8.operators.embedding import Embedding
 
 # Functions whose result is no tensor: what reads it decides what becomes of it.
 _OF_NUMBERS = ("size", "dim", "numel", "getattr")

@@ -43,8 +43,8 @@ from socflower.precision.int8.fixed_point import (
     to_real,
 )
 from socflower.precision.int8.network import Convolution, Dropout, Fp32, Graph, Shape
-from socflower.precision.int8.numpy_operators.embedding import Embedding
-from socflower.precision.int8.operators import StepContext
+from socflower.precision.int8.operators.base import StepContext
+from socflower.precision.int8.operators.embedding import Embedding
 from socflower.precision.int8.parameters import (
     Parameters,
     array_of,

@@ -17,7 +17,7 @@ from socflower.precision import (
     int8_algorithm,
 )
 from socflower.precision.int8.network import INPUT
-from socflower.precision.int8.operators import ConvolutionOperator
+from socflower.precision.int8.operators.convolution import ConvolutionOperator
 from socflower.precision.int8.parameters import export_velocities
 from socflower.training.trainer import TrainingSpan
 from tests.one_line import refused

@@ -81,7 +81,7 @@ def test_the_fewest_gradient_bits_take_any_gradient():
     gradient = np.full(weight.data.shape, largest, np.int32)
     update_weight(
         "0", model.engine, fewest, weight, gradient, largest=largest, gradient_scale=1.0, rate=Rate(0.0, 1),
-        progress=0.0,
+        progress=0.0, stalls=model.parameters.stalls,
     )  # fmt: skip
     step = nk.round_shift(gradient, 30, nk.PSEUDO_STOCHASTIC)
     assert step.all(), "the carry alone moves the weights"

@@ -12,7 +12,7 @@ from socflower import _int8
 from socflower.errors import TrainingFailed
 from socflower.precision.algorithm import Rounding
 from socflower.precision.int8.batch_share import BatchShare
-from socflower.precision.int8.operators import add_tensors
+from socflower.precision.int8.operators.elementwise import add_tensors
 from socflower.precision.int8.requantisation import (
     MAX_EXPONENT,
     ZERO_EXPONENT,

@@ -16,9 +16,9 @@ from socflower.model_graph.graph import ModelGraph, Operation
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.conversion import value_layout as layouts
 from socflower.precision.int8.conversion.value_layout import ValueLayout
-from socflower.precision.int8.numpy_operators.layout import ZERO, Rearrange, Select
-from socflower.precision.int8.numpy_operators.parameter_value import ParameterValue
-from socflower.precision.int8.numpy_operators.tables import Table
+from socflower.precision.int8.operators.layout import ZERO, Rearrange, Select
+from socflower.precision.int8.operators.parameter_value import ParameterValue
+from socflower.precision.int8.operators.tables import Table
 
 
 class NoKernel(Exception):

@@ -9,8 +9,8 @@ from socflower.precision.int8.conversion import value_layout as layouts
 from socflower.precision.int8.conversion.graph_builder import Value, form_of
 from socflower.precision.int8.conversion.module_call import ModuleCall, pair
 from socflower.precision.int8.conversion.value_layout import ValueLayout
-from socflower.precision.int8.numpy_operators.layout import ZERO
-from socflower.precision.int8.numpy_operators.region_mean import RegionMean, Regions
+from socflower.precision.int8.operators.layout import ZERO
+from socflower.precision.int8.operators.region_mean import RegionMean, Regions
 
 MAX_WINDOW = 256
 """Pixels of a pooling window: the engine stores the position of a maximum in a byte."""

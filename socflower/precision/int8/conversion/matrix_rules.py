@@ -8,7 +8,7 @@ from socflower.precision.int8 import network as ir
 from socflower.precision.int8.conversion import value_layout as layouts
 from socflower.precision.int8.conversion.graph_builder import GraphBuilder, NoKernel, Value
 from socflower.precision.int8.conversion.value_layout import ValueLayout
-from socflower.precision.int8.numpy_operators.products import MatMul, Softmax
+from socflower.precision.int8.operators.products import MatMul, Softmax
 
 
 def scaled_attention(

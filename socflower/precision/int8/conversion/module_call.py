@@ -13,7 +13,7 @@ from socflower.precision.int8 import network as ir
 from socflower.precision.int8.conversion import value_layout as layouts
 from socflower.precision.int8.conversion.graph_builder import GraphBuilder, NoKernel, Value, form_of
 from socflower.precision.int8.conversion.value_layout import ValueLayout
-from socflower.precision.int8.numpy_operators.sample_norm import SampleNorm
+from socflower.precision.int8.operators.sample_norm import SampleNorm
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from socflower.precision.int8.conversion.matrix_rules import added, matmul, scal
 from socflower.precision.int8.conversion.module_call import ModuleCall
 from socflower.precision.int8.conversion.torch_modules import add_module, attention
 from socflower.precision.int8.conversion.value_layout import ValueLayout
-from socflower.precision.int8.numpy_operators.layout import Concat
-from socflower.precision.int8.numpy_operators.products import Multiply
-from socflower.precision.int8.numpy_operators.region_mean import RegionMean, Regions
+from socflower.precision.int8.operators.layout import Concat
+from socflower.precision.int8.operators.products import Multiply
+from socflower.precision.int8.operators.region_mean import RegionMean, Regions
 
 DROPOUTS = (nn.functional.dropout, nn.functional.dropout1d, nn.functional.dropout2d)
 

@@ -27,10 +27,10 @@ from socflower.precision.int8.conversion.image_rules import (
 from socflower.precision.int8.conversion.matrix_rules import added, scaled_attention
 from socflower.precision.int8.conversion.module_call import ModuleCall, image_pair
 from socflower.precision.int8.conversion.value_layout import ValueLayout
-from socflower.precision.int8.numpy_operators.embedding import MOST_ROWS, Embedding
-from socflower.precision.int8.numpy_operators.products import Softmax
-from socflower.precision.int8.numpy_operators.sample_norm import SampleNorm
-from socflower.precision.int8.numpy_operators.weighted import covers, sum_depths
+from socflower.precision.int8.operators.embedding import MOST_ROWS, Embedding
+from socflower.precision.int8.operators.products import Softmax
+from socflower.precision.int8.operators.sample_norm import SampleNorm
+from socflower.precision.int8.operators.weighted import covers, sum_depths
 
 
 def add_module(call: ModuleCall) -> Value:

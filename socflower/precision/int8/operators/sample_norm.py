@@ -22,7 +22,7 @@ from socflower import _int8
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.batch_share import BatchShare
 from socflower.precision.int8.fixed_point import DoubleArray, Int8Array, Int32Array
-from socflower.precision.int8.operators import Operator, StepContext, Tensor
+from socflower.precision.int8.operators.base import Operator, StepContext, Tensor
 from socflower.precision.int8.updates import update_vector
 
 Integers = npt.NDArray[np.int64]

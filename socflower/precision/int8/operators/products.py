@@ -13,7 +13,7 @@ import numpy.typing as npt
 from socflower import _int8
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.fixed_point import DoubleArray, Int8Array, Int32Array
-from socflower.precision.int8.operators import (
+from socflower.precision.int8.operators.base import (
     FACTOR_BITS,
     Operator,
     StepContext,

@@ -13,13 +13,8 @@ import numpy.typing as npt
 
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.fixed_point import Int8Array
-from socflower.precision.int8.operators import (
-    MAX_ADD_SHIFT,
-    StepContext,
-    WideOperator,
-    aligned,
-    copy_masked,
-)
+from socflower.precision.int8.operators.base import StepContext, WideOperator, copy_masked
+from socflower.precision.int8.operators.elementwise import MAX_ADD_SHIFT, aligned
 
 Axis = Literal["rows", "columns", "channels"]
 _ARRAY_AXIS = {"rows": 0, "columns": 1, "channels": 3}

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.fixed_point import Int8Array
-from socflower.precision.int8.operators import AVERAGE_BITS, StepContext, Tensor, WideOperator
+from socflower.precision.int8.operators.base import StepContext, Tensor, WideOperator
+from socflower.precision.int8.operators.pooling import AVERAGE_BITS
 
 Regions = tuple[tuple[int, int], ...]
 

@@ -19,8 +19,8 @@ import numpy as np
 from socflower import _int8
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.fixed_point import DoubleArray, Int8Array, scaled_integers
-from socflower.precision.int8.numpy_operators.pointwise_functions import FUNCTIONS
-from socflower.precision.int8.operators import Operator, StepContext
+from socflower.precision.int8.operators.base import Operator, StepContext
+from socflower.precision.int8.operators.pointwise_functions import FUNCTIONS
 
 _TABLE_BITS = 21
 _TABLE_SIZE = 256

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from socflower.errors import ConfigError
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.fixed_point import Int8Array, Int32Array, channel_stride
-from socflower.precision.int8.operators import StepContext, Tensor, WeightedOperator
+from socflower.precision.int8.operators.base import StepContext, Tensor, WeightedOperator
 from socflower.precision.int8.requantisation import ZERO_EXPONENT
 
 MOST_ROWS = 2**24

@@ -11,7 +11,7 @@ import numpy as np
 from socflower import _int8
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.fixed_point import DoubleArray, Int8Array, quantise
-from socflower.precision.int8.operators import Operator, StepContext, Tensor
+from socflower.precision.int8.operators.base import Operator, StepContext, Tensor
 from socflower.precision.int8.requantisation import ZERO_EXPONENT, exponent_within_float32
 from socflower.precision.int8.updates import update_vector
 

@@ -1,1 +1,0 @@
-"""Operators of the integer engine that NumPy computes, exactly."""

@@ -1,0 +1,228 @@
+"""Convolutions and linear layers, with bias and ReLU fused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from socflower import _int8
+from socflower.precision.int8 import network as ir
+from socflower.precision.int8.fixed_point import (
+    Int8Array,
+    Int32Array,
+)
+from socflower.precision.int8.operators.base import (
+    StepContext,
+    Tensor,
+    WeightedOperator,
+    room_beside,
+)
+from socflower.precision.int8.parameters import Weight
+from socflower.precision.int8.requantisation import (
+    fit_int32,
+    round_product,
+)
+
+
+class ConvolutionOperator(WeightedOperator[ir.Convolution]):
+    """Convolution or linear layer, with bias and ReLU fused."""
+
+    def __init__(
+        self,
+        node: ir.Convolution,
+        inputs: Sequence[Tensor],
+        output: Tensor,
+        plan_of: Callable[[int], _int8.Convolution],
+        engine: _int8.Engine,
+    ) -> None:
+        self._plan_of = plan_of
+        self._plan = plan_of(output.batch)
+        super().__init__(node, inputs, output, self._plan.weight_shape)
+        self.workspace_bytes = self._plan.workspace_bytes(engine)
+        self._room = room_beside(math.prod(self._weight_shape[:3]))
+
+    def forward(self, step: StepContext) -> None:
+        """Multiply, add the bias at the accumulator's scale, apply the ReLU, round."""
+        x = self.inputs[0]
+        node = self.node
+        weight = self._weight(step)
+        weight_data = weight.data.reshape(self._weight_shape)
+        acc_exponent = x.exponent + weight.exponent
+        bias = self._integer_bias(step, acc_exponent, x.factor, self._room) if node.bias else None
+        rounding = step.algorithm.forward.rounding
+        self.output.factor = x.factor
+        tracker = step.tracker(node.name, "forward")
+        accumulators = step.wide(self.output.array_shape)
+
+        def run(
+            destination: Int8Array | Int32Array, shift: int, wide: Int32Array | None = None
+        ) -> int:
+            return self._plan.forward(
+                step.engine,
+                x.data,
+                weight_data,
+                bias,
+                destination,
+                step.workspace,
+                x.activations,
+                shift,
+                rounding,
+                node.relu,
+                wide,
+            )
+
+        if step.has_real_scales:
+            acc_scale = math.ldexp(x.factor, acc_exponent)
+            if not self.output.normalised:
+                largest = run(accumulators, 0)
+                self._round_real(step, accumulators, acc_scale, largest, relu=node.relu)
+                return
+            self.output.accumulators = accumulators
+            self.output.accumulator_scale = acc_scale
+            self.output.exponent = round_product(
+                node.name,
+                step.engine,
+                step.share,
+                tracker,
+                acc_exponent,
+                lambda destination, shift: run(
+                    destination, shift, None if destination is accumulators else accumulators
+                ),
+                self.output.data,
+                accumulators,
+                rounding,
+                keeps_accumulators=True,
+            )
+            return
+        self.output.exponent = round_product(
+            node.name,
+            step.engine,
+            step.share,
+            tracker,
+            acc_exponent,
+            run,
+            self.output.data,
+            accumulators,
+            rounding,
+        )
+
+    def evaluate(self, step: StepContext) -> None:
+        """Multiply; add the bias, apply the ReLU and round, unless a BatchNorm follows that does it."""
+        x = self.inputs[0]
+        node = self.node
+        output = self.output
+        weight = self._weight(step)
+        accumulators = step.wide(output.array_shape)
+        self._plan.forward(
+            step.engine,
+            x.data,
+            weight.data.reshape(self._weight_shape),
+            None,
+            accumulators,
+            step.workspace,
+            x.activations,
+        )
+        if not output.normalised:
+            self._store_products(step, accumulators, relu=node.relu)
+            return
+        output.accumulators = accumulators
+        output.by_image = x.by_image * np.float32(2.0**weight.exponent)
+        output.bias = self._bias(step)
+
+    def _round_real(
+        self,
+        step: StepContext,
+        accumulators: Int32Array,
+        acc_scale: float,
+        own_largest: int,
+        *,
+        relu: bool,
+    ) -> None:
+        """Round accumulators, in units of `acc_scale`, at the scale that fits them best."""
+        if self._set_real_scale(step.share.most(own_largest) * acc_scale):
+            channels = self.output.array_shape[3]
+            scale = np.full(channels, acc_scale, dtype=np.float32)
+            zeros = np.zeros(channels, dtype=np.float32)
+            self._affine_real(step, accumulators, scale, zeros, relu=relu)
+
+    def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
+        """Compute the input gradient with the weights of the forward pass, then the weight gradient, then update."""
+        x = self.inputs[0]
+        exponent = 0 if into[0] is None else self._input_gradient(step, self._weight(step), into[0])
+        if "weight" in self.node.trained:
+
+            def compute(gradient: Int32Array) -> tuple[int, int]:
+                try:
+                    return self._plan.weight_gradient(
+                        step.engine, x.data, self.gradient, gradient, step.workspace, x.activations
+                    ), 0
+                except OverflowError:
+                    if not step.share.is_whole:
+                        raise
+                    return self._split_gradient(step, gradient)
+
+            self._update_weight(step, compute)
+        if "bias" in self.node.trained:
+            self._update_bias(step)
+        return [exponent]
+
+    def _split_gradient(self, step: StepContext, gradient: Int32Array) -> tuple[int, int]:
+        """Write a gradient that may leave int32, from exact sums over parts of the batch, rounded to 30 bits."""
+        sums = self._sum_of_parts(step, 0, self.output.batch)
+        drop = fit_int32(step.share, sums, 2**62, gradient)
+        return max(int(gradient.max()), -int(gradient.min())), drop
+
+    def _sum_of_parts(self, step: StepContext, first: int, end: int) -> npt.NDArray[np.int64]:
+        """Return the gradient of some samples; OverflowError if that of a single one may leave int32."""
+        x = self.inputs[0]
+        plan = self._plan_of(end - first)
+        sums = np.empty(self._weight_shape, dtype=np.int32)
+        try:
+            plan.weight_gradient(
+                step.engine,
+                np.ascontiguousarray(x.data[:, :, first:end]),
+                np.ascontiguousarray(self.gradient[:, :, first:end]),
+                sums,
+                np.empty(plan.workspace_bytes(step.engine), np.uint8),
+                x.activations,
+            )
+        except OverflowError:
+            if end - first == 1:
+                raise
+            middle = (first + end) // 2
+            return self._sum_of_parts(step, first, middle) + self._sum_of_parts(step, middle, end)
+        return sums.astype(np.int64)
+
+    def _input_gradient(self, step: StepContext, weight: Weight, into: Int8Array) -> int:
+        """Write the gradient of the input and return its exponent."""
+        x = self.inputs[0]
+        node = self.node
+        rounding = step.algorithm.backward.rounding
+        weight_data = weight.data.reshape(self._weight_shape)
+
+        def run(destination: Int8Array | Int32Array, shift: int) -> int:
+            return self._plan.input_gradient(
+                step.engine,
+                self.gradient,
+                weight_data,
+                destination,
+                step.workspace,
+                shift,
+                rounding,
+                x.mask,
+            )
+
+        return round_product(
+            node.name,
+            step.engine,
+            step.share,
+            step.tracker(node.name, "backward"),
+            self.output.gradient_exponent + weight.exponent,
+            run,
+            into,
+            step.wide(x.array_shape),
+            rounding,
+        )
