@@ -56,7 +56,7 @@ def rack_dynamics(scenario: Scenario, cluster: Cluster) -> RackDynamics | None:
         governor=None if scenario.thermal else _ONE_CLOCK,
         fans=None if scenario.thermal else _NO_FANS,
         surroundings=Surroundings(
-            ambient_c=changes(0.0, thermal.ambient_changes),
+            ambient_c=changes(thermal.first_ambient_c, thermal.ambient_changes),
             fans_working=changes(1.0, thermal.fans_working_changes),
             background_load=games,
             open=idle_windows(background_load.idle_windows, _HORIZON_S, background_load.start_hour),
@@ -183,7 +183,7 @@ def _policy(thermal: ThermalConfig, scenario: Scenario, cluster: Cluster, rack: 
         return thermal.passive_cooling()
     return PredictiveCooling(
         load=planned_load(scenario, cluster, rack),
-        ambient_c=thermal.ambient_c,
+        ambient_c=thermal.first_ambient_c,
         low_rpm=thermal.rpm,
         high_rpm=thermal.high_rpm,
         max_slowdown=thermal.max_slowdown,

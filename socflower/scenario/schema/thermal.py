@@ -102,6 +102,11 @@ class ThermalConfig(Table):
         """The seconds from which on the room has a temperature, and that in °C."""
         return self.ambient_c if isinstance(self.ambient_c, tuple) else ((0.0, self.ambient_c),)
 
+    @property
+    def first_ambient_c(self) -> float:
+        """The temperature of the room at 0 s."""
+        return dict(self.ambient_changes)[0.0]
+
     def passive_cooling(self) -> PassiveCooling:
         """Return this table as `passive` fans; `predictive` fans need the same order of speeds."""
         try:

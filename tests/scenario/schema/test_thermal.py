@@ -104,9 +104,14 @@ def test_every_key_is_read(write: Write) -> None:
             for key in type(config).model_fields
             if key != "max_slowdown"
         )  # of another policy
-    text = "[thermal]\nfan = 'predictive'\nmax_slowdown = 0.1\nhigh_rpm = 9000.0"
-    predictive = load_scenario(write(text)).thermal
-    assert predictive is not None
+    text = (
+        "[thermal]\nfan = 'predictive'\nmax_slowdown = 0.1\nhigh_rpm = 9000.0\n"
+        "ambient_c = [[10, 30], [0, 22]]"
+    )
+    loaded = load_scenario(write(text))
+    predictive = loaded.thermal
+    assert predictive is not None and predictive.first_ambient_c == 22.0
+    assert rack_dynamics(loaded, scenario_cluster(loaded)) is not None
     assert (predictive.max_slowdown, predictive.high_rpm) == (0.1, 9000.0)
 
 
