@@ -50,8 +50,8 @@ class Recipe:
     weight_decay: float
 
 
-SGD = Recipe(optimizer="sgd", rates=(0.05, 0.1, 0.2, 0.4), weight_decay=5e-4)
-ADAMW = Recipe(optimizer="adamw", rates=(0.0005, 0.001, 0.002, 0.004), weight_decay=0.05)
+SGD = Recipe(optimizer="sgd", rates=(0.05, 0.1, 0.2, 0.4, 0.8), weight_decay=5e-4)
+ADAMW = Recipe(optimizer="adamw", rates=(0.0005, 0.001, 0.002, 0.004, 0.008), weight_decay=0.05)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
