@@ -71,13 +71,18 @@ class GlooRing(Collective):
         self.size = len(ranks)
         self.transport = "gloo"
         self._lock = threading.Lock()
+        self._heartbeat_s = heartbeat_s
         self._store = _PortStore(port, ranks[0], generation, heartbeat_s)
         self._group: Any = None
         # The group for messages to lower ranks.
         self._downward: Any = None
         self._two_way = two_way
         self._waiting: list[GlooCall[Any]] = []
+        self._begun: list[GlooCall[Any]] = []
         self._ports: frozenset[int] = frozenset()
+        # What `_sockets` calls the group's connections, and since when one of them is missing.
+        self._connections: frozenset[str] = frozenset()
+        self._incomplete_since_s: float | None = None
         self._failure: str | None = None
         self._host = Address.parse(port.addresses[port.rank]).host
         threading.Thread(target=self._build, name="ring-gloo", daemon=True).start()
@@ -147,6 +152,23 @@ class GlooRing(Collective):
         """Leave at once; pending operations end with `PeerLost`."""
         self._fail("the ring has been left")
 
+    def failure(self) -> str | None:
+        """Return why no pending operation will end: the ring has failed, or a connection has been gone for a while.
+
+        A while, because a member that is done leaves, and what it sent may still be on its way.
+        """
+        with self._lock:
+            if self._failure is not None or not self._connections:
+                return self._failure
+            if self._connections <= set(_sockets().values()):
+                self._incomplete_since_s = None
+                return None
+            now_s = time.monotonic()
+            self._incomplete_since_s = self._incomplete_since_s or now_s
+            if now_s - self._incomplete_since_s < self._heartbeat_s:
+                return None
+            return "the connection to a member has closed"
+
     def _gather(self, own: Tensor, poll: Poll) -> list[Tensor]:
         parts = [torch.empty_like(own) for _ in range(self.size)]
         return self._begin(lambda group: (group.allgather([parts], [own]), lambda: parts)).result(
@@ -161,15 +183,20 @@ class GlooRing(Collective):
         operation: Callable[[Any], tuple[Any, Callable[[], _Result]]],
         kind: "type[GlooCall[_Result]] | None" = None,
     ) -> "GlooCall[_Result]":
-        work = (kind or GlooCall)(operation)
+        work = (kind or GlooCall)(operation, self.failure)
         with self._lock:
             if self._failure is not None:
                 raise PeerLost(self._failure)
             if self._group is None:
                 self._waiting.append(work)
             else:
-                work.begin(self._group)
+                self._start(work)
         return work
+
+    def _start(self, work: "GlooCall[Any]") -> None:
+        self._begun = [earlier for earlier in self._begun if not earlier.has_ended()]
+        self._begun.append(work)
+        work.begin(self._group)
 
     def _build(self) -> None:
         try:
@@ -201,10 +228,11 @@ class GlooRing(Collective):
             return self._store.abandon()
         with self._lock:
             self._group, self._downward, self._ports = group, downward, ports
+            self._connections = _connections(ports)
             # If `close` was called meanwhile, the new group is shut down here.
             closed = self._failure is not None
             for work in self._waiting:
-                work.begin(group)
+                self._start(work)
             self._waiting.clear()
         if closed:
             self._shut_down_group()
@@ -221,15 +249,19 @@ class GlooRing(Collective):
     def _shut_down_group(self) -> None:
         """Shut down the group's connections and drop it; open connections to a hung member would block for minutes."""
         with self._lock:
-            group, downward, self._group, self._downward = self._group, self._downward, None, None
-        if group is None:
+            groups, self._group, self._downward = (self._group, self._downward), None, None
+            begun, self._begun = self._begun, []
+        if groups[0] is None:
             return
         # Without /proc the connections cannot be found, and a leak is better than blocking.
         if not self._ports:
-            _LEAKED.extend((group, downward))
+            _LEAKED.extend(groups)
             return
-        for fd in _sockets():
-            _shut_down_if_connected(fd, self._ports)
+        for fd in _connected_sockets(self._ports):
+            _shut_down(fd)
+        threading.Thread(
+            target=_drop_when_idle, args=(groups, begun), name="gloo-groups", daemon=True
+        ).start()
 
 
 class GlooServer(QueuedCollective):
@@ -267,10 +299,19 @@ class GlooServer(QueuedCollective):
 
 
 class GlooCall(Generic[_Result]):
-    """An operation of a ring that begins once the group is built; the owner of the ring waits for it."""
+    """An operation of a ring that begins once the group is built; the owner of the ring waits for it.
 
-    def __init__(self, operation: Callable[[Any], tuple[Any, Callable[[], _Result]]]) -> None:
+    `ring_failure` is the ring's `failure`: of a connection that breaks in the middle of a message, gloo does not tell
+    the operation to which the message belongs.
+    """
+
+    def __init__(
+        self,
+        operation: Callable[[Any], tuple[Any, Callable[[], _Result]]],
+        ring_failure: Callable[[], str | None],
+    ) -> None:
         self._operation = operation
+        self._ring_failure = ring_failure
         self._begun = threading.Event()
         self._work: Any = None
         self._finish: Callable[[], _Result]
@@ -281,7 +322,7 @@ class GlooCall(Generic[_Result]):
         try:
             self._work, self._finish = self._operation(group)
         except RuntimeError as failure:
-            self._failure = f"a member is gone ({str(failure).splitlines()[0]})"
+            self._failure = _member_gone(failure)
         self._begun.set()
 
     def fail(self, why: str) -> None:
@@ -301,9 +342,14 @@ class GlooCall(Generic[_Result]):
                 # have completed since.
                 if "timed out" in str(failure).lower() and not self._has_failed():
                     poll()
+                    self._failure = self._ring_failure()
                 else:
-                    self._failure = f"a member is gone ({str(failure).splitlines()[0]})"
+                    self._failure = _member_gone(failure)
         self._require_success()
+
+    def has_ended(self) -> bool:
+        """Whether gloo has no more to do for it."""
+        return self._work is None or bool(self._work.is_completed())
 
     def _await_begin(self, poll: Poll) -> None:
         while not self._begun.wait(POLL_INTERVAL_S):
@@ -323,17 +369,33 @@ class GlooCall(Generic[_Result]):
 
 
 class PointToPoint(GlooCall[None]):
-    """A message to or from one member. Its wait has no time limit, since gloo breaks the ring at a limit."""
+    """A message to or from one member. Gloo breaks the ring at a time limit of its wait, so a thread waits without."""
+
+    def begin(self, group: Any) -> None:
+        """Begin in a group; a failure is raised by `wait`."""
+        self._over = threading.Event()
+        super().begin(group)
+        if self._failure is None:
+            threading.Thread(target=self._wait_for_gloo, name="gloo-message", daemon=True).start()
 
     def wait(self, poll: Poll = no_poll) -> None:
         """Return when it is done; raise `PeerLost`, also when the ring is closed meanwhile."""
         self._await_begin(poll)
-        if self._failure is None:
-            try:
-                self._work.wait()
-            except RuntimeError as failure:
-                self._failure = f"a member is gone ({str(failure).splitlines()[0]})"
+        while self._failure is None and not self._over.wait(POLL_INTERVAL_S):
+            poll()
+            self._failure = self._ring_failure()
         self._require_success()
+
+    def has_ended(self) -> bool:
+        """Whether gloo has no more to do for it."""
+        return self._work is None or self._over.is_set()
+
+    def _wait_for_gloo(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as failure:
+            self._failure = _member_gone(failure)
+        self._over.set()
 
 
 class _PortStore(dist.Store):
@@ -503,17 +565,50 @@ def _listening_port(fd: int) -> int | None:
     return None
 
 
-def _shut_down_if_connected(fd: int, ports: frozenset[int]) -> None:
-    """Shut down a connection to or from one of these listening ports.
+def _connections(ports: frozenset[int]) -> frozenset[str]:
+    """Return what `_sockets` calls the connections to or from these listening ports."""
+    identities = _sockets()
+    return frozenset(identities[fd] for fd in _connected_sockets(ports) if fd in identities)
 
-    The listening socket is left open, or gloo would end the process. Gloo itself closes the sockets.
+
+def _connected_sockets(ports: frozenset[int]) -> list[int]:
+    """Return the descriptors of connections to or from these listening ports."""
+    return [fd for fd in _sockets() if _is_connected(fd, ports)]
+
+
+def _is_connected(fd: int, ports: frozenset[int]) -> bool:
+    with suppress(OSError):
+        view = socket.socket(fileno=fd)
+        try:
+            return view.family in (socket.AF_INET, socket.AF_INET6) and not ports.isdisjoint(
+                (view.getsockname()[1], view.getpeername()[1])
+            )
+        finally:
+            view.detach()
+    return False
+
+
+def _shut_down(fd: int) -> None:
+    """Shut down a connection.
+
+    Listening sockets are left open, or gloo would end the process. Gloo itself closes the sockets.
     """
     with suppress(OSError):
         view = socket.socket(fileno=fd)
         try:
-            if view.family in (socket.AF_INET, socket.AF_INET6):
-                here, there = view.getsockname()[1], view.getpeername()[1]
-                if here in ports or there in ports:
-                    view.shutdown(socket.SHUT_RDWR)
+            view.shutdown(socket.SHUT_RDWR)
         finally:
             view.detach()
+
+
+def _drop_when_idle(groups: tuple[Any, ...], begun: list[GlooCall[Any]]) -> None:
+    """Hold groups until their operations have ended, at the latest by `GROUP_TIMEOUT`.
+
+    Their destructors wait for these operations, and no other thread of the interpreter runs meanwhile.
+    """
+    while not all(work.has_ended() for work in begun):
+        time.sleep(POLL_INTERVAL_S)
+
+
+def _member_gone(failure: RuntimeError) -> str:
+    return f"a member is gone ({str(failure).splitlines()[0]})"

@@ -140,6 +140,39 @@ def test_messages_to_either_side_have_connections_of_their_own() -> None:
             end.close()
 
 
+@pytest.mark.parametrize("kind", ["message", "gather"])
+def test_an_operation_ends_whose_connection_breaks_while_it_reads(kind: str) -> None:
+    """Gloo tells only operations that have not begun to read; leaving the ring does not wait for the others either."""
+    addresses = free_addresses(2)
+    ports = [
+        RingPort(
+            addresses[rank], rank=rank, addresses=addresses, token=TOKEN, tls=None, heartbeat_s=10.0
+        )
+        for rank in range(2)
+    ]
+    rings = [GlooRing(port, [0, 1], 1, 0.5) for port in ports]
+    payload, arriving = torch.ones(30_000_000), torch.zeros(30_000_000)
+    try:
+        on_all(rings, lambda ring: ring.all_gather(b""))
+        with ThreadPoolExecutor(2) as threads:
+            if kind == "message":
+                receiver = threads.submit(rings[0].begin_receive(arriving, 1, 0).wait)
+                threads.submit(rings[1].send, payload, 0, 0)
+            else:
+                receiver = threads.submit(rings[0].collect, arriving)
+                threads.submit(rings[1].collect, payload)
+            time.sleep(0.01)
+            rings[1].close()
+            with pytest.raises(PeerLost):
+                receiver.result(60.0)
+            began_s = time.monotonic()
+            rings[0].close()
+            assert time.monotonic() < began_s + 20
+    finally:
+        for end in (*rings, *ports):
+            end.close()
+
+
 def test_rings_leave_no_sockets_behind() -> None:
     def count() -> int:
         return sum(
