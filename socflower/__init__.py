@@ -95,7 +95,7 @@ _EXPORTS = {
     "thermal.limits": ("HeatLimits", "current_guard"),
     "thermal.sensors.linux": ("LinuxSensors",),
     "thermal.sensors.recording": ("RecordedSource", "record"),
-    "thermal.sensors.remote": ("BackgroundSource",),
+    "thermal.sensors.guarded": ("GuardedSource",),
     "thermal.sensors.simulated": ("SensorFault", "SimulatedSource"),
     "thermal.sensors.step_times": ("StepTiming", "TimedSource"),
     "thermal.fans.control_loop": ("FanControl", "FanSettings", "StopSignals"),

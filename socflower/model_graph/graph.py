@@ -37,8 +37,9 @@ from socflower.model_graph.tensor_arrays import layout_of, spec_of
 Example: TypeAlias = torch.Tensor | tuple[int, ...]
 """A batch, whose first sample is used, or the shape of one float32 sample."""
 
-# Batch size of the observed pass: a leading dimension of 3 is rarely a coincidence.
-NUM_SAMPLES = 3
+# Batch size of the observed pass: a leading dimension of 7 is rarely a coincidence. One of 3 is where a transformer
+# stacks queries, keys and values.
+NUM_SAMPLES = 7
 
 
 class CaptureLock:
