@@ -197,7 +197,7 @@ def joules(cost, soc):
 
 
 def test_shares_of_a_snapdragon_865_on_vgg11():
-    """65.6 and 254.8 GFLOP/s (Mandheling Table 8): beta = 0.795, so that the paper's floor of e^-1 decides."""
+    """65.6 and 254.8 GFLOP/s (as a Snapdragon 888): beta = 0.795, so that the paper's floor of e^-1 decides."""
     pricing = MixedPricing()
     assert pricing.npu_ratio("vgg11", SOC) == pytest.approx(254.8 / 320.4)
     assert pricing.share("vgg11", SOC) == pytest.approx(math.exp(-1.0))
