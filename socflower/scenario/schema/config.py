@@ -284,7 +284,8 @@ class PrecisionConfig(Table):
         "real-scales",
         description=(
             "of int8 training: `real-scales` (FP32 master weights, FP32's learning rates), `niti` (int8 weights, "
-            "integer update) or `adaptive-fixed-point` (FP32 master weights, powers of two as scales)"
+            "integer update), `adaptive-fixed-point` (FP32 master weights, powers of two as scales) or `wageubn` (the "
+            "same with masters of 24 bits between -1 and 1 and gradients of weights in int8)"
         ),
     )
     gradient_bits: tuple[Annotated[int, Field(ge=0, le=7)], ...] = Field(
