@@ -7,7 +7,8 @@ here: Octo adds products in FP32 to every product in int8, and MLS scales the ch
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Annotated, Any, Literal
 
@@ -31,10 +32,14 @@ class OperatorTranslation:
 
     With `real` scales a BatchNorm reads the int32 accumulators of the convolution before it, so that the two round
     once, and its result and that of an addition have a real number as scale, with which the largest value is 127.
+
+    `replacements` translates modules of your own: by their class, a function that returns for such a module the torch
+    module to train in its place, with state of the same names and shapes. It may hold operators that int8 has.
     """
 
     rounding: Rounding = Rounding.NEAREST
     scales: Literal["power-of-two", "real"] = "power-of-two"
+    replacements: Mapping[type, Callable[[Any], Any]] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
