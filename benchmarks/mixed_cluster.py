@@ -3,7 +3,7 @@
     socflower bench mixed-cluster --json
 
 Rows are seconds and joules of an epoch of CIFAR-10 against the same cluster in FP32, predicted as `socflower plan`
-does, from the catalogue's rates (Mandheling Table 8: the CPU in FP32, the NPU in int8) at alpha = 1, the largest share
+does, from the catalogue's rates (the CPU in FP32, the NPU in int8; as a Snapdragon 888) at alpha = 1, the largest share
 for int8. `limit` is the bound of F11 on the computation, for rules that have one: under the paper's rule gamma is at
 least e^-1, so no NPU makes a step more than 2.72 times as fast, and 3.53 to 5.78 is out of reach. Rows of `one SoC`
 have no communication and show the rule itself; their answer is checked against throughputs alone.

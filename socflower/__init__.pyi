@@ -27,6 +27,7 @@ from socflower.hierarchy.group_count import default_candidates as default_candid
 from socflower.hierarchy.plan import GroupPlan as GroupPlan, plan_groups as plan_groups
 from socflower.hierarchy.quorum import Quorum as Quorum
 from socflower.hierarchy.rebalancing import Rebalancing as Rebalancing
+from socflower.model_graph.exported_module import exported_module as exported_module
 from socflower.model_graph.layer_profile import profile_module as profile_module
 from socflower.peers.ring.settings import RingSettings as RingSettings
 from socflower.pipeline.planner.selection import PlannerSettings as PlannerSettings
@@ -61,9 +62,9 @@ from socflower.thermal.fans.policies import FixedSpeed as FixedSpeed, PassiveCoo
 from socflower.thermal.limits import HeatLimits as HeatLimits, current_guard as current_guard
 from socflower.thermal.model.dynamics import RackDynamics as RackDynamics
 from socflower.thermal.model.rack import Rack as Rack
+from socflower.thermal.sensors.guarded import GuardedSource as GuardedSource
 from socflower.thermal.sensors.linux import LinuxSensors as LinuxSensors
 from socflower.thermal.sensors.recording import RecordedSource as RecordedSource, record as record
-from socflower.thermal.sensors.remote import BackgroundSource as BackgroundSource
 from socflower.thermal.sensors.simulated import SensorFault as SensorFault, SimulatedSource as SimulatedSource
 from socflower.thermal.sensors.step_times import StepTiming as StepTiming, TimedSource as TimedSource
 from socflower.training.fp32 import FP32Trainer as FP32Trainer, cosine_annealing as cosine_annealing, sgd as sgd

@@ -90,7 +90,14 @@ def test_figures_in_sentences_are_those_of_their_files() -> None:
         for run in document("split")["peers"]["runs"]
     ]
     median, tail = " median error", " 95th percentile"
+    goodput = row("bench-goodput", "VGG-11, seed 41, goodput")["ours"]
+    alone = next(
+        each["peer_value"]
+        for each in document("bench-goodput")["rows"]
+        if each["peer"] == "local-sgd" and "goodput" in each["case"]
+    )
     for text in (
+        f"leaves SoCFlow {goodput:.1f} % of its work, local SGD {alone:.1f} %",
         *(
             f"{truth[0][half + kind]:.1f} and {truth[1][half + kind]:.1f} %"
             for half in ("sleeping", "computing")

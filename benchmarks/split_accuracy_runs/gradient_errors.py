@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from socflower.edgecloud.half_protocols import Array
 from socflower.model_graph.cut_points import capture_split
-from socflower.wire.codecs.error_feedback import FORMS, SCALES, ErrorFeedback
+from socflower.wire.codecs.error_feedback import FORMS, ErrorFeedback
 from socflower.wire.codecs.quantisation import GROUPINGS, decode, encode
 from socflower.workloads.dataset import LabelledData
 
@@ -31,7 +31,7 @@ def gradient_errors(
 ) -> list[dict[str, Any]]:
     """Return mean relative errors over some batches, for every width and for ranges per tensor and per sample.
 
-    `features` is |h′ − h|/|h|, `none` |δ̂ − δ|/|δ|, followed by the latter after each correction, by form and scale.
+    `features` is |h′ − h|/|h|, `none` |δ̂ − δ|/|δ|, followed by the latter after each form of the paper's.
     `windows` is `none` with δ summed over the windows of the max-pooling behind the cut, so that it does not matter
     which pixel of a window the gradient goes to.
     """
@@ -75,10 +75,9 @@ def _errors(
         "windows": _distance(_by_window(got), _by_window(wanted)),
     }
     for form in FORMS[1:]:
-        for scale in SCALES:
-            feedback = ErrorFeedback(form, scale=scale)
-            feedback.keep(0, features, decoded)
-            errors[f"{form}, {scale}"] = _distance(feedback.correct(0, got), wanted)
+        feedback = ErrorFeedback(form)
+        feedback.keep(0, features, decoded)
+        errors[f"{form}, paper"] = _distance(feedback.correct(0, got), wanted)
     return errors
 
 

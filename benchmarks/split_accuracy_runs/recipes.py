@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from socflower.wire.codecs.error_feedback import Form, Scale
+from socflower.wire.codecs.error_feedback import Form
 from socflower.wire.codecs.quantisation import Grouping
 from socflower.workloads.dataset import DataSet, LabelledData
 from socflower.workloads.transfer import class_subset
@@ -73,7 +73,6 @@ class Variant:
     groups: bool = False
     bits: int = 32
     feedback: Form = "none"
-    scale: Scale = "paper"
     grouping: Grouping = "tensor"
     # Features are sent as changes since they were last sent.
     delta: bool = False
@@ -124,17 +123,6 @@ FEEDBACK = tuple(
     for bits in (8, 4, 2)
     for form in _FORMS
 )
-MEAN_LOSS = tuple(
-    Variant(
-        name=f"{_bits(bits)}, {form}, mean-loss",
-        window=5,
-        bits=bits,
-        feedback=form,
-        scale="mean-loss",
-    )
-    for bits in (8, 4, 2)
-    for form in _FORMS
-)
 WINDOWS = tuple(Variant(name=f"K = {window}", window=window) for window in (1, 2, 10))
 
 
@@ -170,7 +158,6 @@ def works(seeds: Sequence[int]) -> list[Work]:
         *each("scratch, fast", [NORMAL, PIPELINED, WIDTHS[0], GROUPS[0]], others),
         *each("scratch, late cut", [PIPELINED, WIDTHS[0], GROUPS[0]], one),
         *each("scratch", [*DELTA, *PER_SAMPLE], others),
-        *each("scratch", MEAN_LOSS, one),
         *each("scratch", FEEDBACK[1:], others),
         *each("scratch", [GROUPS[1]]),
     ]

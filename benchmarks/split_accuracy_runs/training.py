@@ -137,7 +137,6 @@ class Training:
             [back],
             coding=FeatureCoding(
                 feedback=variant.feedback,
-                scale=variant.scale,
                 grouping=variant.grouping,
                 delta_bytes=delta_bytes,
             ),

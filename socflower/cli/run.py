@@ -117,7 +117,8 @@ def run(
     save_model: Annotated[
         Path | None,
         typer.Option(
-            help="File for the trained model, FILE.npz: arrays by the names of the state dict."
+            help="File for the trained model: .npz or .safetensors (arrays by the names of the state "
+            "dict), or .onnx."
         ),
     ] = None,
     log: Log = "",
@@ -196,6 +197,11 @@ def _run_scenario(
     # Mistakes are found before the folder of --out is created.
     with mistakes_name_file(loaded.name, path):
         prepared = prepare(loaded, engine, trains_here=not is_remote)
+        if save_model is not None:
+            from socflower.scenario.model_export import require_exportable, require_format
+
+            require_format(save_model)
+            require_exportable(loaded, save_model)
     # Importing Flower takes long, so mistakes are found first.
     from socflower.scenario import runner
     from socflower.scenario.jobs import kept_line, remotely_kept_line
@@ -241,8 +247,8 @@ def _require_model_file(save_model: Path | None, out: Path | None) -> None:
     folder = save_model.parent
     exists = folder.is_dir()
     is_made = out is not None and folder.resolve() == out.resolve()
-    if save_model.suffix != ".npz" or not (exists or is_made):
-        raise ConfigError(f"--save-model {save_model}: name FILE.npz in a folder that exists")
+    if not (exists or is_made):
+        raise ConfigError(f"--save-model {save_model}: name a file in a folder that exists")
     if exists and not os.access(folder, os.W_OK):
         raise ConfigError(f"--save-model {save_model}: {folder} cannot be written to; name another")
 

@@ -20,6 +20,9 @@ from socflower.errors import ConfigError
 MIXING_RULES = ("paper", "normalised", "fp32", "int8", "half")
 """`paper` and `normalised` follow alpha and beta; the others are the fixed shares of the ablation (Fig. 15)."""
 
+MERGES = ("gradients", "weights")
+"""What CPU and NPU merge: gradients in every step (F12), or the weights at every synchronisation (Eq. 5)."""
+
 RULES_BY_THROUGHPUT = ("paper", "normalised")
 
 _FIXED = {"fp32": 1.0, "int8": 0.0, "half": 0.5}

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +167,10 @@ class AppRun:
             *missed,
         ]
         return result
+
+    def write_model(self, weights: Path, target: Path) -> None:
+        """Copy the weights: whose names are those of an app's own model is not known here."""
+        shutil.copyfile(weights, target)
 
     def shown(self, result: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the result with its settings where the report looks for those of a scenario."""

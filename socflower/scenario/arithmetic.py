@@ -1,5 +1,6 @@
 """The arithmetic of a scenario as it is computed here: trainer, kernels, and held-out data."""
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Literal
 
@@ -18,6 +19,7 @@ from socflower.precision import (
     TrainingAlgorithm,
     int8_algorithm,
 )
+from socflower.precision.algorithm import HANDED_OUT_GRADIENTS
 from socflower.precision.operator_costs import island_share
 from socflower.precision.processor_costs import MixedPricing
 from socflower.scenario.costs import mixing_note
@@ -130,8 +132,18 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
         rule=precision.rule,
         held_out=inputs,
         npu_ratio=ratio,
-        backend=partial(NativeInt8Backend, unsupported=unsupported(scenario)),
+        merge=precision.merge,
+        backend=_backend(scenario),
     )
+
+
+def _backend(scenario: Scenario) -> Callable[[], NativeInt8Backend]:
+    """Return what makes the int8 side of mixed training: with NITI if it trains weights of its own."""
+    precision = scenario.precision
+    algorithm = HANDED_OUT_GRADIENTS
+    if precision.merge == "weights":
+        algorithm = int8_algorithm("niti", gradient_bits=precision.gradient_bits)
+    return partial(NativeInt8Backend, algorithm, unsupported=unsupported(scenario))
 
 
 def _algorithm(scenario: Scenario) -> TrainingAlgorithm:

@@ -53,6 +53,9 @@ class Job(Protocol):
     def result(self, outcome: dict[str, Any], engine: str) -> dict[str, Any]:
         """Return the result document of an outcome, with its claims checked."""
 
+    def write_model(self, weights: Path, target: Path) -> None:
+        """Write a trained model, whose weights are an npz, in the format that the target's ending names."""
+
     def shown(self, result: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the result as the report reads it."""
 
@@ -76,7 +79,7 @@ def run_job(
         if trace_to is not None and folder.trace.exists():
             shutil.copyfile(folder.trace, trace_to)
         if model_to is not None:
-            shutil.copyfile(folder.model, model_to)
+            job.write_model(folder.model, model_to)
     return job.result(outcome, settings.engine)
 
 
@@ -122,17 +125,18 @@ def _write_results(
     kept: "Kept | None",
     save_model: Path | None,
 ) -> dict[str, Any]:
+    file = "model" if save_model is None else f"model{save_model.suffix}"
     with new_folder(out, within=None if kept is None else kept.path) as new:
         result = run_job(
             job,
             settings,
             kept=kept,
             trace_to=new / "trace.json",
-            model_to=save_model and new / "model.npz",
+            model_to=save_model and new / file,
         )
         # A model inside `out` takes part in its replacement, all files or none.
         if save_model is not None and save_model.parent.resolve() == out.resolve():
-            (new / "model.npz").replace(new / save_model.name)
+            (new / file).replace(new / save_model.name)
             save_model = None
         write_atomically(new / "result.json", json.dumps(result, indent=1))
         report = new / "report.html"
@@ -142,7 +146,7 @@ def _write_results(
             if not (new / name).exists():
                 (out / name).unlink(missing_ok=True)
     if save_model is not None:
-        _move_model(out / "model.npz", save_model)
+        _move_model(out / file, save_model)
     return result
 
 

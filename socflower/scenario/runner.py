@@ -24,6 +24,7 @@ from socflower.scenario.app.round_record import versions
 from socflower.scenario.arithmetic import arithmetic_notes
 from socflower.scenario.expectations import check_expectations
 from socflower.scenario.jobs import Kept, run_job, run_job_to_folder
+from socflower.scenario.model_export import write_model
 from socflower.scenario.prepared_run import PreparedRun, prepare
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
 from socflower.scenario.schema.config import Scenario
@@ -115,6 +116,10 @@ class ScenarioJob:
             *gpu_notes(result["processors"], engine),
         ]
         return result
+
+    def write_model(self, weights: Path, target: Path) -> None:
+        """Write a trained model in the format that the target's ending names."""
+        write_model(self.run.scenario, weights, target)
 
     def shown(self, result: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the result as it is."""

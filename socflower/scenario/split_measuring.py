@@ -93,7 +93,11 @@ def measured_costs(path: Path, expected: SplitCosts) -> SplitCosts:
     )
     if ours != theirs:
         raise ConfigError(f"costs {path}: are of {theirs}; the scenario has {ours}; measure again")
-    return replace(costs, gradient_bits=expected.gradient_bits)
+    return replace(
+        costs,
+        gradient_bits=expected.gradient_bits,
+        edge_budget_bytes=expected.edge_budget_bytes,
+    )
 
 
 def print_measured(console: Console, document: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from socflower.cluster import Device
-from socflower.cluster.device_catalog import device, usable_memory_bytes
+from socflower.cluster.device_catalog import device
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates, constant
 from socflower.edgecloud.plan import baselines
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
@@ -171,7 +171,6 @@ class SplitSetting:
                 self.costs[edge],
                 settings.bits,
                 num_batches=self.total_batches,
-                edge_memory_bytes=self._memory_bytes(edge),
                 reverse=self.is_reverse,
             )
             if self.can_move_cuts
@@ -235,24 +234,14 @@ class SplitSetting:
         """The best split plan of each edge alone."""
         return tuple(self._initial_plan(edge) for edge in range(self.num_edges))
 
-    def _memory_bytes(self, edge: int) -> float:
-        """Return the memory of an edge's device less what system and runtime take."""
-        return usable_memory_bytes(self.cluster.device_of(edge))
-
     def _engine(self, edge: int) -> DecisionEngine:
-        settings, cuts = self.scenario.split, self.costs[edge].cuts
-        # If the smallest front half does not fit, no cut can be planned.
-        smallest = min(range(len(cuts)), key=lambda cut: cuts[cut].edge_memory_bytes)
-        require_edge_memory(
-            self.cluster.device_of(edge), self.costs[edge], SplitPlan(cut=smallest), edge
-        )
+        settings = self.scenario.split
         return DecisionEngine(
             self.costs[edge],
             settings.bits,
             allow_edge_only=settings.allow_edge_only,
             num_batches=self.total_batches,
             reverse=self.is_reverse,
-            edge_memory_bytes=self._memory_bytes(edge),
         )
 
     def _initial_plan(self, edge: int) -> SplitPlan:

@@ -21,6 +21,7 @@ from socflower.errors import require_order
 from socflower.field_rules import NotNegative, Positive, checked
 from socflower.thermal.sensors.reading import Fraction, HeatSource, Reading, Temperature
 from socflower.thermal.sensors.step_times import StepTiming, TimedSource
+from socflower.thermal.sensors.stuck import StuckRule
 from socflower.wire.message_keys import HeatReport
 
 _Batch = TypeVar("_Batch")
@@ -117,8 +118,8 @@ class Pause:
 
     def stuck(self, limits: HeatLimits, now_s: float) -> bool:
         """Whether the sensor must be stuck: a cooling device does not keep exactly the same temperature."""
-        is_long = now_s - self.since_s >= limits.stuck_s
-        return not self.moved and self.num_looks >= _MIN_STUCK_READINGS and is_long
+        rule = StuckRule(after_s=limits.stuck_s, min_reads=_MIN_STUCK_READINGS)
+        return not self.moved and rule.is_long(now_s - self.since_s, self.num_looks)
 
 
 def next_pause(

@@ -58,7 +58,10 @@ TRAINED_ON = "socflower-trained-on"
 """The record of a reply with the devices that trained; see `DeviceReport`."""
 
 ALPHA, ALPHA_STEPS = "socflower-alpha", "socflower-alpha-steps"
-"""The metrics of a mixed-precision client: each confidence and its number of steps (F9)."""
+"""The metrics of a mixed-precision client whose NPUs train models of their own: each confidence and its steps (F9)."""
+
+COPY_SIMILARITY = "socflower-copy-similarity"
+"""The same metric in place of `ALPHA` if int8 models are copies of the FP32 model that were rounded for one step."""
 
 CPU_SHARE = "cpu-share"
 """The metric for the share of its samples that its CPUs computed (F11)."""

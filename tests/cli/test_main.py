@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from socflower.workloads.models.onnx_file import onnx_model
+from socflower.workloads.weights_file import read_weights
 from tests.command_line import Ran, Socflower, is_mistake
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
@@ -458,6 +460,27 @@ def test_a_file_for_the_model_is_refused_before_anything_is_trained(
     assert not (tmp_path / "out").exists()
     assert socflower("run case.toml --workers 0 --save-model model.npz").status == 0
     assert (tmp_path / "model.npz").is_file()
+
+
+def test_a_model_is_saved_in_the_format_that_its_file_names(
+    socflower: Socflower, tmp_path: Path
+) -> None:
+    pytest.importorskip("onnx", reason="pip install 'socflower[onnx]'")
+    from safetensors.numpy import load_file
+
+    for name in ("model.npz", "model.safetensors", "model.onnx"):
+        assert socflower(f"run case.toml --workers 0 --fresh --save-model {name}").status == 0
+    weights = read_weights(tmp_path / "model.npz")
+    assert {
+        key: values.tolist() for key, values in load_file(tmp_path / "model.safetensors").items()
+    } == {key: values.tolist() for key, values in weights.items()}
+    network = onnx_model(str(tmp_path / "model.onnx"))
+    trained = sorted(values.size for values in weights.values())
+    assert sorted(each.numel() for each in network.state_dict().values()) == trained
+    reader = "socflower.workloads.models.onnx_file:onnx_model"
+    again = f"run case.toml --workers 0 --set model={{factory='{reader}',arguments={{path='model.onnx'}}}}"
+    assert socflower(again).status == 0
+    assert socflower(f"{again} --set precision.arithmetic=int8").status == 0
 
 
 def test_the_model_may_lie_on_another_file_system(socflower: Socflower, tmp_path: Path) -> None:

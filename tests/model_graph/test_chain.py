@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from socflower.model_graph.chain import ModelChain, capture_chain
-from socflower.model_graph.graph import NoParts
+from socflower.model_graph.graph import NUM_SAMPLES, NoParts
 from socflower.model_graph.layer_profile import profile_module, profile_operations
 from socflower.workloads.models.classifiers import build_model
 from socflower.workloads.models.language_models import bert_small, gpt_small
@@ -112,7 +112,7 @@ def test_pieces_one_after_another_equal_the_model_and_its_gradients_bit_for_bit(
 def test_costs_of_operations_add_up_to_the_whole_profile(name: str) -> None:
     model, inputs = model_and_example(name)
     chain = capture_chain(model, inputs, name=name)
-    profile = profile_module(model, inputs[[0, 0, 0]], name)
+    profile = profile_module(model, inputs[[0] * NUM_SAMPLES], name)
     costs = profile_operations(model, chain.graph, inputs)
     in_pieces = [costs[operation] for piece in chain.pieces for operation in piece.operations]
     forward_flops = sum(cost.forward_flops for cost in in_pieces)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from socflower.model_graph.cut_points import capture_split
-from socflower.model_graph.graph import CaptureFailed, capture
+from socflower.model_graph.graph import NUM_SAMPLES, CaptureFailed, capture
 from tests.model_graph.small_models import Branching
 from tests.one_line import one_line, refused
 
@@ -46,7 +46,7 @@ def test_operations_say_who_makes_them_and_what_they_read_and_do() -> None:
     tensors = {one.module: one.tensors for one in graph.operations if one.module}
     # Tied weights have one name.
     assert tensors["0.first"] & tensors["0.last"] == {"0.first.weight"}
-    assert [one.shape for one in graph.operations if one.node.name == "mul"] == [(3, 4)]
+    assert [one.shape for one in graph.operations if one.node.name == "mul"] == [(NUM_SAMPLES, 4)]
     assert [one.dtype for one in graph.operations if one.node.op == "placeholder"] == [
         torch.float32
     ]

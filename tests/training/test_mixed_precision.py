@@ -538,7 +538,7 @@ def test_alpha_is_measured_once_an_epoch_however_short_the_sessions(
         _, end = run(trainer, model, own, state, first_step=first, steps_per_epoch=4)
         state = end.state
         assert end.events == ()
-        assert end.metrics["socflower-alpha"] == pytest.approx([alpha], abs=1e-5)
+        assert end.metrics["socflower-copy-similarity"] == pytest.approx([alpha], abs=1e-5)
         assert end.metrics["socflower-alpha-steps"] == [2.0]
         assert len(backend.predicted) == begins
         for seen in backend.predicted:
@@ -548,7 +548,7 @@ def test_alpha_is_measured_once_an_epoch_however_short_the_sessions(
 def test_each_alpha_is_reported_with_its_steps() -> None:
     trainer = trainer_of(lambda: ScriptedBackend([0.9, 0.2, 0.7]))
     _, end = run(trainer, network(), batches(7, (4,)), first_step=2, steps_per_epoch=4)
-    assert end.metrics["socflower-alpha"] == pytest.approx([0.9, 0.2, 0.7], abs=1e-5)
+    assert end.metrics["socflower-copy-similarity"] == pytest.approx([0.9, 0.2, 0.7], abs=1e-5)
     assert end.metrics["socflower-alpha-steps"] == [2.0, 4.0, 1.0]
 
 
@@ -575,8 +575,8 @@ def test_measuring_alpha_changes_neither_weights_nor_statistics_nor_random_numbe
 def test_both_sides_are_compared_on_the_same_weights_and_statistics() -> None:
     """So that an exact accelerator has alpha = 1 at the start of every epoch."""
     _, end = run(trainer_of(), network(norm=True), batches(6, (8, 5)), steps_per_epoch=2)
-    assert end.metrics["socflower-alpha"] == pytest.approx(
-        [1.0] * len(end.metrics["socflower-alpha"]), abs=1e-9
+    assert end.metrics["socflower-copy-similarity"] == pytest.approx(
+        [1.0] * len(end.metrics["socflower-copy-similarity"]), abs=1e-9
     )
     assert sum(end.metrics["socflower-alpha-steps"]) == 6
 

@@ -101,16 +101,11 @@ def plan_baseline(
     """Return the method's deployment for a link: of its `choices` the one that trains `num_batches` fastest (F26).
 
     Its time is predicted with the method's own gradient width, not that of `costs`. Ties go to the earlier choice.
+    Raises `InfeasiblePlan` if no choice fits into the edge's memory.
     """
     own = replace(costs, gradient_bits=_terms(peer).gradient_bits)
     return min(
-        choices(
-            peer,
-            costs,
-            window=window,
-            cut=cut,
-            allow_edge_only=allow_edge_only,
-        ),
+        own.fitting(choices(peer, costs, window=window, cut=cut, allow_edge_only=allow_edge_only)),
         key=lambda choice: predicted_s(
             own,
             choice,

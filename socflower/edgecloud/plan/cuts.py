@@ -1,14 +1,15 @@
 """A deployment of one model over an edge and a cloud, and the costs of each possible cut."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
-from socflower.errors import ConfigError, require_range
+from socflower.errors import ConfigError, InfeasiblePlan, require_range
 from socflower.field_rules import OneOf, checked
+from socflower.quantities import human_bytes
 from socflower.wire.codecs.quantisation import BITS
 
 Bits: TypeAlias = Annotated[int, OneOf(BITS)]
@@ -90,6 +91,8 @@ class SplitCosts:
     # A whole training step at the edge, and its memory.
     edge_only_s: _Cost
     edge_only_memory_bytes: _Cost = 0.0
+    # What the edge has for training; None: unknown, so every half fits.
+    edge_budget_bytes: _Cost | None = None
     # Labels travel with the features of a batch.
     label_bytes: _Cost = 0.0
     # The edge's codec by bits, 0 where missing: encoding features, decoding gradients.
@@ -143,6 +146,25 @@ class SplitCosts:
             codec_s_per_element=slowed(self.codec_s_per_element),
             decode_s_per_element=slowed(self.decode_s_per_element),
         )
+
+    def needed_bytes(self, split_plan: SplitPlan) -> float:
+        """Return the memory that a plan's half takes at the edge."""
+        if split_plan.cut is None:
+            return self.edge_only_memory_bytes
+        return self.cuts[split_plan.cut].edge_memory_bytes
+
+    def fitting(self, split_plans: Iterable[SplitPlan]) -> tuple[SplitPlan, ...]:
+        """Return the plans whose half fits into the edge's memory; `InfeasiblePlan` if none does."""
+        plans = tuple(split_plans)
+        budget_bytes = math.inf if self.edge_budget_bytes is None else self.edge_budget_bytes
+        fitting = tuple(plan for plan in plans if self.needed_bytes(plan) <= budget_bytes)
+        if plans and not fitting:
+            least = min(plans, key=self.needed_bytes)
+            raise InfeasiblePlan(
+                f"model {self.model} {self.describe(least)} takes at least {human_bytes(self.needed_bytes(least))} of "
+                f"memory, and the edge has {human_bytes(budget_bytes)} left; use a smaller batch or another cut"
+            )
+        return fitting
 
     def describe(self, split_plan: SplitPlan) -> str:
         """Return a plan's cut and feature width as text."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
 from typing import Annotated, Any
 
@@ -12,7 +12,7 @@ from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRa
 from socflower.edgecloud.plan.cost_model import predicted_s
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.party import Party
-from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.errors import ConfigError
 from socflower.field_rules import checked
 from socflower.plain_numbers import plain_numbers
 
@@ -101,10 +101,9 @@ class DecisionEngine:
         rest_batches: int = 10,
         smoothing: float = 0.7,
         num_batches: int | None = None,
-        edge_memory_bytes: float = math.inf,
         reverse: bool = False,
     ) -> None:
-        """Choose among the cuts of `costs` that fit into `edge_memory_bytes`, and among `bits`.
+        """Choose among the cuts of `costs` that fit into the edge's memory, and among `bits`.
 
         `beta` is the weight of the past in τ, `smoothing` that of the past in the rates, per decision. With
         `num_batches`, no deployment is expected to last longer than the training. Raises `ConfigError` for invalid
@@ -120,7 +119,7 @@ class DecisionEngine:
         )
         self._costs = costs
         self._reverse = reverse
-        self._places = _places(costs, bits, allow_edge_only, edge_memory_bytes)
+        self._places = _places(costs, bits, allow_edge_only)
         self._gap_batches = first_gap_batches
         # The batch of the last change; None before the first.
         self._changed_at: int | None = None
@@ -139,8 +138,8 @@ class DecisionEngine:
         The first of equal deployments is chosen, so ties go to the smaller cut, which heats the edge least, and to the
         wider features, which lose least.
         """
-        for cut, bits in self._places:
-            yield SplitPlan(cut=cut, bits=bits, window=window)
+        for place in self._places:
+            yield replace(place, window=window)
 
     def best(self, rates: LinkRates, window: int) -> SplitPlan:
         """Return the deployment to begin with, without the cost of a move; over a dead link the first one."""
@@ -255,31 +254,21 @@ class DecisionEngine:
         )
 
 
-def _places(
-    costs: SplitCosts, bits: Sequence[int], allow_edge_only: bool, edge_memory_bytes: float
-) -> tuple[tuple[int | None, int], ...]:
-    """Return the cuts that fit into the edge's memory with each width, in the order of preference."""
+def _places(costs: SplitCosts, bits: Sequence[int], allow_edge_only: bool) -> tuple[SplitPlan, ...]:
+    """Return the deployments that fit into the edge's memory, in the order of preference."""
     if not bits:
         raise ConfigError("decision engine: bits is empty; give at least one width")
     if allow_edge_only and not costs.model_weight_bytes:
         raise ConfigError(
             f"decision engine: edge-only training of model {costs.model} needs model_weight_bytes in its costs"
         )
-    needed_bytes = [cut.edge_memory_bytes for cut in costs.cuts]
-    if min(needed_bytes) > edge_memory_bytes:
-        raise InfeasiblePlan(
-            f"decision engine: no cut of model {costs.model} fits into {edge_memory_bytes:.0f} bytes of the edge; the "
-            f"smallest needs {min(needed_bytes):.0f}; make the batch smaller"
-        )
     widths = sorted(set(bits), reverse=True)
-    cuts = [cut for cut, num_bytes in enumerate(needed_bytes) if num_bytes <= edge_memory_bytes]
-    places: list[tuple[int | None, int]] = list(product(cuts, widths))
-    if allow_edge_only and costs.edge_only_memory_bytes <= edge_memory_bytes:
-        places.append((None, 32))
-    for _, width in places:
-        # Refuses an unknown width here, and not at the first decision.
-        SplitPlan(cut=0, bits=width)
-    return tuple(places)
+    places = [
+        SplitPlan(cut=cut, bits=width) for cut, width in product(range(len(costs.cuts)), widths)
+    ]
+    if allow_edge_only:
+        places.append(SplitPlan(cut=None))
+    return costs.fitting(places)
 
 
 @plain_numbers
@@ -293,13 +282,11 @@ def adaptive_party(
     allow_edge_only: bool = False,
     moves: bool = True,
     reverse: bool = False,
-    edge_memory_bytes: float = math.inf,
 ) -> Party:
     """Return an edge that begins with the best deployment for its link, and moves the cut as the link changes.
 
     `num_batches` is the length of the whole training, `bits` the feature widths to choose from, `window` K by training
-    progress, by default the paper's. Without `moves` the deployment is fixed. Cuts that take more than
-    `edge_memory_bytes` are left out. Raises ConfigError for invalid settings.
+    progress, by default the paper's. Without `moves` the deployment is fixed. Raises what `DecisionEngine` raises.
     """
     schedule = window or WindowSchedule()
     engine = DecisionEngine(
@@ -308,7 +295,6 @@ def adaptive_party(
         allow_edge_only=allow_edge_only,
         num_batches=num_batches,
         reverse=reverse,
-        edge_memory_bytes=edge_memory_bytes,
     )
     first = engine.best(initial_rates(link), schedule.window(0, num_batches))
     return Party(

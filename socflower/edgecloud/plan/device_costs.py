@@ -10,6 +10,7 @@ from pydantic import Field
 
 from socflower.cluster.cost_model import UPDATE_PASSES, ModelProfile, compute_seconds
 from socflower.cluster.device import Device
+from socflower.cluster.device_catalog import usable_memory_bytes
 from socflower.cluster.device_memory import require_memory
 from socflower.edgecloud.plan.cost_model import training_s
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
@@ -93,6 +94,7 @@ def split_costs(
         cuts=tuple(costs),
         edge_only_s=work.seconds.whole_s(0, num_layers),
         edge_only_memory_bytes=sizes.memory_bytes(0, num_layers, model.input_bytes),
+        edge_budget_bytes=usable_memory_bytes(edge),
         label_bytes=0.0 if reverse else label_bytes_per_sample * batch_size,
         codec_s_per_element={bits: codec_s for bits in BITS if bits < 32},
         edge_s_per_byte=BYTE_PASSES / edge.memory_bytes_per_s,
@@ -197,13 +199,10 @@ def require_edge_memory(
     edge: int,
 ) -> None:
     """Raise `InfeasiblePlan` if an edge's device has too little memory for its half of a plan."""
-    needed_bytes = (
-        costs.edge_only_memory_bytes if plan.cut is None else costs.cuts[plan.cut].edge_memory_bytes
-    )
     half = "all layers" if plan.cut is None else f"its half at cut {costs.cuts[plan.cut].name}"
     require_memory(
         device,
-        needed_bytes,
+        costs.needed_bytes(plan),
         f"edge {edge}: to train {half} of {costs.model} on {costs.batch_size} samples a batch",
         "use a smaller batch or another cut",
     )

@@ -1,10 +1,8 @@
 """The pipeline of a split training in virtual time: edges, links and cloud as processes, no tensors (paper §4.1, F23).
 
 A front half is one processor. It does the forward pass of the next batch t while t − t′ ≤ K, where t′ is the oldest
-batch whose gradient is not applied, and applies the gradients that arrived, oldest first. If it may do either, it
-alternates: after an update comes a forward pass. So the batches stay spread over the pipeline, and constant rates give
-exactly F26's period, max(T_M, T_Σ/(K+1)). To apply every arrived gradient first would make gradients less stale but
-bunch batches up, which costs time whenever updates are a large part of T_Σ.
+batch whose gradient is not applied, and applies the gradients that arrived, oldest first, in the order of
+`next_action`.
 
 Links and the back half serve in order of arrival. A move of the cut waits until nothing is in flight; then the layers
 are sent, and the next batch's forward pass begins. The resulting weights are a function of the actions alone.
@@ -24,7 +22,7 @@ from socflower.edgecloud.plan.cost_model import received_weight_bytes
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.party import CLOUD_MODES, CloudMode, Party
 from socflower.edgecloud.plan.phases import BatchTimes, batch_times
-from socflower.edgecloud.plan.timeline_actions import Action, ActionKind
+from socflower.edgecloud.plan.timeline_actions import Action, ActionKind, next_action
 from socflower.errors import ConfigError, require_range
 from socflower.sim import EventClock
 from socflower.sim.processes import (
@@ -508,15 +506,21 @@ class _Front:
             if placement.pending is None and self._next < self._end:
                 limit = self._party.limit(self._next)
                 may_forward = self._next - self._oldest <= limit
-            # After an update comes a forward pass, so that batches stay spread over the pipeline.
-            if self._gradients and not (may_forward and self._just_applied):
+            action = next_action(
+                allowed=may_forward,
+                link_is_idle=True,
+                has_gradient=bool(self._gradients),
+                just_applied=self._just_applied,
+                is_drained=self._oldest == self._next,
+            )
+            if action is ActionKind.APPLY:
                 yield from self._apply()
-            elif may_forward:
+            elif action is ActionKind.FORWARD:
                 if placement.must_ask(self._next) and self._meter is not None:
                     placement.ask(self._next, limit, (self._up, self._down), self._meter)
                 else:
                     yield from self._forward(limit)
-            elif placement.pending is not None and self._oldest == self._next:
+            elif action is ActionKind.RECUT:
                 plan = yield from placement.move(self._next, self._up, self._down)
                 self._pipeline.record(ActionKind.RECUT, self.index, self._next, plan)
             else:

@@ -1,4 +1,4 @@
-"""The actions of a split training in order, on which its weights depend alone, and their encoding in a message."""
+"""The actions of a split training: their rule of order, and their encoding. The weights depend on their order alone."""
 
 import struct
 import zlib
@@ -26,6 +26,25 @@ class ActionKind(IntEnum):
     APPLY = 2
     # Layers move between the halves; nothing is in flight, and `batch` is the next to go forward.
     RECUT = 3
+
+
+def next_action(
+    *, allowed: bool, link_is_idle: bool, has_gradient: bool, just_applied: bool, is_drained: bool
+) -> ActionKind | None:
+    """Return what a front half does next; RECUT is whatever needs an empty pipeline; None: wait (F23).
+
+    A forward pass is `allowed` if the window has room, batches remain, and nothing waits for the pipeline to drain. If
+    it may do either, a front half alternates: after an update comes a forward pass. So batches stay spread over the
+    pipeline, and constant rates give exactly F26's period, max(T_M, T_Σ/(K+1)). To apply every arrived gradient first
+    would make gradients less stale, but leaves link and back half idle, and takes up to 1.7 times as long whenever
+    updates are a large part of T_Σ. While another batch waits for the link, a forward pass has no benefit yet.
+    """
+    may_forward = allowed and link_is_idle
+    if has_gradient and not (may_forward and just_applied):
+        return ActionKind.APPLY
+    if may_forward:
+        return ActionKind.FORWARD
+    return ActionKind.RECUT if is_drained and not allowed else None
 
 
 @dataclass(frozen=True, slots=True)

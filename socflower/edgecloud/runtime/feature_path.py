@@ -14,7 +14,7 @@ from socflower.edgecloud.stream.frames import DeltaFeatures, Features, SplitRefu
 from socflower.errors import ConfigError
 from socflower.field_rules import checked
 from socflower.wire.codecs.delta_coding import DeltaReceiver, DeltaSender
-from socflower.wire.codecs.error_feedback import ErrorFeedback, Form, Scale
+from socflower.wire.codecs.error_feedback import ErrorFeedback, Form
 from socflower.wire.codecs.quantisation import EncodedTensor, Grouping, decode, encode
 
 _LENGTH = struct.Struct("<Q")
@@ -31,7 +31,6 @@ class FeatureCoding:
 
     grouping: Grouping = "tensor"
     feedback: Form = "none"
-    scale: Scale = "paper"
     delta_bytes: Annotated[int, Field(ge=0)] = 0
     gradient_bits: Bits = 32
 
@@ -45,7 +44,7 @@ class FeatureSender:
 
     def __init__(self, coding: FeatureCoding) -> None:
         self._coding = coding
-        self._feedback = ErrorFeedback(coding.feedback, scale=coding.scale)
+        self._feedback = ErrorFeedback(coding.feedback)
         self._delta: DeltaSender | None = None
         self.reset()
 

@@ -9,6 +9,7 @@ from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
 from socflower.edgecloud.links.bandwidth_profile import Direction, LinkRates
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.party import Decider
+from socflower.edgecloud.plan.timeline_actions import ActionKind, next_action
 from socflower.edgecloud.runtime.back_loop import unexpected
 from socflower.edgecloud.runtime.feature_path import EXACT, FeatureCoding, FeatureSender
 from socflower.edgecloud.runtime.half_state import AppliedMove, HalfState
@@ -125,13 +126,10 @@ class FrontPlan:
 class FrontLoop:
     """Trains batches `first` to `stop` − 1 with a front half, over a channel to the back half.
 
-    If it may do either, it alternates: after an update comes a forward pass, if the window allows; otherwise a gradient
-    that has arrived is applied. To apply all arrived gradients first would bunch batches up while link and back half
-    are idle, and take up to 1.7 times as long as F26 predicts (see `cost_model.training_s`). There is no forward pass
-    while another batch waits for the link: its features would take memory and become stale without arriving sooner. So
-    the features of at most one batch wait here, besides those in flight. The loop never waits for room, so it always
-    reads (see `frame_channel`). Errors are raised as they occur: `StreamLost`, `SplitRefused`, `StartOver`, and
-    `ConfigError` of the half.
+    The order is that of `next_action`. There is no forward pass while another batch waits for the link: its
+    features would take memory and become stale without arriving sooner. So the features of at most one batch wait
+    here, besides those in flight. The loop never waits for room, so it always reads (see `frame_channel`). Errors
+    are raised as they occur: `StreamLost`, `SplitRefused`, `StartOver`, and `ConfigError` of the half.
     """
 
     def __init__(
@@ -164,27 +162,32 @@ class FrontLoop:
         self._save_checkpoint(batch)
         if self._split_plan.cut is not None and self._split_plan.cut != self._half.cut:
             self._request_cut(self._split_plan.cut)
-        # Whether an update was done since the last forward pass.
-        updated = False
+        message: Message | None = None
+        just_applied = False
         while batch < stop or not self._window.drained:
             allowed = batch < stop and self._may_forward(batch) and not self._must_drain(batch)
-            # While another batch waits for the link, computing this one has no benefit yet.
-            ready = allowed and self._channel.is_idle
-            message = None if ready and updated else self._channel.poll()
-            if message is None and ready:
+            message = message or self._channel.poll()
+            action = next_action(
+                allowed=allowed,
+                link_is_idle=self._channel.is_idle,
+                has_gradient=message is not None,
+                just_applied=just_applied,
+                is_drained=self._window.drained,
+            )
+            if message is not None and action is ActionKind.APPLY:
+                self._apply(message)
+                message = None
+                just_applied = True
+            elif action is ActionKind.FORWARD:
                 self._forward(batch)
                 batch += 1
-                updated = False
-                continue
-            if message is None and (allowed or not self._window.drained):
+                just_applied = False
+            elif action is None:
                 message = self._wait(allowed)
-            elif message is None and self._requested_cut is not None:
+            elif self._requested_cut is not None:
                 self._move_cut(self._requested_cut, batch)
-            elif message is None:
+            else:
                 self._save_checkpoint(batch)
-            if message is not None:
-                self._apply(message)
-                updated = True
         if self._checkpointed_batch != stop:
             self._save_checkpoint(stop)
         self._report.split_plan = self._state.split_plan = self._split_plan

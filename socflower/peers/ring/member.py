@@ -775,9 +775,12 @@ class _MemberSession:
             self._end = self._session.finish()
         # The statistics of BatchNorm.
         floats = [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
+        averages_weights = getattr(self._session, "averages_weights", False)
+        if averages_weights:
+            floats += [parameter.detach() for parameter in _trained(self._model)]
         counters = [buffer for buffer in self._model.buffers() if not buffer.is_floating_point()]
         digest = hashlib.sha256()
-        for parameter in _trained(self._model):
+        for parameter in () if averages_weights else _trained(self._model):
             digest.update(array_to_bytes(parameter.detach().cpu().numpy()))
         own = {
             "weights": digest.hexdigest(),
@@ -842,7 +845,7 @@ class _MemberSession:
     def _average(
         self, floats: list[Tensor], counters: list[Tensor], reports: list[dict[str, Any]]
     ) -> None:
-        """Average BatchNorm's running statistics, weighted by the samples of each member (F3)."""
+        """Average BatchNorm's running statistics, and weights if each member has its own, by samples (F3)."""
         assert self._collective is not None
         total = sum(entry["samples"] for entry in reports)
         if not floats or not total or len(self._members) == 1:

@@ -218,9 +218,13 @@ class Int8Model:
         """
         from socflower.precision.int8.fp32_operator import fp32_factory
         from socflower.precision.int8.from_torch import capture_network
+        from socflower.precision.int8.replacements import with_replacements
 
         captured = capture_network(
-            module, input_shape, fp32_operators=fp32_operators, unsupported=unsupported
+            with_replacements(module, algorithm.forward.replacements),
+            input_shape,
+            fp32_operators=fp32_operators,
+            unsupported=unsupported,
         )
         keep_master = isinstance(algorithm.update, Fp32Update)
         parameters = import_parameters(

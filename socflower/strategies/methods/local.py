@@ -24,7 +24,14 @@ from socflower.strategies.replies import (
 )
 from socflower.strategies.reply_events import ReplyEvent
 from socflower.strategies.settings import BatchSize, Epochs
-from socflower.wire.message_keys import ALPHA, ARRAYS, CONFIG, CPU_SHARE, SERVER_ROUND
+from socflower.wire.message_keys import (
+    ALPHA,
+    ARRAYS,
+    CONFIG,
+    COPY_SIMILARITY,
+    CPU_SHARE,
+    SERVER_ROUND,
+)
 
 
 @checked
@@ -209,6 +216,7 @@ class LocalTraining(Method[LocalRound, SettledLocal]):
             events=events,
             usage=usage,
             alpha=mean_metric(settled.usable, ALPHA),
+            copy_similarity=mean_metric(settled.usable, COPY_SIMILARITY),
             cpu_share=mean_metric(settled.usable, CPU_SHARE),
         )
 

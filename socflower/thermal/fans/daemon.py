@@ -5,11 +5,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import (
     AbstractContextManager,
-    ExitStack,
-    contextmanager,
     nullcontext,
     suppress,
 )
@@ -29,7 +27,7 @@ from socflower.thermal.fans.control_loop import (
 from socflower.thermal.fans.hwmon_pwm import HwmonPwm
 from socflower.thermal.fans.outputs import DutyOutput, FanFailure, FanNotFound, FanOutput, calibrate
 from socflower.thermal.fans.policies import FanPolicy, make_policy
-from socflower.thermal.sensors.remote import BackgroundSource
+from socflower.thermal.sensors.guarded import GuardedSource
 from socflower.thermal.sensors.sysfs import DeviceIdentity
 from socflower.wire.folders import FolderLock
 from socflower.wire.saved_state import write_atomically
@@ -112,41 +110,42 @@ def run_fan(
         if restore:
             return _restore(outputs, loaded, say)
         reporter = _Reporter(loaded, outputs, chip, dry_run, show if as_json else None, say)
-        with _control(outputs, policy, loaded, say) as control:
-            if once:
-                return _step_once(control, reporter, None if as_json else show)
-            return _run(control, stop, reporter, say)
+        control = _control(outputs, policy, loaded, say)
+        if once:
+            return _step_once(control, reporter, None if as_json else show)
+        return _run(control, stop, reporter, say)
 
 
-@contextmanager
 def _control(
     outputs: list[FanOutput],
     policy: FanPolicy,
     loaded: FanFile,
     say: Say,
-) -> Iterator[FanControl]:
-    """Yield the control of the fans, after the first answers of sources that are read in the background."""
-    with ExitStack() as stack:
-        sources: dict[int, BackgroundSource] = {}
-        for soc, table in loaded.sources.items():
-            sources[soc] = BackgroundSource(
-                table.source(), period_s=loaded.fan.period_s, max_age_s=table.max_age_s
-            )
-            stack.callback(sources[soc].close)
-        # Policies see seconds since the daemon started; a planned load in a file uses the same clock.
-        began_s = time.monotonic()
-        control = FanControl(
-            sources,
-            policy,
-            outputs,
-            loaded.fan,
-            boards=loaded.boards,
-            say=say,
-            clock=lambda: time.monotonic() - began_s,
-        )
-        for source in sources.values():
-            source.wait_for_first(began_s + _FIRST_ANSWERS_S - time.monotonic())
-        yield control
+) -> FanControl:
+    """Return the control of the fans, after the first answers of sources that are read in the background."""
+    # Each step asks, and gets the answer to the step before, which is therefore a period old.
+    least_age_s = 2.0 * loaded.fan.period_s
+    sources = {
+        soc: GuardedSource(table.source, timeout_s=0.0, max_age_s=max(table.max_age_s, least_age_s))
+        for soc, table in loaded.sources.items()
+    }
+    # Policies see seconds since the daemon started; a planned load in a file uses the same clock.
+    began_s = time.monotonic()
+    control = FanControl(
+        sources,
+        policy,
+        outputs,
+        loaded.fan,
+        boards=loaded.boards,
+        say=say,
+        clock=lambda: time.monotonic() - began_s,
+    )
+    # All are asked before the first is waited for.
+    for source in sources.values():
+        source.read()
+    for source in sources.values():
+        source.wait(began_s + _FIRST_ANSWERS_S - time.monotonic())
+    return control
 
 
 def _step_once(control: FanControl, reporter: "_Reporter", show: Say | None) -> bool:

@@ -5,12 +5,12 @@ under load.
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from socflower.thermal.sensors.reading import HeatSource, is_number, possible_c
+from socflower.thermal.sensors.stuck import ConstantSensors, StuckRule
 
 _REPEAT_AFTER_S = 3600.0
 """An alert that comes and goes is reported again after this long."""
@@ -66,8 +66,7 @@ class Alerts:
 STUCK_AFTER_S = 600.0
 """How long a SoC may be constant while others change: coarse sensors in one air stream may differ for minutes."""
 
-_OTHERS_CHANGE_C = 5.0
-"""The change of the others that counts: above rounding, below the effect of starting work or a faster fan."""
+_RULE = StuckRule(after_s=STUCK_AFTER_S, others_change_c=5.0, others_part=0.5)
 
 _FLICKER_PART = 0.1
 """At least this part of a rack's sensors changes within `STUCK_AFTER_S`, even at constant temperature: noise of a
@@ -78,16 +77,12 @@ _IDLE_LOAD = 0.1
 
 
 @dataclass(slots=True)
-class _SourceHistory:
-    """The recent readings of a source."""
+class _SourceState:
+    """When the parts of a source's reading last changed."""
 
-    # When its temperature changed, and to what.
-    recent_c: deque[tuple[float, float]] = field(default_factory=deque)
-    # The source's own time.
+    # The source's own time, and its temperature.
     at: float | None = None
-    # Time of its last change of temperature, and time under load, or under unknown load, since then.
-    changed_s: float = math.nan
-    busy_s: float = 0.0
+    temperature_c: float | None = None
     # Its last reported processor load, and since when.
     load: float | None = None
     load_changed_s: float = -math.inf
@@ -107,32 +102,14 @@ class _SourceHistory:
         is_fresh = now_s - self.load_changed_s < stuck_after_s
         return load is not None and load < _IDLE_LOAD and is_fresh
 
-    def record(
-        self,
-        now_s: float,
-        temperature_c: float,
-        at: float | None,
-        stuck_after_s: float,
-    ) -> None:
+    def record(self, now_s: float, temperature_c: float, at: float | None) -> None:
         """Record a temperature and the source's own time."""
-        changed = not self.recent_c or self.recent_c[-1][1] != temperature_c
-        if changed:
-            self.changed_s = now_s
-            self.busy_s = 0.0
-            self.recent_c.append((now_s, temperature_c))
         # Only equality is tested: the time may be another machine's clock, which may restart. Without a time stamp an
         # old reading cannot be detected.
-        if changed or at is None or self.at != at:
+        if temperature_c != self.temperature_c or at is None or at != self.at:
             self.renewed_s = now_s
-            self.at = at
-        # The value at the start of the last `stuck_after_s` is kept, however old it is.
-        while len(self.recent_c) > 1 and self.recent_c[1][0] <= now_s - stuck_after_s:
-            self.recent_c.popleft()
-
-    def has_moved(self) -> bool:
-        """Return whether the recent temperatures differ by more than rounding."""
-        temperatures_c = [temperature_c for _, temperature_c in self.recent_c]
-        return max(temperatures_c) - min(temperatures_c) >= _OTHERS_CHANGE_C
+        self.temperature_c = temperature_c
+        self.at = at
 
 
 class FilteredTemperatures:
@@ -162,7 +139,8 @@ class FilteredTemperatures:
         self._max_silence_s = max_silence_s
         self._stuck_after_s = stuck_after_s
         self._alerts = alerts
-        self._histories = {soc: _SourceHistory() for soc in self._sources}
+        self._states = {soc: _SourceState() for soc in self._sources}
+        self._sensors = ConstantSensors[int](replace(_RULE, after_s=stuck_after_s))
         self._polled_s: float | None = None
         self.constant_since_s: float | None = None
         """Since when fewer than one in ten have changed, as of the last poll; None without temperatures."""
@@ -172,24 +150,21 @@ class FilteredTemperatures:
 
         With `all_may_be_constant` no SoC is rejected because all are constant: the caller expects an equilibrium.
         """
-        values_c, rejections = self._read_all(now_s)
-        histories = {soc: self._histories[soc] for soc in values_c}
-        self.constant_since_s = _constant_since_s([each.changed_s for each in histories.values()])
+        values_c, busy_s, rejections = self._read_all(now_s)
+        stuck = self._sensors.update(now_s, values_c, busy_s)
+        histories = self._sensors.histories
+        self.constant_since_s = _constant_since_s([histories[soc].changed_s for soc in values_c])
         all_constant = (
             not all_may_be_constant
             and self.constant_since_s is not None
             and now_s - self.constant_since_s >= self._stuck_after_s
         )
-        moved = {soc for soc, history in histories.items() if history.has_moved()}
-        for soc, history in histories.items():
-            is_constant = now_s - history.changed_s >= self._stuck_after_s
-            num_others = len(histories) - 1
-            num_moved = len(moved - {soc})
-            if now_s - history.renewed_s >= self._max_silence_s:
+        for soc in values_c:
+            if now_s - self._states[soc].renewed_s >= self._max_silence_s:
                 rejections[soc] = "repeats the same reading"
-            elif is_constant and 0 < num_others <= 2 * num_moved:
+            elif soc in stuck:
                 rejections[soc] = "is constant while others change"
-            elif all_constant and history.busy_s >= self._stuck_after_s:
+            elif all_constant and histories[soc].busy_s >= self._stuck_after_s:
                 rejections[soc] = "is constant under load, as all are"
         for soc in self._sources:
             cause = rejections.get(soc)
@@ -197,11 +172,12 @@ class FilteredTemperatures:
             self._alerts.set(("soc", soc), text, well=f"SoC {soc} is plausible again")
         return {soc: None if soc in rejections else values_c[soc] for soc in self._sources}
 
-    def _read_all(self, now_s: float) -> tuple[dict[int, float], dict[int, str]]:
-        """Return the possible temperatures, and for the other SoCs why there is none; record the readings."""
+    def _read_all(self, now_s: float) -> tuple[dict[int, float], dict[int, float], dict[int, str]]:
+        """Return the possible temperatures, the seconds of load behind them, and why the others have none."""
         elapsed_s = 0.0 if self._polled_s is None else now_s - self._polled_s
         self._polled_s = now_s
         values_c: dict[int, float] = {}
+        busy_s: dict[int, float] = {}
         rejections: dict[int, str] = {}
         for soc, source in self._sources.items():
             try:
@@ -219,13 +195,12 @@ class FilteredTemperatures:
                 rejections[soc] = f"shows {kind} temperature"
                 continue
             values_c[soc] = known_c
-            history = self._histories[soc]
+            state = self._states[soc]
             known_load = load if is_number(load) else None
-            if not history.is_idle(now_s, known_load, self._stuck_after_s):
-                history.busy_s += elapsed_s
-            known_at = at if is_number(at) else None
-            history.record(now_s, known_c, known_at, self._stuck_after_s)
-        return values_c, rejections
+            is_idle = state.is_idle(now_s, known_load, self._stuck_after_s)
+            busy_s[soc] = 0.0 if is_idle else elapsed_s
+            state.record(now_s, known_c, at if is_number(at) else None)
+        return values_c, busy_s, rejections
 
 
 def _constant_since_s(changes_s: list[float]) -> float | None:

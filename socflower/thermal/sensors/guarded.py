@@ -6,11 +6,11 @@ A vendor's library may raise, hang or return invalid values. The device's state 
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from logging import WARNING
 from typing import Any
 
-from socflower.plain_numbers import plain
+from socflower.plain_numbers import plain, plain_numbers
 from socflower.thermal.sensors.reading import HeatSource, Reading
 from socflower.wire.logs import log
 
@@ -21,6 +21,16 @@ _QUIET_S = 60.0
 """Least time between two warnings of one kind about an intermittent source."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a source answered to one read: a reading, or the text of an error."""
+
+    number: int
+    at_s: float
+    outcome: Reading | str
+
+
+@plain_numbers
 class GuardedSource:
     """A source whose `read` always returns within a time limit; an error is a note, and a warning when it starts.
 
@@ -29,7 +39,9 @@ class GuardedSource:
     make : () -> HeatSource
         Makes the source at the first read; if that raises, nothing is known and the next read tries again.
     timeout_s : float
-        How long an answer may take. While a source hangs, reads return at once; its thread is left running.
+        How long a read waits for its answer. While a source hangs, reads return at once; its thread is left running.
+    max_age_s : float, default 0
+        An answer to an earlier read counts for so long. With `timeout_s` 0 no read waits, and each asks for the next.
     """
 
     def __init__(
@@ -37,13 +49,19 @@ class GuardedSource:
         make: Callable[[], HeatSource],
         *,
         timeout_s: float = 2.0,
+        max_age_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make = make
         self._timeout_s = timeout_s
+        self._max_age_s = max_age_s
         self._clock = clock
         self._source: HeatSource | None = None
         self._asking: threading.Thread | None = None
+        self._number = 0
+        # Before the first answer nothing is known, which is no error yet.
+        now_s = clock()
+        self._latest = _Answer(0, now_s, Reading(at_s=now_s))
         self._lock = threading.Lock()
         self._warned_at_s: dict[str, float] = {}
         self._is_working = True
@@ -51,13 +69,13 @@ class GuardedSource:
     def read(self) -> Reading:
         """Return the source's reading, or one without values."""
         with self._lock:
+            # A thread that hung may answer much later: that answers no new read, unless `max_age_s` allows it.
             if self._asking is not None and self._asking.is_alive():
-                return self._unknown("hangs", "still hangs")
-            # A list of its own: a thread that hung may answer much later, and must not answer this read.
-            answers: list[Reading | str] = []
+                return self._latest_reading(None, "still hangs")
+            self._number += 1
             self._asking = threading.Thread(
                 target=self._read_in_thread,
-                args=(answers,),
+                args=(self._number,),
                 name="heat-source",
                 daemon=True,
             )
@@ -68,21 +86,37 @@ class GuardedSource:
                 self._asking = None
                 return self._unknown("thread", f"cannot be asked ({error})")
             self._asking.join(self._timeout_s)
-            if not answers:
-                return self._unknown("hangs", f"did not answer within {self._timeout_s:g} s")
-        if isinstance(answers[0], Reading):
-            self._is_working = True
-            return answers[0]
-        return self._unknown("fails", answers[0])
+            within_s = max(self._timeout_s, self._max_age_s)
+            return self._latest_reading(self._number, f"did not answer within {within_s:g} s")
 
-    def _read_in_thread(self, answers: list[Reading | str]) -> None:
+    def wait(self, timeout_s: float) -> bool:
+        """Wait so long for the answer to the last read; return whether there has been any answer."""
+        if self._asking is not None:
+            self._asking.join(max(0.0, timeout_s))
+        return self._latest.number > 0
+
+    def _read_in_thread(self, number: int) -> None:
+        outcome: Reading | str
         try:
             if self._source is None:
                 self._source = self._make()
-            answers.append(_validated(self._source.read()))
+            outcome = _validated(self._source.read())
         # Training continues, whatever a vendor's library raises.
         except BaseException as error:
-            answers.append(f"{type(error).__name__}: {error}")
+            outcome = f"{type(error).__name__}: {error}"
+        # One assignment: a reader in another thread must not see an answer with another one's time.
+        self._latest = _Answer(number, self._clock(), outcome)
+
+    def _latest_reading(self, number: int | None, complaint: str) -> Reading:
+        """Return the answer to a read, or an earlier one that is recent enough."""
+        latest = self._latest
+        is_recent = self._max_age_s > 0.0 and self._clock() - latest.at_s <= self._max_age_s
+        if latest.number != number and not is_recent:
+            return self._unknown("hangs", complaint)
+        if isinstance(latest.outcome, str):
+            return self._unknown("fails", latest.outcome)
+        self._is_working = True
+        return latest.outcome
 
     def _unknown(self, kind: str, cause: str) -> Reading:
         """Return a reading without values; warn unless this kind of error was reported a short time ago."""

@@ -13,32 +13,16 @@ decided, a unit is kept: 1010 from a sensor in tenths is 101 °C.
 """
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import replace
 
-from socflower.errors import require_range
 from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C, possible_c
+from socflower.thermal.sensors.stuck import ConstantSensors, StuckRule
 from socflower.thermal.sensors.sysfs import NoteLog
 
 STUCK_AFTER_S = 600.0
 """How long a sensor may be constant under load: coarse sensors of a SoC in equilibrium do not change for minutes."""
 
-_OTHERS_CHANGE_C = 3.0
-"""The change of another sensor that counts: above noise and rounding, below the effect of starting work."""
-
-_STUCK_READS = 5
-"""Fewest equal readings: two an hour apart prove nothing."""
-
-
-@dataclass(slots=True)
-class _ConstantReading:
-    """A sensor's constant value, and the time since its last change."""
-
-    shown_c: float
-    # Every sensor's value when this one last changed.
-    others_c: Mapping[str, float]
-    busy_s: float = 0.0
-    num_reads: int = 0
-    others_changed: bool = False
+_RULE = StuckRule(after_s=STUCK_AFTER_S, min_reads=5, others_change_c=3.0, under_load=True)
 
 
 class SensorFilter:
@@ -50,12 +34,10 @@ class SensorFilter:
     """
 
     def __init__(self, notes: NoteLog, *, stuck_after_s: float = STUCK_AFTER_S) -> None:
-        require_range("sensors", above=0, stuck_after_s=stuck_after_s)
         self.rejections: dict[str, str] = {}
         """The reason of each present rejection, by sensor name."""
         self._notes = notes
-        self._stuck_after_s = stuck_after_s
-        self._constant: dict[str, _ConstantReading] = {}
+        self._sensors = ConstantSensors[str](replace(_RULE, after_s=stuck_after_s))
         self._last_s: float | None = None
 
     def apply(
@@ -75,7 +57,7 @@ class SensorFilter:
         self._last_s = at_s
         busy_s = elapsed_s if busy else 0.0
         possible: dict[str, float] = {}
-        rejections = {name: "is gone" for name in self._constant.keys() - values.keys()}
+        rejections = {name: "is gone" for name in self._sensors.histories.keys() - values.keys()}
         for name, value in values.items():
             known_c = possible_c(value)
             if known_c is not None:
@@ -84,34 +66,13 @@ class SensorFilter:
                 rejections[name] = value
             else:
                 rejections[name] = f"shows an impossible temperature ({value:.4g} °C)"
-        for name, value_c in possible.items():
-            if self._is_stuck(name, possible, busy_s):
-                rejections[name] = (
-                    f"is stuck ({value_c:.4g} °C): constant under load while others change"
-                )
+        for name in self._sensors.update(at_s, possible, dict.fromkeys(possible, busy_s)):
+            rejections[name] = (
+                f"is stuck ({possible[name]:.4g} °C): constant under load while others change"
+            )
         self._report(rejections, values.keys(), at_s)
         self.rejections = rejections
         return {name: value for name, value in possible.items() if name not in rejections}
-
-    def _is_stuck(
-        self,
-        name: str,
-        possible: Mapping[str, float],
-        busy_s: float,
-    ) -> bool:
-        constant = self._constant.get(name)
-        if constant is None or constant.shown_c != possible[name]:
-            self._constant[name] = _ConstantReading(possible[name], possible)
-            return False
-        if busy_s > 0.0:
-            constant.busy_s += busy_s
-            constant.num_reads += 1
-        # Remembered: the others may return to where they were before the time is up.
-        for other, before_c in constant.others_c.items():
-            if abs(possible.get(other, before_c) - before_c) >= _OTHERS_CHANGE_C:
-                constant.others_changed = True
-        is_long = constant.busy_s >= self._stuck_after_s and constant.num_reads >= _STUCK_READS
-        return constant.others_changed and is_long
 
     def _report(
         self,

@@ -1,10 +1,9 @@
-"""Temperatures of other machines, for the machine with the fan: JSON from a file or over HTTP, read in the background.
+"""Temperatures of other machines, for the machine with the fan: JSON from a file or over HTTP.
 
 A document is a reading as printed by `socflower heat --json`, or an object with only `temperature_c`.
 """
 
 import json
-import threading
 import time
 import urllib.request
 from collections.abc import Callable
@@ -12,8 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from socflower.plain_numbers import plain_numbers
-from socflower.thermal.sensors.reading import HeatSource, Reading, is_number, possible_c
+from socflower.thermal.sensors.reading import Reading, is_number, possible_c
 
 _LARGEST_BYTES = 1 << 16
 
@@ -70,63 +68,6 @@ class HttpSource:
             note = f"{self._url}: no answer ({type(error).__name__})"
             return _unknown_reading(time.monotonic(), note)
         return _reading(document, time.monotonic(), self._url)
-
-
-@plain_numbers
-class BackgroundSource:
-    """A source that is read by its own thread, so that a hanging one blocks no caller; `close` ends the thread.
-
-    Gives no temperature once the source has not answered for `max_age_s`.
-    """
-
-    def __init__(
-        self,
-        source: HeatSource,
-        *,
-        period_s: float,
-        max_age_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._source = source
-        self._clock = clock
-        self._period_s = period_s
-        self._max_age_s = max_age_s
-        self._latest: tuple[float, Reading] | None = None
-        self._answered, self._closed = threading.Event(), threading.Event()
-        # A daemon thread, since a hanging source must not keep the process alive.
-        threading.Thread(
-            target=self._poll,
-            name="reading-source",
-            daemon=True,
-        ).start()
-
-    def read(self) -> Reading:
-        """Return the source's last reading without waiting."""
-        latest = self._latest
-        now_s = self._clock()
-        if latest is None or now_s - latest[0] > self._max_age_s:
-            return _unknown_reading(now_s, "does not answer")
-        return latest[1]
-
-    def wait_for_first(self, timeout_s: float) -> bool:
-        """Wait for the first answer; return whether it came."""
-        return self._answered.wait(max(0.0, timeout_s))
-
-    def close(self) -> None:
-        """End after the present read, which may hang and is not waited for."""
-        self._closed.set()
-
-    def _poll(self) -> None:
-        while not self._closed.is_set():
-            try:
-                reading = self._source.read()
-            except Exception as error:
-                note = f"cannot be read ({type(error).__name__})"
-                reading = _unknown_reading(self._clock(), note)
-            # One assignment: a reader in another thread must not see a reading with another one's time.
-            self._latest = (self._clock(), reading)
-            self._answered.set()
-            self._closed.wait(self._period_s)
 
 
 def _reading(

@@ -9,8 +9,8 @@ other samples' features. With only its diagonal (Alg. 1): δ̂ − E ⊙ δ̂ �
 
 **Scale.** The outer product of gradients estimates the Hessian of one sample's log-likelihood. Training losses are
 means over a batch of B. So the returned gradient is δ̂ = g/B for a sample's own gradient g, and the Hessian of the mean
-by that sample's features is ggᵀ/B = B·δ̂δ̂ᵀ. The paper omits B. `scale="paper"` is its literal form;
-`scale="mean-loss"` has the factor B, so that the rank-one form is exact to first order if the Hessian is ggᵀ.
+by that sample's features is ggᵀ/B = B·δ̂δ̂ᵀ. The paper omits B, and so does this module: with B the errors of the
+gradients differ in the third digit at most, at any width (`docs/results/split-accuracy.json`).
 
 **Effect.** It is small. The rank-one form multiplies a sample's gradient by 1 − E·δ̂ (or 1 − B·E·δ̂). E is as often
 positive as negative, and at most half a step, so E·δ̂ is far below 1 at 8 bits; the direction does not change. The
@@ -28,26 +28,23 @@ from socflower.wire.codecs.quantisation import Floats
 from socflower.wire.saved_state import from_bytes, to_bytes
 
 Form: TypeAlias = Literal["none", "diagonal", "rank-one"]
-Scale: TypeAlias = Literal["paper", "mean-loss"]
 
 FORMS: tuple[Form, ...] = ("none", "diagonal", "rank-one")
-SCALES: tuple[Scale, ...] = ("paper", "mean-loss")
 
 _KIND = "error feedback"
 
 
-def diagonal(gradient: Floats, error: Floats, *, factor: float = 1.0) -> Floats:
-    """Return δ̂ − factor·E ⊙ δ̂ ⊙ δ̂ (F25; paper, Alg. 1 with factor 1); `ConfigError` if shapes differ."""
+def diagonal(gradient: Floats, error: Floats) -> Floats:
+    """Return δ̂ − E ⊙ δ̂ ⊙ δ̂ (F25; paper, Alg. 1); `ConfigError` if shapes differ."""
     _check_shapes(gradient, error)
     correction: Floats = np.multiply(error, gradient)
     correction *= gradient
-    correction *= np.float32(factor)
     corrected: Floats = gradient - correction
     return corrected
 
 
-def rank_one(gradient: Floats, error: Floats, *, factor: float = 1.0) -> Floats:
-    """Return δ̂ − factor·(E·δ̂)δ̂, with an inner product per sample, the first dimension (F25; paper, Eq. 7–8).
+def rank_one(gradient: Floats, error: Floats) -> Floats:
+    """Return δ̂ − (E·δ̂)δ̂, with an inner product per sample, the first dimension (F25; paper, Eq. 7–8).
 
     Raises `ConfigError` if shapes differ or there is no first dimension.
     """
@@ -58,7 +55,7 @@ def rank_one(gradient: Floats, error: Floats, *, factor: float = 1.0) -> Floats:
         return gradient.copy()
     rows = gradient.reshape(len(gradient), -1)
     inner = np.einsum("ij,ij->i", rows, error.reshape(rows.shape), dtype=np.float64)
-    corrected: Floats = rows * (1 - factor * inner).astype(np.float32)[:, None]
+    corrected: Floats = rows * (1 - inner).astype(np.float32)[:, None]
     return corrected.reshape(gradient.shape)
 
 
@@ -110,14 +107,10 @@ class ErrorFeedback:
     Memory: (K + 1)·elements of a batch's features, in bytes. `form` "none" keeps nothing and corrects nothing.
     """
 
-    def __init__(self, form: Form, *, scale: Scale = "paper") -> None:
-        for key, value, known in (("form", form, FORMS), ("scale", scale, SCALES)):
-            if value not in known:
-                raise ConfigError(
-                    f"error feedback: {key} {value!r} is unknown; use {', '.join(known)}"
-                )
+    def __init__(self, form: Form) -> None:
+        if form not in FORMS:
+            raise ConfigError(f"error feedback: form {form!r} is unknown; use {', '.join(FORMS)}")
         self.form: Form = form
-        self.scale: Scale = scale
         self._kept: dict[int, KeptError] = {}
 
     @property
@@ -145,9 +138,8 @@ class ErrorFeedback:
             raise ConfigError(f"error feedback: nothing is kept of batch {batch}")
         if kept.levels is None and kept.shape == gradient.shape:
             return gradient
-        factor = float(len(gradient)) if self.scale == "mean-loss" and gradient.ndim else 1.0
         correct = diagonal if self.form == "diagonal" else rank_one
-        return correct(gradient, kept.error(), factor=factor)
+        return correct(gradient, kept.error())
 
     def forget(self, batch: int) -> None:
         """Discard the error of a batch, if one is kept."""

@@ -309,12 +309,13 @@ def test_the_edge_trains_alone_only_if_it_may() -> None:
 def test_what_does_not_fit_into_the_edge_is_not_chosen() -> None:
     cuts = enumerate(RESNET.cuts, 1)
     heavy = tuple(dataclasses.replace(cut, edge_memory_bytes=1e6 * i) for i, cut in cuts)
-    engine = engine_of(dataclasses.replace(RESNET, cuts=heavy), edge_memory_bytes=2.5e6)
+    engine = engine_of(dataclasses.replace(RESNET, cuts=heavy, edge_budget_bytes=2.5e6))
     assert {choice.cut for choice in engine.choices(5)} == {0, 1}
     assert engine.best(megabits(1), 5).cut == 1
     alone = dataclasses.replace(RESNET, edge_only_memory_bytes=2e6)
     for budget, allowed in ((2e6, True), (2e6 - 1.0, False)):
-        engine = engine_of(alone, allow_edge_only=True, edge_memory_bytes=budget)
+        within = dataclasses.replace(alone, edge_budget_bytes=budget)
+        engine = engine_of(within, allow_edge_only=True)
         assert any(choice.cut is None for choice in engine.choices(5)) is allowed
 
 
@@ -406,5 +407,7 @@ def test_what_an_engine_cannot_choose_from_is_refused() -> None:
     refused(lambda: engine_of(bits=(8, 3)), "bits = 3")
     unknown = dataclasses.replace(RESNET, model_weight_bytes=0.0)
     refused(lambda: engine_of(unknown, allow_edge_only=True), "resnet", "model_weight_bytes")
-    refused(lambda: engine_of(edge_memory_bytes=-1.0), "resnet", "-1 bytes", error=InfeasiblePlan)
+    cuts = tuple(dataclasses.replace(cut, edge_memory_bytes=2e6) for cut in RESNET.cuts)
+    small = dataclasses.replace(RESNET, cuts=cuts, edge_budget_bytes=1e6)
+    refused(lambda: engine_of(small), "resnet", "2.00 MB", "1.00 MB", error=InfeasiblePlan)
     refused(lambda: WindowSchedule(steps=((0.0, -1),)), "steps", "-1")

@@ -1,7 +1,9 @@
 """Costs from catalogue devices: they add up to what the cost model says of the whole."""
 
+import contextlib
 import dataclasses
 import math
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +13,11 @@ from hypothesis import strategies as st
 
 from socflower.cluster.cost_model import LayerProfile, ModelProfile, step_cost
 from socflower.cluster.device import StepTimings
-from socflower.cluster.device_catalog import device
-from socflower.edgecloud.plan.cuts import SplitCosts
+from socflower.cluster.device_catalog import device, usable_memory_bytes
+from socflower.edgecloud.links.bandwidth_profile import constant
+from socflower.edgecloud.plan.baselines import BASELINES, plan_baseline
+from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
+from socflower.edgecloud.plan.decision import adaptive_party
 from socflower.edgecloud.plan.device_costs import (
     CODEC_PASSES,
     CutShape,
@@ -21,6 +26,7 @@ from socflower.edgecloud.plan.device_costs import (
     training_energy_j,
 )
 from socflower.edgecloud.plan.phases import Phases
+from socflower.errors import InfeasiblePlan
 from tests.one_line import refused
 
 PI, TX2, V100 = device("raspberry-pi-4b"), device("jetson-tx2"), device("gpu-v100")
@@ -211,3 +217,58 @@ def test_cuts_that_do_not_follow_each_other_are_refused() -> None:
     refused(lambda: made(model=model(5), cuts=cuts(6)), "cut conv4", "5 layers")
     refused(lambda: made(cuts=()), "net", "cut")
     refused(lambda: made(edge_processor="npu"), "'npu'")
+
+
+def edge_of_any_size(draw: random.Random) -> tuple[SplitCosts, float]:
+    """Return the costs of a made-up model on an edge, and the edge's bytes for training."""
+    layers = tuple(
+        LayerProfile(
+            name=f"conv{i}",
+            forward_flops=10 ** draw.uniform(5, 9),
+            output_bytes=4.0 * draw.randint(64, 65536),
+            weight_bytes=4.0 * 10 ** draw.uniform(2, 6),
+            num_tensors=1,
+        )
+        for i in range(draw.randint(2, 8))
+    )
+    shapes = tuple(
+        CutShape(
+            name=layer.name,
+            num_layers=i + 1,
+            feature_elements_per_sample=int(layer.output_bytes / 4),
+        )
+        for i, layer in enumerate(layers[:-1])
+    )
+    edge = dataclasses.replace(PI, memory_bytes=10 ** draw.uniform(5.5, 9))
+    net = ModelProfile(name="net", input_bytes=4.0 * draw.randint(64, 20000), layers=layers)
+    reverse = draw.random() < 0.25
+    costs = split_costs(net, shapes, edge, V100, draw.choice([4, 16, 32]), reverse=reverse)
+    return costs, usable_memory_bytes(edge)
+
+
+def test_no_plan_exceeds_the_memory_of_1000_edges() -> None:
+    """At the beginning, after any move, and for every method; refused only if none of its choices fits."""
+    planned = refusals = 0
+    for seed in range(1000):
+        draw = random.Random(seed)
+        costs, budget_bytes = edge_of_any_size(draw)
+        link = constant(10 ** draw.uniform(4, 8), 10 ** draw.uniform(4, 8))
+
+        def needed_bytes(plan: SplitPlan, costs: SplitCosts = costs) -> float:
+            whole = costs.edge_only_memory_bytes
+            return whole if plan.cut is None else costs.cuts[plan.cut].edge_memory_bytes
+
+        try:
+            party = adaptive_party(costs, link, num_batches=200, allow_edge_only=seed % 2 == 0)
+        except InfeasiblePlan:
+            refusals += 1
+            assert min(cut.edge_memory_bytes for cut in costs.cuts) > budget_bytes
+        else:
+            planned += 1
+            reachable = [party.split_plan, *party.decider.choices(5)]  # type: ignore[union-attr]
+            assert max(map(needed_bytes, reachable)) <= budget_bytes
+        for method in BASELINES:
+            with contextlib.suppress(InfeasiblePlan):
+                plan = plan_baseline(method, costs, link.rates(0.0), window=4)
+                assert needed_bytes(plan) <= budget_bytes
+    assert planned > 300 and refusals > 100

@@ -1,5 +1,7 @@
 """Actions as bytes: what is sent comes back, and junk does not."""
 
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from socflower.edgecloud.plan.timeline_actions import (
     ActionKind,
     decode_actions,
     encode_actions,
+    next_action,
 )
 from tests.one_line import refused
 
@@ -56,3 +59,17 @@ def test_junk_is_refused(junk: bytes) -> None:
 def test_what_does_not_fit_is_refused(numbers: tuple[int, ...]) -> None:
     action = Action(ActionKind.FORWARD, *numbers)
     refused(lambda: encode_actions([action]), "actions", str(action))
+
+
+def test_a_front_half_alternates_drains_before_it_moves_and_never_waits_with_work() -> None:
+    names = ("allowed", "link_is_idle", "has_gradient", "just_applied", "is_drained")
+    for values in product((False, True), repeat=len(names)):
+        now = dict(zip(names, values, strict=True))
+        action = next_action(**now)
+        ready = now["allowed"] and now["link_is_idle"]
+        if ready and now["has_gradient"]:
+            # Never two updates in a row, nor two forward passes.
+            expected = ActionKind.FORWARD if now["just_applied"] else ActionKind.APPLY
+            assert action is expected
+        assert (action is None) <= (not ready and not now["has_gradient"])
+        assert (action is ActionKind.RECUT) <= (now["is_drained"] and not now["allowed"])

@@ -140,19 +140,13 @@ def repeating(batch: int) -> Samples:
 
 ELEMENTS = BATCH_SIZE * SPLIT.cuts[2].feature_elements
 DELTAS = {"delta_bytes": 1 << 20}
-ALL_OF_IT = {"grouping": "sample", "scale": "mean-loss", "feedback": "rank-one", **DELTAS}
+ALL_OF_IT = {"grouping": "sample", "feedback": "rank-one", **DELTAS}
 
 
-def test_ranges_per_sample_scale_and_changes_reach_the_halves() -> None:
+def test_ranges_per_sample_and_changes_reach_the_halves() -> None:
     exact, plain = learned(32, 1, 6, repeating)
     fed = {"feedback": "diagonal"}
-    hows: tuple[dict[str, Any], ...] = (
-        {},
-        {"grouping": "sample"},
-        DELTAS,
-        fed,
-        {**fed, "scale": "mean-loss"},
-    )
+    hows: tuple[dict[str, Any], ...] = ({}, {"grouping": "sample"}, DELTAS, fed)
     others = [learned(4, 1, 6, repeating, **how) for how in hows]
     assert_all_differ([exact, *(weights for weights, _ in others)])
     # Nothing is lost, whatever is made of it.

@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 
 from socflower.thermal.fans.config import read_fan_file
 from socflower.thermal.fans.daemon import run_fan
+from socflower.thermal.sensors.guarded import GuardedSource
 from socflower.thermal.sensors.reading import Reading
-from socflower.thermal.sensors.remote import BackgroundSource, FileSource, HttpSource
+from socflower.thermal.sensors.remote import FileSource, HttpSource
 from socflower.wire.saved_state import write_atomically
 from tests.one_line import refused
 from tests.thermal.fake_machines import Clock, contents, write_files
@@ -476,18 +477,16 @@ def test_a_source_that_hangs_or_raises_blocks_no_caller():
                 hang.wait(PATIENCE_S)
             return answers.pop(0)
 
-    source = BackgroundSource(Unreliable(), period_s=0.01, max_age_s=10.0, clock=now)
-    try:
-        assert source.wait_for_first(PATIENCE_S) and source.read().temperature_c == 40.0
-        now.now_s = 10.0
-        assert source.read().temperature_c == 40.0
-        now.now_s = 11.0
-        silent = source.read()
-        assert (silent.at_s, silent.temperature_c) == (11.0, None) and len(silent.notes) == 1
-        hang.set()  # from now on reads raise
-        until(lambda: "IndexError" in "".join(source.read().notes), "an answer")
-    finally:
-        source.close()
+    source = GuardedSource(Unreliable, timeout_s=0.0, max_age_s=10.0, clock=now)
+    source.read()
+    assert source.wait(PATIENCE_S) and source.read().temperature_c == 40.0
+    now.now_s = 10.0
+    assert source.read().temperature_c == 40.0
+    now.now_s = 11.0
+    silent = source.read()
+    assert (silent.at_s, silent.temperature_c) == (11.0, None) and len(silent.notes) == 1
+    hang.set()  # from now on reads raise
+    until(lambda: "IndexError" in "".join(source.read().notes), "an answer")
 
 
 # ----------------------------------------------------------------------------------------------- bad input

@@ -25,23 +25,19 @@ def tensors(num: int) -> st.SearchStrategy[list[Floats]]:
 
 
 @settings(max_examples=40)
-@given(pair=tensors(2), factor=st.sampled_from([1.0, 8.0]))
-def test_both_forms_are_the_paper_s_formulas(pair: list[Floats], factor: float) -> None:
+@given(pair=tensors(2))
+def test_both_forms_are_the_paper_s_formulas(pair: list[Floats]) -> None:
     """Element by element, and with the outer product written out."""
     gradient, error = pair
     g, e = gradient.astype(np.float64), error.astype(np.float64)
-    assert np.allclose(
-        diagonal(gradient, error, factor=factor), g - factor * e * g * g, rtol=1e-5, atol=1e-3
-    )
+    assert np.allclose(diagonal(gradient, error), g - e * g * g, rtol=1e-5, atol=1e-3)
     expected = np.stack(
         [
-            (one.ravel() - factor * np.outer(one.ravel(), one.ravel()) @ lost.ravel()).reshape(
-                one.shape
-            )
+            (one.ravel() - np.outer(one.ravel(), one.ravel()) @ lost.ravel()).reshape(one.shape)
             for one, lost in zip(g, e, strict=True)
         ]
     )
-    assert np.allclose(rank_one(gradient, error, factor=factor), expected, rtol=1e-4, atol=1e-2)
+    assert np.allclose(rank_one(gradient, error), expected, rtol=1e-4, atol=1e-2)
 
 
 @settings(max_examples=40)
@@ -54,24 +50,26 @@ def test_without_an_error_nothing_is_corrected(pair: list[Floats], form: object)
 
 
 @given(seed=st.integers(0, 500), num_samples=st.integers(2, 40))
-def test_rank_one_of_a_mean_loss_is_exact_to_first_order(seed: int, num_samples: int) -> None:
-    """f = mean of −log(1 − a·h), whose Hessian per sample is ggᵀ: only the factor B leaves an error of second order."""
+def test_rank_one_of_a_sum_of_losses_is_exact_to_first_order(seed: int, num_samples: int) -> None:
+    """f = sum of −log(1 − a·h), whose Hessian per sample is ggᵀ: an error of second order is left."""
     rng = np.random.default_rng(seed)
     a, h = rng.uniform(-0.3, 0.3, (2, num_samples, 9))
     direction = rng.uniform(-1, 1, h.shape)
 
     def gradient_at(features: np.ndarray) -> np.ndarray:
-        return a / (1 - (a * features).sum(axis=1, keepdims=True)) / num_samples
+        return a / (1 - (a * features).sum(axis=1, keepdims=True))
 
-    def left_over(size: float, factor: float) -> float:
+    def left_over(size: float, *, corrects: bool = True) -> float:
         error = size * direction
-        corrected = rank_one(gradient_at(h + error), error, factor=factor)  # type: ignore[arg-type]
+        corrected = gradient_at(h + error)
+        if corrects:
+            corrected = rank_one(corrected, error)  # type: ignore[arg-type]
         return float(np.linalg.norm(corrected - gradient_at(h)) / np.linalg.norm(gradient_at(h)))
 
-    # A tenth of the error leaves a hundredth with the factor, and a tenth without.
-    assert left_over(1e-2, num_samples) < 1e-3
-    assert left_over(1e-3, num_samples) < left_over(1e-2, num_samples) / 50 + 1e-6
-    assert left_over(1e-3, num_samples) < left_over(1e-3, 1.0) + 1e-6 < left_over(1e-3, 0.0) + 2e-6
+    # A tenth of the error leaves a hundredth.
+    assert left_over(1e-2) < 1e-3
+    assert left_over(1e-3) < left_over(1e-2) / 50 + 1e-6
+    assert left_over(1e-3) < left_over(1e-3, corrects=False) + 1e-6
 
 
 def test_the_diagonal_is_exact_to_first_order_where_elements_do_not_interact() -> None:
@@ -146,18 +144,6 @@ def test_a_gradient_is_corrected_by_the_error_of_its_own_batch(form: Form) -> No
     assert feedback.num_bytes == restored.num_bytes == 0
 
 
-def test_a_mean_loss_has_the_batch_size_as_its_factor() -> None:
-    rng = np.random.default_rng(1)
-    features = rng.normal(size=(6, 10)).astype(np.float32)
-    decoded, gradient = decode(encode(features, 2)), rng.normal(size=(6, 10)).astype(np.float32)
-    feedback = ErrorFeedback("rank-one", scale="mean-loss")
-    feedback.keep(0, features, decoded)
-    assert np.array_equal(
-        feedback.correct(0, gradient),
-        rank_one(gradient, KeptError.of(features, decoded).error(), factor=6),
-    )
-
-
 @pytest.mark.parametrize("form", ["none", "diagonal", "rank-one"])
 def test_a_batch_that_lost_nothing_costs_nothing_and_is_not_changed(form: Form) -> None:
     feedback = ErrorFeedback(form)
@@ -199,7 +185,6 @@ def test_what_does_not_belong_together_is_refused() -> None:
         refused(call, "(2, 3)", "(3, 2)")
     refused(lambda: rank_one(scalar, scalar), "no samples")
     refused(lambda: ErrorFeedback("full"), "'full'")  # type: ignore[arg-type]
-    refused(lambda: ErrorFeedback("diagonal", scale="sum"), "'sum'")  # type: ignore[arg-type]
 
 
 def test_a_state_of_another_form_and_a_damaged_one_are_refused() -> None:
