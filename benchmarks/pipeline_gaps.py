@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from benchmarks.harness import Row, less_is_better, main, more_is_better
+from benchmarks.harness import Row, less_is_better, main, more_is_better, note
 from benchmarks.pipeline_cases.best_plans import best_plan, some_plan_fits
 from benchmarks.pipeline_cases.random_problems import (
     drawn_loss,
@@ -38,12 +38,16 @@ _KINDS: dict[str, Callable[[int], PipelineProblem]] = {
 }
 
 
-def run(quick: bool = False) -> list[Row]:
-    """Return rows of 300 problems of each kind and of 400 losses; with `quick` of a few."""
+def run(quick: bool = False, problems: int = 300, losses: int = 400) -> list[Row]:
+    """Return rows of so many problems of each kind and of losses; with `quick` of a few."""
+    if quick:
+        problems, losses = 6, 4
     rows: list[Row] = []
     for name, make in _KINDS.items():
-        rows += _gap_rows(name, make, range(_FIRST_SEED, _FIRST_SEED + (6 if quick else 300)))
-    return [*rows, *_loss_rows(range(_FIRST_SEED, _FIRST_SEED + (4 if quick else 400)))]
+        note(f"{problems} problems, {name}")
+        rows += _gap_rows(name, make, range(_FIRST_SEED, _FIRST_SEED + problems))
+    note(f"{losses} losses")
+    return [*rows, *_loss_rows(range(_FIRST_SEED, _FIRST_SEED + losses))]
 
 
 def _gap_rows(name: str, make: Callable[[int], PipelineProblem], seeds: range) -> Iterator[Row]:
