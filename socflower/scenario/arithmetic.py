@@ -73,17 +73,23 @@ def arithmetic_notes(scenario: Scenario) -> list[str]:
 
 
 def _island_notes(scenario: Scenario) -> list[str]:
-    """Return what of the model ran in FP32 for lack of an int8 kernel, and its share of a step on this machine."""
+    """Return what of the model ran in FP32, and its share of a step on this machine."""
     is_whole = scenario.precision.arithmetic != "fp32" and scenario.edgecloud is None
-    if not is_whole or unsupported(scenario) == "refuse":
+    has_some = unsupported(scenario) == "fp32" or scenario.precision.fp32_operators
+    if not is_whole or not has_some:
         return []
-    model = Int8Model.from_module(initial_model(scenario), input_shape=image_shape(scenario))
+    model = Int8Model.from_module(
+        initial_model(scenario),
+        input_shape=image_shape(scenario),
+        fp32_operators=scenario.precision.fp32_operators,
+    )
     if not model.islands:
         return []
     parts = ", ".join(f"{name} ({operator})" for name, operator in model.islands.items())
     share = island_share(model, min(scenario.train.batch_size, 64))
     return [
-        f"FP32 islands: int8 has no kernel for {parts}; they took {share:.0%} of an int8 step on this machine."
+        f"FP32 islands, named or without an int8 kernel: {parts}; they took {share:.0%} of an int8 step on this "
+        "machine."
     ]
 
 
@@ -111,6 +117,7 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
                 rescaling=RescalingPolicy(adaptive=precision.adaptive_rescaling)
             ),
             unsupported=unsupported(scenario),
+            fp32_operators=precision.fp32_operators,
         )
     fp32 = FP32Trainer(
         optimizer=optimizer(scenario),
@@ -143,7 +150,12 @@ def _backend(scenario: Scenario) -> Callable[[], NativeInt8Backend]:
     algorithm = HANDED_OUT_GRADIENTS
     if precision.merge == "weights":
         algorithm = int8_algorithm("niti", gradient_bits=precision.gradient_bits)
-    return partial(NativeInt8Backend, algorithm, unsupported=unsupported(scenario))
+    return partial(
+        NativeInt8Backend,
+        algorithm,
+        fp32_operators=precision.fp32_operators,
+        unsupported=unsupported(scenario),
+    )
 
 
 def _algorithm(scenario: Scenario) -> TrainingAlgorithm:

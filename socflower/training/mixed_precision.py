@@ -35,8 +35,9 @@ from socflower.precision.cpu_share import (
     confidence,
     cpu_samples,
     cpu_share,
+    without_single,
 )
-from socflower.training.batch_statistics import require_batch_statistics
+from socflower.training.batch_statistics import depends_on_batch, require_batch_statistics
 from socflower.training.fp32 import FP32Session, FP32Trainer
 from socflower.training.own_copies import OwnCopies
 from socflower.training.trainer import (
@@ -205,7 +206,12 @@ class MixedPrecisionSession:
         self._copies: OwnCopies | None = None
         self._alphas: list[float] = _for_members(header.get("alphas", []), span.num_members)
         self._alpha_epoch: int | None = header.get("alpha_epoch")
-        self._ratio = ThroughputRatio(*header["seconds"]) if "seconds" in header else None
+        self._ratio: ThroughputRatio | None = None
+        if "seconds" in header:
+            cpu_s, npu_s = header["seconds"]
+            self._ratio = ThroughputRatio(cpu_s, npu_s, num_idle_steps=header.get("idle_steps", 0))
+        # Whether samples of a part depend on each other: then a part has none or at least two.
+        self._normalises = depends_on_batch(model)
         self._shares: list[float] = [1.0] * span.num_members
         self._floors: list[float] = [0.0] * span.num_members
         self._counts = _Counts(alpha_key=ALPHA if trainer.merges_weights else COPY_SIMILARITY)
@@ -268,6 +274,8 @@ class MixedPrecisionSession:
             loss = loss * (weight() / num_samples)
         if int8 is not None:
             loss = loss + self._merge_int8(int8, npu_parts, num_samples, (num_cpu, cpu_s))
+        elif self._ratio is not None:
+            self._ratio.note(cpu=(num_cpu, cpu_s), npu=(0, 0.0))
         first = next((member for member, (_, labels) in enumerate(parts) if len(labels)), 0)
         self._counts.pending[first] = num_own, 0 if self._dropped else num_own - num_cpu
         if self._copies is not None:
@@ -305,14 +313,29 @@ class MixedPrecisionSession:
 
     @property
     def averages_weights(self) -> bool:
-        """Whether the members of a ring have different weights after `finish`, whose mean is the group's model."""
+        """Whether the members of a ring have different weights after `finish`, whose mean is the group's model.
+
+        They also `agree` on what they `measured`.
+        """
         return self._trainer.merges_weights
+
+    @property
+    def measured(self) -> float | None:
+        """The alpha that this member has measured, if it has."""
+        return self._alphas[0] if self._alphas else None
+
+    def agree(self, measured: Sequence[float | None]) -> None:
+        """Use the mean of all members' alphas from now on, since members may leave or return."""
+        known = [alpha for alpha in measured if alpha is not None]
+        if known:
+            self._alphas = [sum(known) / len(known)] * self._span.num_members
 
     def state(self) -> bytes:
         """Return optimiser, alpha and timings; see `ExchangingSession.state`."""
         header: dict[str, Any] = {"alphas": self._alphas, "alpha_epoch": self._alpha_epoch}
         if self._ratio is not None:
             header["seconds"] = [self._ratio.cpu_s, self._ratio.npu_s]
+            header["idle_steps"] = self._ratio.num_idle_steps
         return json.dumps(header).encode() + b"\n" + self._fp32.state()
 
     # ------------------------------------------------------------------------------------------ alpha, beta, gamma
@@ -327,10 +350,11 @@ class MixedPrecisionSession:
 
     def _cpu_sizes(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
         """Return how many samples of each part the CPU takes."""
-        return [
-            cpu_samples(len(labels), share, floor)
-            for (_, labels), share, floor in zip(pairs, self._shares, self._floors, strict=True)
-        ]
+        sizes = []
+        for (_, labels), share, floor in zip(pairs, self._shares, self._floors, strict=True):
+            size = cpu_samples(len(labels), share, floor)
+            sizes.append(without_single(size, len(labels)) if self._normalises else size)
+        return sizes
 
     def _prepare(self, parts: Sequence[Part]) -> None:
         """Before a step: create the backend, measure alpha and beta if needed, set the members' shares."""
@@ -414,7 +438,7 @@ class MixedPrecisionSession:
             self._alphas = [self._measure_alpha()] * self._span.num_members
             self._alpha_epoch = epoch
         is_needed = self._trainer.rule in RULES_BY_THROUGHPUT and not self._span.npu_ratios
-        if self._ratio is None and is_needed:
+        if is_needed and (self._ratio is None or self._ratio.is_stale):
             # The measurement must not advance the generator of the model's random layers.
             with forked_generator():
                 self._ratio = self._measure_ratio(parts)
@@ -436,15 +460,18 @@ class MixedPrecisionSession:
     def _merge_copies(self, copies: OwnCopies) -> None:
         """Measure alpha of the copies as they were trained, then merge them with the FP32 model (F9, Eq. 5)."""
         try:
-            alphas: list[float] = []
+            logits: tuple[Tensor, Any] | None = None
             for member, backend in enumerate(copies.backends):
-                if self._fp32.activate(member) or not alphas:
-                    inputs, fp32 = self._held_out_logits()
-                alphas.append(confidence(fp32, backend.predict(_images(inputs))))
-            self._alphas = alphas
+                if self._fp32.activate(member) or logits is None:
+                    logits = self._held_out_logits()
+                # Of a copy that had no samples nothing new is known.
+                if copies.has_trained(member):
+                    inputs, fp32 = logits
+                    self._alphas[member] = confidence(fp32, backend.predict(_images(inputs)))
             self._set_shares()
             copies.merge(self._shares, self._fp32.activate)
             self._fp32.average_statistics(copies.samples)
+            self.agree(self._alphas)
         except Exception as error:
             # A vendor's runtime may raise anything.
             self._drop_backend(error)
@@ -452,6 +479,9 @@ class MixedPrecisionSession:
     def _measure_ratio(self, parts: Sequence[Part]) -> ThroughputRatio:
         """Time both workers running in parallel, on copies that are discarded (F10)."""
         assert self._backend is not None
+        own: Mapping[str, Any] = {}
+        if self._copies is not None:
+            own = {name: np.array(array) for name, array in self._backend.weights().items()}
         inputs = torch.cat([inputs for inputs, _ in parts])[:_PROFILED_SAMPLES]
         labels = torch.cat([labels for _, labels in parts])[:_PROFILED_SAMPLES]
         size = len(labels)
@@ -475,7 +505,7 @@ class MixedPrecisionSession:
             if attempt:
                 cpu_s = min(cpu_s, seconds)
                 npu_s = min(npu_s, int8_s)
-        self._backend.load_weights(weights, seed=self._seed)
+        self._backend.load_weights(own or weights, seed=self._seed)
         return ThroughputRatio(cpu_s / size, npu_s / size)
 
     def _int8_seconds(self, inputs: Tensor, labels: Tensor) -> float:

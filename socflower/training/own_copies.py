@@ -50,6 +50,10 @@ class OwnCopies:
         """Count a member's samples in a step that is applied."""
         self.samples[member] += num_samples
 
+    def has_trained(self, member: int) -> bool:
+        """Whether a member's NPU had samples in the session."""
+        return self._npu_samples[member] > 0
+
     def merge(self, shares: Sequence[float], activate: Callable[[int], object]) -> None:
         """Write sum_i s_i (gamma_i w_FP32 + (1 - gamma_i) w_INT8,i) to the model (Eq. 5).
 
@@ -66,7 +70,7 @@ class OwnCopies:
             if not samples:
                 continue
             activate(member)
-            copies = self.backends[member].weights() if self._npu_samples[member] else {}
+            copies = self.backends[member].weights() if self.has_trained(member) else {}
             share, part = shares[member], samples / total
             for name, fp32 in trained.items():
                 sums[name] += _mixed(name, fp32.detach(), copies, share).double() * part

@@ -1,6 +1,7 @@
 """Mixed precision from a scenario file to its result: equal weights everywhere, and no more speed than F11 allows."""
 
 import copy
+import json
 import math
 import re
 from collections import Counter
@@ -192,6 +193,8 @@ def test_a_held_out_set_that_leaves_nothing_is_refused_with_both_numbers(
         "arithmetic = 'int8'\nrule = 'half'",
         "arithmetic = 'mixed'\ngradient_bits = [2, 1, 0]",
         "arithmetic = 'mixed'\nmerge = 'logits'",
+        "fp32_operators = ['9']",
+        "arithmetic = 'int8'\nfp32_operators = [9]",
         "merge = 'weights'",
         "arithmetic = 'int8'\nmerge = 'weights'",
         "arithmetic = 'int8'\ngradient_bits = [2, 1]",
@@ -318,3 +321,65 @@ def test_a_model_that_int8_lacks_an_operator_for_is_refused_before_round_1_and_t
     line = refused(lambda: run("unsupported = 'refuse'"), "'odd-net'", "Tanhshrink")
     advised = re.findall(r"set \[precision\] (unsupported = 'fp32')", line)
     assert run(advised[0])
+
+
+# ------------------------------------------------------------------------------------------------- placement
+def profile_of(*cells: dict[str, Any]) -> str:
+    return json.dumps({"cells": cells})
+
+
+def cell(batch_size: int, *on_cpu: str, data: str = "digits") -> dict[str, Any]:
+    names = ("0", "2", "3", "5", "7", "9", "11")
+    operators = [{"name": name, "side": "fp32" if name in on_cpu else "int8"} for name in names]
+    return {"model": "lenet5", "data": data, "batch_size": batch_size, "operators": operators}
+
+
+@pytest.mark.parametrize("arithmetic", ["int8", "mixed"])
+def test_training_follows_the_placement_of_a_profile(arithmetic: str, tmp_path: Path) -> None:
+    """Of the cell with the nearest batch size; what ran in FP32 is in the notes, and weights follow from it."""
+    cells = cell(1, "3"), cell(64, "9", "11"), cell(128, "2", data="mnist")
+    (tmp_path / "here.json").write_text(profile_of(*cells))
+    (tmp_path / "case.toml").write_text(
+        f"[precision]\narithmetic = '{arithmetic}'\nfp32_operators = 'here.json'\n[train]\nbatch_size = 60\n"
+    )
+    placed = load_scenario(tmp_path / "case.toml")
+    assert placed.precision.fp32_operators == ("9", "11")
+    assert from_document(to_document(placed)) == placed
+    small_run = mixed(arithmetic=arithmetic, held_out=HELD_OUT)
+    named = small_run.replaced(
+        precision=PrecisionConfig(
+            arithmetic=arithmetic, held_out=HELD_OUT, fp32_operators=placed.precision.fp32_operators
+        )
+    )
+    ran = run_scenario(named, num_workers=0)
+    assert any("9 (Linear), 11 (Linear)" in note for note in ran["notes"])
+    assert ran["weights_sha256"] != run_scenario(small_run, num_workers=0)["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read"),
+        ("[1]", "JSON object"),
+        (profile_of(), "no placement of lenet5 on digits"),
+        (profile_of(cell(8, data="mnist")), "--out FILE"),
+        (json.dumps({"cells": [{"model": "lenet5", "data": "digits"}]}), "no placement"),
+        (json.dumps({"cells": 3}), "no placement"),
+    ],
+)
+def test_a_profile_without_the_placement_is_named(
+    content: str | None, says: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "here.json").write_text(content)
+    (tmp_path / "case.toml").write_text(
+        "[precision]\narithmetic = 'int8'\nfp32_operators = 'here.json'\n"
+    )
+    refused(lambda: load_scenario(tmp_path / "case.toml"), "here.json", says)
+
+
+def test_an_operator_that_the_model_lacks_is_refused_before_anything_starts() -> None:
+    case = mixed().replaced(
+        precision=PrecisionConfig(arithmetic="int8", fp32_operators=("softmax",))
+    )
+    refused(lambda: run_scenario(case, num_workers=0), "softmax")

@@ -38,6 +38,7 @@ from socflower.training.exchange.compression import GradientCompression
 from socflower.training.exchange.group_sum import exchanging, own_compression
 from socflower.training.model_state import load_trainable_state, trainable_state, untrained_names
 from socflower.training.trainer import (
+    DivergingSession,
     ExchangingSession,
     JointSession,
     Part,
@@ -775,7 +776,8 @@ class _MemberSession:
             self._end = self._session.finish()
         # The statistics of BatchNorm.
         floats = [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
-        averages_weights = getattr(self._session, "averages_weights", False)
+        diverging = self._session if isinstance(self._session, DivergingSession) else None
+        averages_weights = diverging is not None and diverging.averages_weights
         if averages_weights:
             floats += [parameter.detach() for parameter in _trained(self._model)]
         counters = [buffer for buffer in self._model.buffers() if not buffer.is_floating_point()]
@@ -791,12 +793,16 @@ class _MemberSession:
             "rate": self._timer.rate,
             "device": device_label(device_of(self._model)),
             "changes": None if self._changes is None else self._changes.held,
+            "measured": None if diverging is None else diverging.measured,
         }
         reports = gather_json(self._collective, own, self._poll)
         answering = self._ring.leader if self._ring.leader in self._members else self._members[0]
         self._require_same_weights(reports, answering)
         if self._stage < _AVERAGED:
             self._average(floats, counters, reports)
+            if diverging is not None and averages_weights:
+                diverging.agree([entry["measured"] for entry in reports])
+                self._end = replace(self._end, state=diverging.state())
             self._stage = _AVERAGED
         if self._ring.leaders and self._stage < _MET:
             if self._changes is not None:

@@ -83,6 +83,7 @@ _READERS = {
     "gradient_bits": ("int8", "mixed"),
     "adaptive_rescaling": ("int8",),
     "unsupported": ("int8", "mixed"),
+    "fp32_operators": ("int8", "mixed"),
 }
 """The arithmetics that read a key of `[precision]`, for keys that not all of them read."""
 
@@ -314,6 +315,13 @@ class PrecisionConfig(Table):
         description=(
             "of int8 and mixed training, what becomes of operators that int8 lacks: run them in "
             "`fp32`, or `refuse` the model before round 1"
+        ),
+    )
+    fp32_operators: tuple[Annotated[str, Field(pattern=r"\S")], ...] = Field(
+        (),
+        description=(
+            "of int8 and mixed training, operators of the int8 model that run in FP32; in a file also the name of one "
+            "by `socflower profile --out` (`.part.json`) or `--json`: those that its placement has in FP32"
         ),
     )
 
@@ -1098,11 +1106,12 @@ class ScenarioFile(ClusterFile):
         )
         if arithmetic == "fp32":
             return
-        yield (
-            self.precision.merge == "weights",
-            self._at("precision", "merge"),
-            f"{self._name} has the edge's NPU train a part of a model, without logits to compare; leave it out",
-        )
+        for key, broken in (
+            ("merge", self.precision.merge == "weights"),
+            ("fp32_operators", bool(self.precision.fp32_operators)),
+        ):
+            why = f"the edge of {self._name} trains only a part of a model; leave it out"
+            yield broken, self._at("precision", key), why
         said = self._at("precision", "arithmetic")
         why = f"{said} trains classifiers of images; leave [precision] out"
         yield self.model.name in (CLICK_MODEL, GENERATOR), self._at("model", "name"), why
