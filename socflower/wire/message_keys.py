@@ -354,6 +354,8 @@ class PipelineTask:
     backup_steps: int = 0
     # Devices whose stages compute in int8.
     int8_socs: tuple[int, ...] = ()
+    # JSON, see `from_json` of `pipeline/problem.py`: what a plan after a loss is made from; empty: the plan alone.
+    problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
