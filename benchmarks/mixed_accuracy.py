@@ -66,7 +66,7 @@ CASES = (
          methods=(*FIVE_RULES, HALVES)),
 )  # fmt: skip
 
-_OF_ROUND = ("epoch", "accuracy", "alpha", "cpu_share", "virtual_s", "energy_j")
+_OF_ROUND = ("epoch", "accuracy", "copy_similarity", "cpu_share", "virtual_s", "energy_j")
 _OF_RUN = ("final_accuracy", "virtual_s", "energy_j", "wall_s", "weights_sha256", "kernels")
 
 # Student's t, two-sided 95 %, by degrees of freedom.
@@ -74,7 +74,7 @@ _T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 
 
 def run_case(case: MixedCase, method: str, seed: int, *, epochs: int | None = None) -> Any:
-    """Return a run's accuracy, alpha, CPU share and virtual time by round; a finished run is read from its file."""
+    """Return a run's accuracy, similarity of copies, CPU share and virtual time by round; a finished run is read from its file."""
     return kept(_file(case, method, seed, epochs), lambda: _run_anew(case, method, seed, epochs))
 
 
@@ -186,7 +186,7 @@ def write_curves(folder: Path) -> None:
                 statistics.mean(entry["virtual_s"] for entry in entries)
                 for entries in zip(*curves, strict=True)
             ]
-            for axis, key in zip(row, ("accuracy", "alpha", "cpu_share"), strict=True):
+            for axis, key in zip(row, ("accuracy", "copy_similarity", "cpu_share"), strict=True):
                 points = [
                     (time, [entry[key] for entry in entries])
                     for time, entries in zip(times, zip(*curves, strict=True), strict=True)
@@ -199,7 +199,9 @@ def write_curves(folder: Path) -> None:
                         label=method,
                     )
         for axis, what in zip(
-            row, ("test accuracy", "alpha (F9)", "gamma: the CPU's share"), strict=True
+            row,
+            ("test accuracy", "similarity of copies (F9)", "gamma: the CPU's share"),
+            strict=True,
         ):
             axis.set(title=case.title, xlabel="virtual seconds", ylabel=what)
         row[0].legend()

@@ -65,16 +65,16 @@ def test_alone_in_int8_the_stored_runs_lose_on_cifar10() -> None:
         )
 
 
-def test_alpha_stayed_near_one_in_the_stored_runs() -> None:
+def test_copies_stayed_alike_in_the_stored_runs() -> None:
     """What docs/guides/precision.md says of it."""
-    alphas = [
-        entry["alpha"]
+    similarities = [
+        entry["copy_similarity"]
         for run in json.loads(CURVES.read_text())
         for entry in run["rounds"]
-        if entry.get("alpha") is not None
+        if entry.get("copy_similarity") is not None
     ]
-    assert len(alphas) > 100
-    assert min(alphas) >= 0.994
+    assert len(similarities) > 100
+    assert min(similarities) >= 0.994
 
 
 @pytest.mark.slow

@@ -591,13 +591,18 @@ def test_ranges_and_letters() -> None:
 
 
 @pytest.mark.usefixtures("with_pictures")
-def test_mixed_precision_has_pictures_of_its_share_and_confidence_and_others_have_not() -> None:
+@pytest.mark.parametrize("key", ["alpha", "copy_similarity"])
+def test_mixed_precision_has_pictures_of_its_share_and_confidence_and_others_have_not(
+    key: str,
+) -> None:
     plain = _render([_result()])
     assert "mixing" not in plain.ids
     result = _result()
     for index, entry in enumerate(result["rounds"][1:]):
-        entry.update({"alpha": 0.99 - 0.01 * index, "cpu_share": 0.375})
+        entry.update({key: 0.99 - 0.01 * index, "cpu_share": 0.375})
     page = _render([result])
+    # Two pictures, each for light and for dark pages.
+    assert len(page.alternatives) == len(plain.alternatives) + 4
     assert "mixing" in page.ids
     assert any("gamma" in text and "37.5%" in text for text in page.alternatives)
 
