@@ -74,7 +74,7 @@ _T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 
 
 def run_case(case: MixedCase, method: str, seed: int, *, epochs: int | None = None) -> Any:
-    """Return a run's accuracy, similarity of copies, CPU share and virtual time by round; a finished run is read from its file."""
+    """Return a run's figures by round; a finished run is read from its file."""
     return kept(_file(case, method, seed, epochs), lambda: _run_anew(case, method, seed, epochs))
 
 
