@@ -127,6 +127,27 @@ def test_alpha_falls_by_more_than_a_tenth_if_the_npus_train_int8_models_of_their
     assert ran["weights_sha256"] != result()["weights_sha256"]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compression": "int8"},
+        {"compression": "dgc"},
+        {"exchange": "server"},
+        {"leader_compression": "int8"},
+        {"overlap_buckets": 2},
+        {"rebalance": "both"},
+        {"name": "ring", "groups": "auto"},
+    ],
+)
+def test_own_models_are_merged_with_any_exchange_of_gradients_and_models(
+    changes: dict[str, Any],
+) -> None:
+    """The FP32 model's gradients and the merged models travel as they do without an NPU."""
+    ran = run_scenario(mixed(merge="weights", **changes), num_workers=0)
+    assert all("alpha" in entry and not entry["events"] for entry in ran["rounds"][1:])
+    assert ran["weights_sha256"] != result()["weights_sha256"]
+
+
 def test_a_synchronisation_sums_the_merged_weights_in_each_group() -> None:
     """Two intervals, in which two groups of two SoCs each send a model more than with gradients that are merged."""
     ran = run_scenario(mixed(merge="weights"), num_workers=0)
