@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.harness import Row, from_json, main, more_is_better, note
+from socflower.errors import TrainingFailed
 from socflower.training.int8_module import int8_
 from socflower.workloads.dataset import LabelledData
 from socflower.workloads.models.classifiers import mobilenet_v1, resnet8
@@ -89,6 +90,8 @@ class Training:
     test_accuracy: tuple[float, ...]
     train_loss: tuple[float, ...]
     processor_s: float
+    # Why it ended before its last epoch, if it did: then the accuracy is that of the last whole epoch.
+    ended: str = ""
 
 
 class Residual(nn.Module):
@@ -189,17 +192,16 @@ def train(
         optimizer.load_state_dict(kept["optimizer"])
         schedule.load_state_dict(kept["schedule"])
         accuracies, losses, processor_s = kept["curve"]
+    ended = ""
     for epoch in range(len(losses), case.epochs):
-        module.train()
         begun_s = time.process_time()
-        loss_sum = 0.0
-        for images, labels in _augmented_batches(data.train, case.num_images, seed, epoch):
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(module(images), labels)
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            loss_sum += float(loss.detach())
+        batches = _augmented_batches(data.train, case.num_images, seed, epoch)
+        try:
+            loss_sum = _train_epoch(module, optimizer, schedule, batches)
+        except TrainingFailed as failure:
+            ended = f"epoch {epoch + 1}: {failure}"
+            note(f"{case.model} {arithmetic} seed {seed} rate {learning_rate:g}: {ended}")
+            break
         processor_s += time.process_time() - begun_s
         losses.append(loss_sum / steps_per_epoch)
         accuracies.append(_accuracy(module, data.test))
@@ -219,7 +221,27 @@ def train(
         test_accuracy=tuple(accuracies),
         train_loss=tuple(losses),
         processor_s=round(processor_s, 1),
+        ended=ended,
     )
+
+
+def _train_epoch(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    batches: Iterator[tuple[Tensor, Tensor]],
+) -> float:
+    """Train on all batches; return the sum of their losses."""
+    module.train()
+    loss_sum = 0.0
+    for images, labels in batches:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(module(images), labels)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        loss_sum += float(loss.detach())
+    return loss_sum
 
 
 def _optimizer(recipe: Recipe, module: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
@@ -348,11 +370,14 @@ def run(quick: bool, network: int = 0, pairs: int = 5) -> list[Row]:
         differences = []
         for seed in case.seeds[:pairs]:
             fp32, int8 = (
-                store.training(case, arithmetic, seed, rate).test_accuracy[-1]
-                for arithmetic in ARITHMETICS
+                store.training(case, arithmetic, seed, rate) for arithmetic in ARITHMETICS
             )
-            rows.append(_row(case, f"rate {rate:g}, seed {seed}", int8, fp32))
-            differences.append(100 * (int8 - fp32))
+            ended = "".join(
+                f", {one.arithmetic} ended in {one.ended}" for one in (fp32, int8) if one.ended
+            )
+            accuracies = int8.test_accuracy[-1], fp32.test_accuracy[-1]
+            rows.append(_row(case, f"rate {rate:g}, seed {seed}{ended}", *accuracies, ok=not ended))
+            differences.append(100 * (accuracies[0] - accuracies[1]))
         note(f"{case.model}: int8 - FP32 = {interval(differences)} points")
     return rows
 
@@ -366,14 +391,14 @@ def interval(differences: list[float]) -> str:
     return f"{mean:+.2f} ± {half:.2f}"
 
 
-def _row(case: Case, what: str, int8: float, fp32: float) -> Row:
+def _row(case: Case, what: str, int8: float, fp32: float, *, ok: bool = True) -> Row:
     return more_is_better(
         f"{case.model}, {case.num_images} images, {case.epochs} epochs, {what}",
         100 * int8,
         "torch FP32",
         100 * fp32,
         "% of the test images",
-        ok=True,
+        ok=ok,
     )
 
 

@@ -1,4 +1,7 @@
-"""A whole training step in int8 against torch's in FP32, eager and compiled, at batch 64 on one thread.
+"""A whole training step in int8 against torch's in FP32 and bf16, at batch 64 on one thread.
+
+Torch's step is eager with the channels last (NHWC) and first (NCHW), compiled, and, where the CPU has instructions for
+bf16 and may use them, under autocast.
 
 Our step is from float32 images to new parameters (NITI, SGD for the biases; and the default, real scales with SGD and
 momentum on FP32 masters), torch's from zeroed gradients to the end of SGD; all take the same batches in turn. Ours is
@@ -58,6 +61,7 @@ _WARM_UP = 16
 _SETTLED = RescalingPolicy(warm_up_batches=_WARM_UP)
 _IMAGES_OF_PORTABLE_STEPS = 16
 _EAGER, _COMPILED = "torch FP32, eager", "torch FP32, torch.compile"
+_CHANNELS_FIRST, _BF16 = "torch FP32, eager, NCHW", "torch bf16 autocast"
 
 peers = describe_peers
 
@@ -97,9 +101,8 @@ def step_rows(kernel: str, name: str, quick: bool) -> list[Row]:
         "searching": training(searching, data),
         "default": default_step,
     }
-    steps[_EAGER] = _torch_training(torch, _module(name), data)
-    if not quick:
-        steps[_COMPILED] = _torch_training(torch, _module(name), data, compiled=True)
+    for peer, how in _torch_ways(kernel, quick=quick).items():
+        steps[peer] = _torch_training(torch, _module(name), data, **how)
     # A turn has many short steps: a single one of a few milliseconds would find its peer's data in
     # the caches.
     turn = 20 if name == "lenet5" else 1
@@ -114,11 +117,24 @@ def step_rows(kernel: str, name: str, quick: bool) -> list[Row]:
             ("searching", ", every exponent looked for in every batch"),
             ("default", f", {REAL_SCALES.name}"),
         )
-        for peer in (_EAGER, _COMPILED)
+        for peer in (_EAGER, _COMPILED, _CHANNELS_FIRST, _BF16)
         if peer in ms
     ]
     of_default = f"{case}, {REAL_SCALES.name}"
     return [*rows, less_is_better(of_default, ms["default"], "NITI", ms["ours"], "ms", ok=ok)]
+
+
+def _torch_ways(kernel: str, *, quick: bool) -> dict[str, dict[str, bool]]:
+    """Return torch's steps by name, as arguments of `torch_step`."""
+    ways = {_EAGER: {}, _CHANNELS_FIRST: {"channels_last": False}}
+    processor = Path("/proc/cpuinfo")
+    has_bf16 = processor.exists() and "avx512_bf16" in processor.read_text()
+    # Our path of AVX2 meets a torch that is limited to AVX2.
+    if kernel != "avx2" and has_bf16:
+        ways[_BF16] = {"bf16": True}
+    if not quick:
+        ways[_COMPILED] = {"compiled": True}
+    return ways
 
 
 def _learns(step: Callable[[], float], num_batches: int) -> bool:
@@ -212,10 +228,10 @@ def _int8_model(
 
 
 def _torch_training(
-    torch: Any, module: Any, data: list[Batch], *, compiled: bool = False
+    torch: Any, module: Any, data: list[Batch], *, channels_last: bool = True, **how: bool
 ) -> Callable[[], None]:
-    step = torch_step(torch, module, compiled=compiled)
-    following = cycle([torch_batch(torch, batch) for batch in data])
+    step = torch_step(torch, module, channels_last=channels_last, **how)
+    following = cycle([torch_batch(torch, batch, channels_last=channels_last) for batch in data])
     return lambda: step(*next(following))
 
 

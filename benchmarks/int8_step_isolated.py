@@ -50,13 +50,22 @@ def batches(shape: tuple[int, int, int], number: int) -> list[Batch]:
     return made
 
 
-def torch_step(torch: Any, module: Any, *, compiled: bool = False) -> Callable[[Any, Any], None]:
-    """Return a training step in FP32, channels last, with SGD; torch.compile may compile all but the update."""
-    module = module.to(memory_format=torch.channels_last)
+def torch_step(
+    torch: Any,
+    module: Any,
+    *,
+    channels_last: bool = True,
+    compiled: bool = False,
+    bf16: bool = False,
+) -> Callable[[Any, Any], None]:
+    """Return a training step with SGD; torch.compile may compile all but the update, autocast use bf16 in it."""
+    if channels_last:
+        module = module.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
 
     def loss_of(images: Any, labels: Any) -> Any:
-        return torch.nn.functional.cross_entropy(module(images), labels)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return torch.nn.functional.cross_entropy(module(images), labels)
 
     loss = torch.compile(loss_of) if compiled else loss_of
 
@@ -68,9 +77,11 @@ def torch_step(torch: Any, module: Any, *, compiled: bool = False) -> Callable[[
     return step
 
 
-def torch_batch(torch: Any, batch: Batch) -> tuple[Any, Any]:
-    """Return a batch as tensors, the images channels last."""
-    images = torch.from_numpy(batch[0]).contiguous(memory_format=torch.channels_last)
+def torch_batch(torch: Any, batch: Batch, *, channels_last: bool = True) -> tuple[Any, Any]:
+    """Return a batch as tensors."""
+    images = torch.from_numpy(batch[0])
+    if channels_last:
+        images = images.contiguous(memory_format=torch.channels_last)
     return images, torch.from_numpy(batch[1]).long()
 
 

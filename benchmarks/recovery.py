@@ -32,7 +32,7 @@ from socflower.peers.ring.settings import RingSettings
 from socflower.pipeline.plan import Plan
 from socflower.pipeline.planner.selection import plan_pipeline, predict
 from socflower.pipeline.problem import PipelineProblem
-from socflower.pipeline.replanning import replanned
+from socflower.pipeline.replanning import recovered, replanned
 from socflower.pipeline.runtime.group import train_pipeline
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.hybrid_pipeline import HybridPipeline
@@ -133,7 +133,7 @@ def _planned_so(
         model,
         app.vectors(),
         replace(task, first_step=step, num_steps=task.num_steps - step),
-        replanned(plan, app.problem().model, present),
+        recovered(plan, app.problem(), present),
         app.trainer(),
         state,
     )

@@ -112,6 +112,7 @@ _EXPORTS = {
     "cluster.device": ("Device",),
     "cluster.device_catalog": ("device", "device_names"),
     "cluster.topology": ("Cluster",),
+    "model_graph.exported_module": ("exported_module",),
     "model_graph.layer_profile": ("profile_module",),
     "sim.event_clock": ("EventClock",),
     "sim.trace": ("Trace",),

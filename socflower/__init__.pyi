@@ -27,6 +27,7 @@ from socflower.hierarchy.group_count import default_candidates as default_candid
 from socflower.hierarchy.plan import GroupPlan as GroupPlan, plan_groups as plan_groups
 from socflower.hierarchy.quorum import Quorum as Quorum
 from socflower.hierarchy.rebalancing import Rebalancing as Rebalancing
+from socflower.model_graph.exported_module import exported_module as exported_module
 from socflower.model_graph.layer_profile import profile_module as profile_module
 from socflower.peers.ring.settings import RingSettings as RingSettings
 from socflower.pipeline.planner.selection import PlannerSettings as PlannerSettings

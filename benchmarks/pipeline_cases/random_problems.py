@@ -1,15 +1,20 @@
 """Random pipeline problems from a seed: layers, devices of up to three kinds, and links."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from socflower.cluster import Board, Cluster, Device, Processor
 from socflower.cluster.cost_model import LayerProfile
+from socflower.pipeline.plan import PipelinePlan
+from socflower.pipeline.planner.selection import PlannerSettings, plan_pipeline
 from socflower.pipeline.problem import (
     LayerSeconds,
     PipelineDevice,
     PipelineModel,
     PipelineProblem,
 )
+from tests.pipeline.problems import random_problem
 
 KIND = Device(
     name="board",
@@ -34,6 +39,79 @@ def small_problem(seed: int, *, num_layers: int = 4, num_devices: int = 3) -> Pi
         bytes_per_s=float(rng.choice([3e5, 1e6, 1e7])),
         scarce=seed % 3 == 0,
     )
+
+
+def tight_problem(seed: int) -> PipelineProblem:
+    """Return a problem for brute force whose memory limits cuts, shares and K: 3 or 4 devices, 4 to 8 layers."""
+    rng = np.random.default_rng([seed, 1])
+    problem = random_problem(
+        rng,
+        int(rng.integers(4, 9)),
+        int(rng.integers(3, 5)),
+        micro_batch_size=int(rng.integers(1, 5)),
+        num_micro_batches=int(rng.integers(4, 13)),
+    )
+    model, whole = problem.model, (0, problem.model.num_layers - 1)
+    kept_bytes = 4.0 * problem.micro_batch_size * model.kept_bytes(*whole)
+    needed = model.state_bytes(*whole, problem.optimizer_copies) + kept_bytes
+    least, most = rng.choice([(0.15, 0.6), (0.25, 0.7), (0.3, 0.6)])
+    budgets = rng.uniform(least, most, len(problem.devices)) * needed
+    devices = zip(problem.devices, budgets.tolist(), strict=True)
+    return replace(
+        problem, devices=tuple(replace(each, memory_bytes=budget) for each, budget in devices)
+    )
+
+
+def unequal_links_problem(seed: int) -> PipelineProblem:
+    """Return a problem for brute force of 3 or 4 devices of one kind, each behind a link of its own bandwidth."""
+    rng = np.random.default_rng([seed, 2])
+    num_devices = int(rng.integers(3, 5))
+    problem = _problem(
+        rng,
+        int(rng.integers(4, 9)),
+        num_devices,
+        micro_batch_size=int(rng.integers(1, 5)),
+        num_micro_batches=int(rng.integers(3, 9)),
+        bytes_per_s=1e6,
+        scarce=False,
+    )
+    rates = [float(rate) for rate in rng.choice([1e6, 3e6, 1e7, 3e7], num_devices)]
+    boards = tuple(
+        Board(num_slots=1, device=KIND, soc_bytes_per_s=rate, uplink_bytes_per_s=rate)
+        for rate in rates
+    )
+    one = problem.devices[0]
+    devices = tuple(replace(one, soc=device.soc) for device in problem.devices)
+    return replace(problem, devices=devices, cluster=replace(problem.cluster, boards=boards))
+
+
+def drawn_loss(seed: int) -> tuple[PipelineProblem, PipelinePlan, frozenset[int]]:
+    """Return a problem with its plan, and the SoCs that are left after one or two devices were lost.
+
+    Each budget is 1.05 times what the plan needs of a device, or, of a device that it leaves out, of any.
+    """
+    rng = np.random.default_rng([seed, 3])
+    problem = random_problem(
+        rng,
+        int(rng.integers(6, 11)),
+        int(rng.integers(3, 6)),
+        micro_batch_size=int(rng.choice([2, 3, 4])),
+        num_micro_batches=int(rng.integers(4, 13)),
+    )
+    plan = plan_pipeline(problem, PlannerSettings(two_d=False)).plan.pipelines[0]
+    peaks = {
+        soc: stage.memory_bytes(problem, share)
+        for stage in plan.stages
+        for soc, share in stage.members
+    }
+    budgets = {device.soc: max(peaks.values()) for device in problem.devices} | peaks
+    devices = tuple(
+        replace(device, memory_bytes=1.05 * budgets[device.soc]) for device in problem.devices
+    )
+    socs = [device.soc for device in problem.devices]
+    num_lost = int(rng.integers(1, min(3, len(socs) - 1)))
+    lost = {int(rng.choice(plan.socs)), *rng.choice(socs, num_lost - 1).tolist()}
+    return replace(problem, devices=devices), plan, frozenset(socs) - lost
 
 
 def large_problem(

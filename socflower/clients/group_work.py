@@ -118,6 +118,7 @@ def _train_stages(
         departures={task.members[position]: step for position, step in departures.items()},
         int8_socs=pipeline.int8_socs,
         budget_bytes=budgets_of(pipeline, plan),
+        problem=pipeline.problem,
     )
 
 

@@ -5,6 +5,7 @@ from typing import cast
 from socflower.clients.ring_client import MemberWork
 from socflower.peers.ring.member import MemberResult
 from socflower.pipeline.plan import Plan, from_json
+from socflower.pipeline.problem import from_json as problem_from_json
 from socflower.pipeline.recovery.session import PipelineMember
 from socflower.pipeline.runtime.group import read_like, require_fp32
 from socflower.pipeline.runtime.payloads import ActivationCoding
@@ -33,6 +34,7 @@ def train_stage(work: MemberWork, task: PipelineTask) -> MemberResult:
             coding=coding_of(task),
             budget_bytes=budgets_of(task, plan) or {},
             int8_socs=task.int8_socs,
+            problem=problem_from_json(task.problem, read.model) if task.problem else None,
             backup_steps=task.backup_steps,
             departs_at=work.departs_at,
             on_step=work.on_step,

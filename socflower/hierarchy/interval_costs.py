@@ -387,12 +387,18 @@ class IntervalCosts:
     def _stages(
         self, interval: SyncInterval, phases: Sequence[Phase]
     ) -> Iterator[tuple[int, Mapping[int, Pricing], int]]:
-        """Yield runs of steps of equal cost: their number, the groups' pricings, and the first step."""
+        """Yield runs of steps of equal cost: their number, the groups' pricings, and the first step.
+
+        The last one is the merge of CPU and NPU weights, if they are merged at synchronisations.
+        """
         first_step = interval.first_step
         for num_steps, pricings in phases or [(interval.num_steps, {})]:
             for part, first in self.gradients.stages(first_step, num_steps):
                 yield part, pricings, first
             first_step += num_steps
+        merging = getattr(self.pricing, "at_synchronisation", None)
+        if merging is not None:
+            yield 1, {group.group_id: merging for group in self.plan.groups}, first_step
 
     def _deal(self, clock: VirtualClock) -> Usage:
         """Distribute the training data among the SoCs again."""

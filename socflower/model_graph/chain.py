@@ -174,7 +174,11 @@ def _captured(model: nn.Module, example: Example, name: str) -> ModelGraph:
                 ) from None
             # Pieces are called once for each micro-batch, so a module that keeps state would compute something else.
             if failed.module in ("", *whole) or isinstance(failed, KeepsState):
-                raise
+                if failed.module or "cannot follow" not in failed.why:
+                    raise
+                raise CaptureFailed(
+                    name, "", f"{failed.why}; perhaps exported_module can"
+                ) from None
             kind = type(model.get_submodule(failed.module))
             for path, module in model.named_modules():
                 if path and type(module) is kind:

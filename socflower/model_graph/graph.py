@@ -10,7 +10,7 @@ import inspect
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
 from threading import Condition
@@ -97,7 +97,8 @@ class Operation:
     node: fx.Node
     # Its number in the order of execution.
     position: int
-    inputs: tuple["Operation", ...]
+    # Not in its repr, which would show every path to it.
+    inputs: tuple["Operation", ...] = field(repr=False)
     # Path of the module that it calls, None for a function and for inputs and outputs.
     module: str | None
     # Path of the module whose `forward` calls it, "" for the model itself.

@@ -18,6 +18,9 @@ from socflower.pipeline.problem import PipelineDevice, PipelineProblem
 
 _Positive = Annotated[int, Field(ge=1)]
 
+Members: TypeAlias = tuple[tuple[int, int], ...]
+"""The SoC and the share of each device of a stage, in the order of their samples."""
+
 
 class Policy(StrEnum):
     """The order of a stage's forward and backward passes."""
@@ -98,7 +101,7 @@ class Stage:
         return self.first_layer, self.last_layer
 
     @property
-    def members(self) -> tuple[tuple[int, int], ...]:
+    def members(self) -> Members:
         """The SoC and the share of each device, in the order of their samples."""
         return tuple(zip(self.devices, self.shares, strict=True))
 

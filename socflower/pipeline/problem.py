@@ -5,21 +5,41 @@ w_l bytes of weights and a_l bytes of output; device d has a budget u_d; b(d, dâ
 """
 
 import hashlib
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from socflower.cluster import Cluster, Device
+from socflower.cluster import Board, Cluster, Device, Processor, Server
 from socflower.cluster.cost_model import UPDATE_PASSES, LayerProfile
 from socflower.errors import ConfigError, require_range
 from socflower.field_rules import checked
+
+_SCALARS = (
+    "micro_batch_size",
+    "num_micro_batches",
+    "optimizer_copies",
+    "activation_part",
+    "gradient_part",
+)
+
+# Planning needs no rates and watts beside `LayerSeconds`.
+_ANY_DEVICE = Device(
+    name="device",
+    processors={"cpu": Processor(name="cpu", flops_per_s=1.0, active_w=1.0)},
+    idle_w=0.0,
+    network_w=0.0,
+    memory_bytes=1.0,
+    memory_bytes_per_s=1.0,
+    layer_overhead_s=0.0,
+)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -322,11 +342,97 @@ class PipelineProblem:
         return min((self.bandwidth(a, b) for a in socs for b in socs if a != b), default=math.inf)
 
 
+def to_json(problem: PipelineProblem) -> str:
+    """Return all of a problem but its model and its devices' watts as JSON, for messages between processes."""
+    kinds = list(dict.fromkeys(id(device.seconds) for device in problem.devices))
+    seconds = {id(device.seconds): device.seconds for device in problem.devices}
+    values = {
+        "seconds": [_seconds_values(seconds[kind]) for kind in kinds],
+        "devices": [
+            {**_fields_of(device), "seconds": kinds.index(id(device.seconds))}
+            for device in problem.devices
+        ],
+        "cluster": {
+            "boards": [
+                [board.num_slots, board.soc_bytes_per_s, board.uplink_bytes_per_s]
+                for board in problem.cluster.boards
+            ],
+            "servers": [
+                [server.num_boards, server.uplink_bytes_per_s] for server in problem.cluster.servers
+            ],
+            "hub_bytes_per_s": problem.cluster.hub_bytes_per_s,
+            "message_s": problem.cluster.message_s,
+        },
+        **{name: getattr(problem, name) for name in _SCALARS},
+    }
+    return json.dumps(values)
+
+
+def from_json(text: str, model: PipelineModel) -> PipelineProblem:
+    """Return the problem of `to_json` for the model; `ConfigError` if another version of socflower wrote the text."""
+    try:
+        values = json.loads(text)
+        seconds = [
+            LayerSeconds(**{**own, "batches": tuple(own["batches"])}) for own in values["seconds"]
+        ]
+        devices = tuple(
+            PipelineDevice(**{**own, "seconds": seconds[own["seconds"]]})
+            for own in values["devices"]
+        )
+        cluster = values["cluster"]
+        boards = tuple(
+            Board(num_slots=slots, device=_ANY_DEVICE, soc_bytes_per_s=own, uplink_bytes_per_s=up)
+            for slots, own, up in cluster["boards"]
+        )
+        servers = tuple(
+            Server(num_boards=number, uplink_bytes_per_s=up) for number, up in cluster["servers"]
+        )
+        return PipelineProblem(
+            model=model,
+            devices=devices,
+            cluster=Cluster(
+                name="pipeline",
+                boards=boards,
+                servers=servers,
+                hub_bytes_per_s=cluster["hub_bytes_per_s"],
+                message_s=cluster["message_s"],
+            ),
+            **{name: values[name] for name in _SCALARS},
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"pipeline: a problem cannot be read ({error}); use one version of socflower everywhere"
+        ) from None
+
+
+def _seconds_values(seconds: LayerSeconds) -> dict[str, Any]:
+    return {
+        "device": seconds.device,
+        "batches": seconds.batches,
+        "forward_s": seconds.forward_s.tolist(),
+        "backward_s": seconds.backward_s.tolist(),
+        "estimated": seconds.estimated,
+    }
+
+
+def _fields_of(device: PipelineDevice) -> dict[str, Any]:
+    return {entry.name: getattr(device, entry.name) for entry in fields(device)}
+
+
 def require_rising(where: str, batches: Sequence[int]) -> None:
     """Raise `ConfigError` unless batch sizes rise from 1 or more."""
     rises = all(before < after for before, after in pairwise((0, *batches)))
     if not batches or not rises:
         raise ConfigError(f"{where}: batches = {list(batches)} must rise from 1 or more")
+
+
+def fast_cluster(num_socs: int) -> Cluster:
+    """Return a cluster whose links take no time worth mentioning."""
+    rate = 1e15
+    board = Board(
+        num_slots=num_socs, device=_ANY_DEVICE, soc_bytes_per_s=rate, uplink_bytes_per_s=rate
+    )
+    return Cluster(name="pipeline", boards=(board,), hub_bytes_per_s=rate, message_s=0.0)
 
 
 def _prefix(values: Sequence[float]) -> Floats:

@@ -1,14 +1,226 @@
-"""Light re-planning: the same pipeline without lost devices; every survivor computes the same plan (F33)."""
+"""Re-planning after a loss: the same pipeline without lost devices, or the quickest that fits those left (F33)."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
 
 from socflower.errors import InfeasiblePlan
 from socflower.hierarchy import split_batch
-from socflower.pipeline.plan import PipelinePlan, Plan, Stage, TwoDPlan
-from socflower.pipeline.problem import PipelineModel
+from socflower.pipeline.plan import PipelinePlan, Plan, Policy, Stage, TwoDPlan
+from socflower.pipeline.planner.local_search import improved
+from socflower.pipeline.planner.quick_schedule import Layout, QuickSchedule, Timed
+from socflower.pipeline.planner.selection import PlannerSettings, candidates, fits, nothing_fits
+from socflower.pipeline.planner.two_dimensions import search_likely
+from socflower.pipeline.problem import (
+    LayerSeconds,
+    PipelineDevice,
+    PipelineModel,
+    PipelineProblem,
+    fast_cluster,
+)
+from socflower.pipeline.schedule.order import ASTEROID, at_most
 
 _UNBOUNDED = 1 << 62
+# The part of its time by which another plan must be quicker than the light one, which moves the fewest layers.
+_LEAST_GAIN = 0.02
+# Sizes of micro-batches that are tried near the light plan, and layers x devices up to which all of them are.
+_MOST_SIZES = 4
+_MOST_WORK = 400
+# Pipelines that are changed further.
+_WIDTH = 4
+_MOST_BYTES = 1e15
+
+
+def remaining_plan(
+    plan: Plan,
+    model: PipelineModel,
+    present: Collection[int],
+    *,
+    problem: PipelineProblem | None = None,
+    budget_bytes: Mapping[int, float] | None = None,
+) -> Plan:
+    """Return the plan after a loss from what is known: `recovered`, or `replanned` without a problem and budgets.
+
+    Raises `InfeasiblePlan` if no device is present, or nothing fits the devices that are.
+    """
+    if problem is None and budget_bytes:
+        problem = assumed_problem(plan, model, budget_bytes, present)
+    if problem is None or not present:
+        return replanned(plan, model, present)
+    return recovered(plan, problem, present)
+
+
+def recovered(plan: Plan, problem: PipelineProblem, present: Collection[int]) -> Plan:
+    """Return a plan within the budgets for the devices that are `present` after a loss (F33); `plan` if all are.
+
+    It is the light plan (`replanned`) with the best K, unless another is quicker by more than 2 %: one that
+    `local_search` finds from the light plan and from Algorithm 2 on the same order of devices, perhaps with smaller
+    micro-batches. If none of these fits, the search of the whole planner follows. `QuickSchedule` gives the seconds. A
+    plan in backward-after-forward order stays in that order only if it fits as it is. Pipelines of a 2-D plan are
+    planned one by one.
+
+    Raises `InfeasiblePlan` if nothing fits the devices that are left.
+    """
+    if all(soc in present for soc in plan.socs):
+        return plan
+    light = replanned(plan, problem.model, present)
+    if isinstance(light, TwoDPlan):
+        groups = [
+            _quickest(each, _part_of(problem, each, each.socs)) or each for each in light.pipelines
+        ]
+        planned = replace(light, groups=tuple(groups))
+        if fits(problem, planned):
+            return planned
+        light = planned.pipelines[0]
+        size = sum(each.micro_batch_size for each in planned.pipelines)
+        number = light.num_micro_batches
+        sized = replace(problem, micro_batch_size=size, num_micro_batches=number)
+        light = _resized(light, sized)
+    left = _part_of(problem, light, present)
+    if light.policy == Policy.BACKWARD_AFTER_FORWARD and fits(left, light):
+        return light
+    return _quickest(light, left) or _from_all_orders(light, left)
+
+
+def assumed_problem(
+    plan: Plan, model: PipelineModel, budget_bytes: Mapping[int, float], present: Collection[int]
+) -> PipelineProblem:
+    """Return a problem for `recovered` if only the plan and the budgets are known.
+
+    The stages of each pipeline are taken to keep pace, and the optimiser to have one copy of the weights; links take no
+    time. A device without a stage or a budget is like the plan's first one, without a limit.
+    """
+    flops = [max(layer.training_flops, 1.0) for layer in model.layers]
+    rates = {
+        soc: sum(flops[stage.first_layer : stage.last_layer + 1]) * share
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+        for soc, share in stage.members
+    }
+    socs = sorted({*plan.socs, *present})
+    first = plan.pipelines[0]
+    devices = []
+    for soc in socs:
+        seconds_s = np.array(flops)[:, None] / rates.get(soc, rates[plan.socs[0]])
+        seconds = LayerSeconds(
+            device=f"SoC {soc}",
+            batches=(1,),
+            forward_s=seconds_s / 3.0,
+            backward_s=seconds_s * (2.0 / 3.0),
+        )
+        devices.append(
+            PipelineDevice(
+                soc=soc,
+                name=seconds.device,
+                seconds=seconds,
+                memory_bytes=budget_bytes.get(soc, _MOST_BYTES),
+            )
+        )
+    return PipelineProblem(
+        model=model,
+        devices=tuple(devices),
+        cluster=fast_cluster(socs[-1] + 1),
+        micro_batch_size=first.micro_batch_size,
+        num_micro_batches=first.num_micro_batches,
+    )
+
+
+def _part_of(
+    problem: PipelineProblem, plan: PipelinePlan, socs: Collection[int]
+) -> PipelineProblem:
+    """Return the problem of some devices with a plan's micro-batches."""
+    return replace(
+        problem,
+        devices=tuple(each for each in problem.devices if each.soc in socs),
+        micro_batch_size=plan.micro_batch_size,
+        num_micro_batches=plan.num_micro_batches,
+    )
+
+
+def _resized(plan: PipelinePlan, problem: PipelineProblem) -> PipelinePlan:
+    """Return a plan with the problem's micro-batches, whose devices take them in proportion to their shares."""
+    size, number, stages = problem.micro_batch_size, problem.num_micro_batches, []
+    for stage in plan.stages:
+        shares = split_batch(size, stage.shares)
+        kept = {soc: share for soc, share in zip(stage.devices, shares, strict=True) if share}
+        count = min(stage.in_flight, number)
+        stages.append(
+            replace(stage, devices=tuple(kept), shares=tuple(kept.values()), in_flight=count)
+        )
+    return replace(plan, stages=tuple(stages), micro_batch_size=size, num_micro_batches=number)
+
+
+def _smaller(problem: PipelineProblem) -> Iterator[PipelineProblem]:
+    """Yield the problem, and the same mini-batch in ever smaller micro-batches."""
+    total = problem.mini_batch_size
+    for size in range(problem.micro_batch_size, 0, -1):
+        if total % size == 0:
+            yield replace(problem, micro_batch_size=size, num_micro_batches=total // size)
+
+
+def _quickest(light: PipelinePlan, problem: PipelineProblem) -> PipelinePlan | None:
+    """Return the light plan or the quickest near it; None if none of them fits."""
+    order = [problem.device(soc) for soc in light.socs]
+    order += [each for each in problem.devices if each.soc not in light.socs]
+    kept, best = list[_Sized](), list[_Sized]()
+    for sized in islice(_smaller(problem), _MOST_SIZES):
+        quick = QuickSchedule(sized, light.samples_on)
+        same = Layout.of(_resized(light, sized))
+        others = [
+            Layout.of(found.plan)
+            for rule in (ASTEROID, at_most(1))
+            for found in search_likely(sized, order, rule)
+        ]
+        timed = quick.by_rules(list(dict.fromkeys([same, *others])))
+        kept += [_Sized(each, sized) for each in timed if each.layout == same]
+        best += [_Sized(each, sized) for each in _changed(quick, timed, sized)[:1]]
+        if best and problem.model.num_layers * len(order) > _MOST_WORK:
+            break
+    if not best:
+        return None
+    limit_s = min(each.seconds for each in best) / (1.0 - _LEAST_GAIN)
+    # Layers stay where they are if that costs little, and micro-batches as large as they are.
+    chosen = [each for each in (*kept, *best) if each.seconds <= limit_s]
+    return chosen[0].plan(light)
+
+
+def _from_all_orders(light: PipelinePlan, problem: PipelineProblem) -> PipelinePlan:
+    """Return the quickest plan of the whole planner's search with the largest micro-batches that fit."""
+    settings = PlannerSettings(samples_on=light.samples_on)
+    *larger, smallest = _smaller(problem)
+    # If one sample does not fit, nothing does.
+    if not candidates(smallest, settings)[0]:
+        raise nothing_fits(problem)
+    for sized in (*larger, smallest):
+        quick = QuickSchedule(sized, light.samples_on)
+        timed = quick.by_rules([Layout.of(plan) for plan in candidates(sized, settings)[0]])
+        if timed:
+            return _Sized(_changed(quick, timed, sized)[0], sized).plan(light)
+    raise nothing_fits(problem)
+
+
+def _changed(quick: QuickSchedule, timed: Sequence[Timed], problem: PipelineProblem) -> list[Timed]:
+    return improved(quick, timed, [device.soc for device in problem.devices], width=_WIDTH)
+
+
+class _Sized(NamedTuple):
+    """A pipeline with its size of micro-batches."""
+
+    timed: Timed
+    problem: PipelineProblem
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a mini-batch."""
+        return self.timed.seconds
+
+    def plan(self, light: PipelinePlan) -> PipelinePlan:
+        """Return the plan, with what it has in common with the light one."""
+        new = self.timed.plan(self.problem.num_micro_batches)
+        return replace(new, samples_on=light.samples_on, planner=light.planner)
 
 
 def replanned(plan: Plan, model: PipelineModel, present: Collection[int]) -> Plan:

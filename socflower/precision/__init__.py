@@ -9,13 +9,14 @@ from socflower.precision.algorithm import (
     TrainingAlgorithm,
     int8_algorithm,
 )
-from socflower.precision.cpu_share import MIXING_RULES
+from socflower.precision.cpu_share import MERGES, MIXING_RULES
 from socflower.precision.int8.model import EngineSettings, Int8Model, StepResult
 from socflower.precision.int8.requantisation import RescalingPolicy
 
 __all__ = [
     "ADAPTIVE_FIXED_POINT",
     "ALGORITHMS",
+    "MERGES",
     "MIXING_RULES",
     "NITI",
     "REAL_SCALES",

@@ -95,6 +95,11 @@ class Int8Backend(ABC):
         return True
 
     @property
+    def updates_weights(self) -> bool:
+        """Whether `train_step` changes the weights, as `merge` "weights" needs; False if it computes gradients only."""
+        return True
+
+    @property
     def draws(self) -> bool:
         """Whether `train_step` draws random numbers; if so, `draw_from` is called before each step."""
         return False
@@ -158,6 +163,11 @@ class NativeInt8Backend(Int8Backend):
     def hands_out_gradients(self) -> bool:
         """False with NITI: the change of a weight is a whole number of quanta."""
         return isinstance(self._algorithm.update, OutsideUpdate)
+
+    @property
+    def updates_weights(self) -> bool:
+        """True with NITI; else an outside trainer holds the weights."""
+        return not self.hands_out_gradients
 
     @property
     def draws(self) -> bool:

@@ -1,12 +1,14 @@
 """Integer training algorithms: the four elements of Mandheling §3.2 as one dataclass.
 
-An algorithm is a value whose elements name rules of the engine. To add an algorithm of the same family (Octo,
-WAGEUBN, MLS), add a value here; a new rule is a function beside the ones in `updates.py`.
+An algorithm is a value whose elements name rules of the engine. To add an algorithm of the same family, add a value
+here; a new rule is a function beside the ones in `updates.py`. Of Mandheling's Table 1, Octo and the MLS format are not
+here: Octo adds products in FP32 to every product in int8, and MLS scales the channels inside a product.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Annotated, Any, Literal
 
@@ -30,10 +32,14 @@ class OperatorTranslation:
 
     With `real` scales a BatchNorm reads the int32 accumulators of the convolution before it, so that the two round
     once, and its result and that of an addition have a real number as scale, with which the largest value is 127.
+
+    `replacements` translates modules of your own: by their class, a function that returns for such a module the torch
+    module to train in its place, with state of the same names and shapes. It may hold operators that int8 has.
     """
 
     rounding: Rounding = Rounding.NEAREST
     scales: Literal["power-of-two", "real"] = "power-of-two"
+    replacements: Mapping[type, Callable[[Any], Any]] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,10 +82,16 @@ class IntegerUpdate:
 
 @checked
 class Fp32Update:
-    """SGD on FP32 master weights, as torch.optim.SGD; every step rounds the int8 weights from them again."""
+    """SGD on FP32 master weights, as torch.optim.SGD; every step rounds the int8 weights from them again.
+
+    With `gradient_bits` a weight's gradient is first rounded to so many bits of magnitude, pseudo-stochastically. With
+    `weight_bits` the masters are fixed-point numbers of so many bits, sign included, between -1 and 1.
+    """
 
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    gradient_bits: Annotated[int, Field(ge=1, le=7)] | None = None
+    weight_bits: Annotated[int, Field(ge=9, le=24)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +144,18 @@ ADAPTIVE_FIXED_POINT = TrainingAlgorithm(
 Theirs switches gradients to int16 where int8 is too coarse; this one does not.
 """
 
+WAGEUBN = TrainingAlgorithm(
+    name="wageubn",
+    forward=OperatorTranslation(rounding=Rounding.NEAREST),
+    backward=BackwardRule(rounding=Rounding.PSEUDO_STOCHASTIC, loss="integer"),
+    weight="fp32",
+    update=Fp32Update(momentum=0.75, gradient_bits=7, weight_bits=24),
+)
+"""Yang et al. 2020: int8 everywhere, gradients of weights included, and an update of 24 bits.
+
+Theirs also rounds BatchNorm's and the optimiser's own numbers, to 10 to 24 bits; here these are FP32.
+"""
+
 REAL_SCALES = TrainingAlgorithm(
     name="real-scales",
     forward=OperatorTranslation(rounding=Rounding.NEAREST, scales="real"),
@@ -145,7 +169,7 @@ HANDED_OUT_GRADIENTS = replace(REAL_SCALES, name="handed-out-gradients", update=
 """The passes of `REAL_SCALES`, with an `OutsideUpdate`."""
 
 ALGORITHMS: dict[str, TrainingAlgorithm] = {
-    a.name: a for a in (REAL_SCALES, NITI, ADAPTIVE_FIXED_POINT)
+    a.name: a for a in (REAL_SCALES, NITI, ADAPTIVE_FIXED_POINT, WAGEUBN)
 }
 
 

@@ -20,6 +20,9 @@ from socflower.errors import ConfigError
 MIXING_RULES = ("paper", "normalised", "fp32", "int8", "half")
 """`paper` and `normalised` follow alpha and beta; the others are the fixed shares of the ablation (Fig. 15)."""
 
+MERGES = ("gradients", "weights")
+"""What CPU and NPU merge: gradients in every step (F12), or the weights at every synchronisation (Eq. 5)."""
+
 RULES_BY_THROUGHPUT = ("paper", "normalised")
 
 _FIXED = {"fp32": 1.0, "int8": 0.0, "half": 0.5}
@@ -97,6 +100,19 @@ def cpu_samples(num_samples: int, gamma: float, floor: float = 0.0) -> int:
     return min(num_samples, max(least, math.floor(gamma * num_samples + 0.5)))
 
 
+def without_single(num_cpu: int, num_samples: int) -> int:
+    """Return the CPU's samples so that neither processor normalises a batch by the statistics of one sample.
+
+    The CPU gets the NPU's only sample, and a second one if it has one itself; all, if that leaves the NPU one or none.
+    """
+    if num_samples < 2 or 1 not in (num_cpu, num_samples - num_cpu):
+        return num_cpu
+    return 2 if num_cpu == 1 and num_samples >= 4 else num_samples
+
+
+_RETIMED_AFTER = 49
+"""Steps in a row without samples for a processor after which both are timed again, so within 50."""
+
 _SMOOTHING = 0.2
 """Weight of the newest step in the running mean of a processor's seconds per sample."""
 
@@ -108,6 +124,8 @@ class ThroughputRatio:
     Step times are noisy, and a ratio updated at every step would change the split without a reason. So beta stays
     the same until the smoothed seconds per sample of a processor differ from their reference, `cpu_s` and `npu_s`, by
     more than the fraction `tolerance` for `patience` steps in a row.
+
+    Of a processor without samples nothing is measured: after `_RETIMED_AFTER` such steps the ratio `is_stale`.
     """
 
     cpu_s: float
@@ -115,6 +133,7 @@ class ThroughputRatio:
     tolerance: float = 0.15
     patience: int = 10
     num_renewals: int = 0
+    num_idle_steps: int = 0
     _recent_cpu_s: float = 0.0
     _recent_npu_s: float = 0.0
     _num_away: int = 0
@@ -128,8 +147,14 @@ class ThroughputRatio:
         """The NPU's part of both throughputs."""
         return compute_power_ratio(1.0 / self.npu_s, 1.0 / self.cpu_s)
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether a processor had no samples for so long that both are to be timed again."""
+        return self.num_idle_steps >= _RETIMED_AFTER
+
     def note(self, *, cpu: tuple[int, float], npu: tuple[int, float]) -> None:
-        """Record a step: samples and seconds of each processor; a processor without samples is ignored."""
+        """Record a step: samples and seconds of each processor; a processor without samples is not timed."""
+        self.num_idle_steps = 0 if cpu[0] and npu[0] else self.num_idle_steps + 1
         self._recent_cpu_s = _smoothed(self._recent_cpu_s, *cpu)
         self._recent_npu_s = _smoothed(self._recent_npu_s, *npu)
         cpu_change = abs(self._recent_cpu_s / self.cpu_s - 1.0)

@@ -2,8 +2,8 @@
 
 The NPU side is the int8 engine and the CPU side is torch FP32; the dynamic program reads only latencies.
 
-The placement is a prediction: `socflower profile` writes it beside the measured latencies, and training does not read
-it. Training runs every operator in int8 except those that `fp32_operators` names.
+Training follows a placement by `fp32_operators=placement.on_cpu`; a scenario reads it from a file of
+`socflower profile`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OperatorPlacement:
 
     @property
     def on_cpu(self) -> tuple[str, ...]:
-        """Names of the operators on the CPU side."""
+        """Names of the operators on the CPU side, as `fp32_operators` of trainers takes them."""
         placed = zip(self.operators, self.sides, strict=True)
         return tuple(name for name, side in placed if side == "cpu")
 

@@ -45,10 +45,13 @@ class MixedPricing:
     speedup. `cpu_share`, if given, replaces the rule's CPU share on devices with an accelerator: it is used for a group
     whose accelerators failed. A device without an accelerator trains in FP32 under the rules that depend on throughput
     and is refused under the others.
+
+    With `merge` "weights" nothing is merged in a step, but at every synchronisation: `at_synchronisation`.
     """
 
     arithmetic: ClassVar[str] = "mixed"
     rule: str = "paper"
+    merge: str = "gradients"
     alpha: float = 1.0
     cpu_share: float | None = None
 
@@ -90,6 +93,7 @@ class MixedPricing:
         if on_cpu == num_samples or device.accelerator is None:
             return cost
         npu = step_cost(model, device, num_samples - on_cpu, device.accelerator)
+        per_step = self.merge == "gradients"
         beside = ProcessorCost(
             processor=npu.processor, forward_s=npu.forward_s, backward_s=npu.backward_s
         )
@@ -97,9 +101,9 @@ class MixedPricing:
         return replace(
             cost,
             # With a single processor there is nothing to merge.
-            merge_s=MERGE_PASSES * pass_s if on_cpu else 0.0,
+            merge_s=MERGE_PASSES * pass_s if on_cpu and per_step else 0.0,
             concurrent=(beside,),
-            update_s=cost.update_s + REQUANTISE_PASSES * pass_s,
+            update_s=cost.update_s + REQUANTISE_PASSES * pass_s * per_step,
         )
 
     def rate(self, model_name: str, device: Device) -> float:
@@ -110,3 +114,23 @@ class MixedPricing:
             return 1.0 / cpu_s
         npu_s = (1.0 - gamma) / device.processor(device.accelerator).rate(model_name)
         return 1.0 / max(cpu_s, npu_s)
+
+    @property
+    def at_synchronisation(self) -> "WeightMerge | None":
+        """The pricing of a step in which members merge weights and exchange them; None if gradients are merged."""
+        return None if self.merge == "gradients" or self.rule == "fp32" else WeightMerge()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightMerge:
+    """Merging each member's int8 model with the FP32 one, and rounding the group's mean (Eq. 5)."""
+
+    def step_cost(self, model: ModelProfile, device: Device, num_samples: int) -> StepCost:
+        """Return the memory passes over the weights, without any samples; nothing without an accelerator."""
+        cost = replace(step_cost(model, device, 1), forward_s=0.0, backward_s=0.0)
+        passes = MERGE_PASSES + REQUANTISE_PASSES if device.accelerator else 0.0
+        return replace(cost, update_s=passes * model.weight_bytes / device.memory_bytes_per_s)
+
+    def rate(self, model_name: str, device: Device) -> float:
+        """Return the rate of the default processor, which merges."""
+        return device.processor(device.default_processor).rate(model_name)

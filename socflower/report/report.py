@@ -279,6 +279,7 @@ def _mixing_plots(runs: Sequence[Run]) -> list[Plot]:
     for key, noun, label in (
         ("cpu_share", "The CPUs' share of the samples (gamma)", "share of the CPU"),
         ("alpha", "Confidence in int8 (alpha)", "cosine of the logits"),
+        ("copy_similarity", "Similarity of the quantised copy", "cosine of the logits"),
     ):
         curves = [curve for run in runs if (curve := _curve(run, "epoch", of=key)).xs]
         if curves:

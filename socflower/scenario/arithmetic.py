@@ -1,5 +1,6 @@
 """The arithmetic of a scenario as it is computed here: trainer, kernels, and held-out data."""
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Literal
 
@@ -18,6 +19,7 @@ from socflower.precision import (
     TrainingAlgorithm,
     int8_algorithm,
 )
+from socflower.precision.algorithm import HANDED_OUT_GRADIENTS
 from socflower.precision.operator_costs import island_share
 from socflower.precision.processor_costs import MixedPricing
 from socflower.scenario.costs import mixing_note
@@ -71,17 +73,23 @@ def arithmetic_notes(scenario: Scenario) -> list[str]:
 
 
 def _island_notes(scenario: Scenario) -> list[str]:
-    """Return what of the model ran in FP32 for lack of an int8 kernel, and its share of a step on this machine."""
+    """Return what of the model ran in FP32, and its share of a step on this machine."""
     is_whole = scenario.precision.arithmetic != "fp32" and scenario.edgecloud is None
-    if not is_whole or unsupported(scenario) == "refuse":
+    has_some = unsupported(scenario) == "fp32" or scenario.precision.fp32_operators
+    if not is_whole or not has_some:
         return []
-    model = Int8Model.from_module(initial_model(scenario), input_shape=image_shape(scenario))
+    model = Int8Model.from_module(
+        initial_model(scenario),
+        input_shape=image_shape(scenario),
+        fp32_operators=scenario.precision.fp32_operators,
+    )
     if not model.islands:
         return []
     parts = ", ".join(f"{name} ({operator})" for name, operator in model.islands.items())
     share = island_share(model, min(scenario.train.batch_size, 64))
     return [
-        f"FP32 islands: int8 has no kernel for {parts}; they took {share:.0%} of an int8 step on this machine."
+        f"FP32 islands, named or without an int8 kernel: {parts}; they took {share:.0%} of an int8 step on this "
+        "machine."
     ]
 
 
@@ -109,6 +117,7 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
                 rescaling=RescalingPolicy(adaptive=precision.adaptive_rescaling)
             ),
             unsupported=unsupported(scenario),
+            fp32_operators=precision.fp32_operators,
         )
     fp32 = FP32Trainer(
         optimizer=optimizer(scenario),
@@ -130,7 +139,22 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
         rule=precision.rule,
         held_out=inputs,
         npu_ratio=ratio,
-        backend=partial(NativeInt8Backend, unsupported=unsupported(scenario)),
+        merge=precision.merge,
+        backend=_backend(scenario),
+    )
+
+
+def _backend(scenario: Scenario) -> Callable[[], NativeInt8Backend]:
+    """Return what makes the int8 side of mixed training: with NITI if it trains weights of its own."""
+    precision = scenario.precision
+    algorithm = HANDED_OUT_GRADIENTS
+    if precision.merge == "weights":
+        algorithm = int8_algorithm("niti", gradient_bits=precision.gradient_bits)
+    return partial(
+        NativeInt8Backend,
+        algorithm,
+        fp32_operators=precision.fp32_operators,
+        unsupported=unsupported(scenario),
     )
 
 

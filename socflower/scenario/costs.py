@@ -59,7 +59,7 @@ def pricing(scenario: Scenario) -> Pricing:
     if scenario.precision.arithmetic == "int8":
         return Int8Pricing()
     return (
-        MixedPricing(rule=scenario.precision.rule)
+        MixedPricing(rule=scenario.precision.rule, merge=scenario.precision.merge)
         if scenario.precision.arithmetic == "mixed"
         else FP32
     )

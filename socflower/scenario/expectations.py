@@ -44,6 +44,7 @@ _RUN_QUANTITIES: Mapping[str, Callable[[Result], float | None]] = {
     **{key: itemgetter(key) for key in ("virtual_s", "energy_j", "wall_s")},
     **{f"{tier}_bytes": partial(_bytes_of, tier=tier) for tier in ("hub", "inter_board", "wan")},
     "events": lambda result: float(sum(len(entry["events"]) for entry in result["rounds"])),
+    "alpha_span": lambda result: _alpha_span(result["rounds"]),
     "idle_fraction": lambda result: _idle_fraction(result["breakdown"]["soc_seconds"]),
     **{key: partial(_part, part="heat", key=key) for key in ("peak_c", "cooling_j", "slowdown")},
     **{
@@ -92,6 +93,12 @@ _PLAN_QUANTITIES: Mapping[str, Callable[[Result], float | None]] = {
 def _count(result: Result, key: str) -> float | None:
     found = (result["plan"] or {}).get(key)
     return None if found is None else float(len(found))
+
+
+def _alpha_span(rounds: Sequence[Result]) -> float | None:
+    """Return how far the confidence in int8 models of their own went in a run (F9); None without them."""
+    alphas = [entry["alpha"] for entry in rounds if "alpha" in entry]
+    return max(alphas) - min(alphas) if alphas else None
 
 
 def _idle_fraction(soc_seconds: Mapping[str, float]) -> float | None:

@@ -190,6 +190,7 @@ class PreparedRun:
                 model,
                 input_shape=image_shape(scenario),
                 head=head,
+                fp32_operators=scenario.precision.fp32_operators,
                 unsupported=unsupported(scenario),
             )
         except UnsupportedOperator as error:

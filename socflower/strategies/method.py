@@ -64,8 +64,10 @@ class RoundReport:
     # Of this round alone; zero without a clock and a profile.
     usage: Usage
     events: tuple[ReplyEvent, ...]
-    # Mixed precision: mean confidence over groups (F9), and the share of samples trained on CPUs (F11).
+    # Mixed precision, means over groups: the confidence in int8 models of their own (F9), or the similarity of
+    # quantised copies; and the share of samples trained on CPUs (F11).
     alpha: float | None = None
+    copy_similarity: float | None = None
     cpu_share: float | None = None
     # Whether groups that share an uplink exchanged in turn (F6); None without groups.
     uplink_turns: bool | None = None
@@ -77,6 +79,7 @@ class RoundReport:
         figures = {
             "uplink_turns": self.uplink_turns,
             "alpha": self.alpha,
+            "copy_similarity": self.copy_similarity,
             "cpu_share": self.cpu_share,
         }
         return {key: value for key, value in figures.items() if value is not None}

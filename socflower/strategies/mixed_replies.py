@@ -1,6 +1,7 @@
 """Reads what mixed-precision clients report of an interval: their alphas, and accelerators that failed."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import cast
 
@@ -11,7 +12,15 @@ from socflower.hierarchy import Phase
 from socflower.precision.processor_costs import MixedPricing
 from socflower.strategies.replies import BACKEND_DROPPED
 from socflower.strategies.reply_events import ReplyEvent
-from socflower.wire.message_keys import ALPHA, ALPHA_STEPS, CPU_SHARE, EVENTS, GROUP_ID, METRICS
+from socflower.wire.message_keys import (
+    ALPHA,
+    ALPHA_STEPS,
+    COPY_SIMILARITY,
+    CPU_SHARE,
+    EVENTS,
+    GROUP_ID,
+    METRICS,
+)
 
 
 def mixed_phases(replies: Sequence[Message], num_steps: int, pricing: MixedPricing) -> list[Phase]:
@@ -27,11 +36,11 @@ def mixed_phases(replies: Sequence[Message], num_steps: int, pricing: MixedPrici
         group_id = group_id_of(reply)
         if EVENTS in reply.content.config_records:
             share = float(cast(float, metrics.get(CPU_SHARE, 1.0)))
-            fixed[group_id] = MixedPricing(rule=pricing.rule, cpu_share=share)
-        elif ALPHA in metrics:
+            fixed[group_id] = replace(pricing, cpu_share=share)
+        elif key := next((key for key in (ALPHA, COPY_SIMILARITY) if key in metrics), None):
             steps = [round(count) for count in cast(list[float], metrics[ALPHA_STEPS])]
             starts = [0, *accumulate(steps)][:-1]
-            alphas[group_id] = list(zip(starts, cast(list[float], metrics[ALPHA]), strict=True))
+            alphas[group_id] = list(zip(starts, cast(list[float], metrics[key]), strict=True))
             cuts.update(start for start in starts if start < num_steps)
     return [
         (

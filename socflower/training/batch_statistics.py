@@ -1,6 +1,6 @@
 """BatchNorm statistics of each member of a group that runs in one process."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -48,13 +48,17 @@ class MemberBuffers:
             module._buffers[name] = buffer
         self._samples[member] += num_samples
 
-    def average(self) -> None:
-        """Write the members' mean to the model's original buffers and to those of every member (F3)."""
-        total = sum(self._samples)
+    def average(self, samples: Sequence[int] | None = None) -> None:
+        """Write the members' mean to the model's original buffers and to those of every member (F3).
+
+        `samples` are those of each member; by default, those of its passes since the last average.
+        """
+        samples = samples or self._samples
+        total = sum(samples)
         if not total:
             # No samples since the last average: all members have the mean.
             return
-        weights = [samples / total for samples in self._samples]
+        weights = [own / total for own in samples]
         for (module, name, shared), *members in zip(self._slots, *self._own, strict=True):
             if shared.is_floating_point():
                 # On the CPU: mps has no float64.

@@ -398,10 +398,16 @@ class FP32Session:
         group = self._optimizer.param_groups[0]
         return bool(self._momentum) or bool(group.get("betas", (0.0,))[0])
 
-    def average_statistics(self) -> None:
-        """Average the members' BatchNorm statistics into the model."""
+    def activate(self, member: int) -> bool:
+        """Give the model the running statistics of a member; return whether members have statistics of their own."""
         if self._buffers is not None:
-            self._buffers.average()
+            self._buffers.activate(member, 0)
+        return self._buffers is not None
+
+    def average_statistics(self, samples: Sequence[int] | None = None) -> None:
+        """Average the members' BatchNorm statistics into the model; see `MemberBuffers.average`."""
+        if self._buffers is not None:
+            self._buffers.average(samples)
 
     def finish(self) -> SessionResult:
         """Average the statistics and return the state; see `TrainingSession.finish`."""

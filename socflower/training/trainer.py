@@ -125,6 +125,25 @@ class WeighingSession(Protocol):
 
 
 @runtime_checkable
+class DivergingSession(ExchangingSession, Protocol):
+    """A session whose `finish` may leave the members of a ring with different weights, as merged int8 models do."""
+
+    @property
+    def averages_weights(self) -> bool:
+        """Whether the mean of the members' weights, by samples, is the group's model."""
+        ...
+
+    @property
+    def measured(self) -> float | None:
+        """What the members are to agree on, as this one has measured it."""
+        ...
+
+    def agree(self, measured: Sequence[float | None]) -> None:
+        """Continue with what all members have measured, in their order."""
+        ...
+
+
+@runtime_checkable
 class TriesLoss(Protocol):
     """A session that can try whether the loss of a batch follows from those of its parts."""
 

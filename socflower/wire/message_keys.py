@@ -58,7 +58,18 @@ TRAINED_ON = "socflower-trained-on"
 """The record of a reply with the devices that trained; see `DeviceReport`."""
 
 ALPHA, ALPHA_STEPS = "socflower-alpha", "socflower-alpha-steps"
-"""The metrics of a mixed-precision client: each confidence and its number of steps (F9)."""
+"""The metrics of a mixed-precision client whose NPUs train models of their own: each confidence and its steps (F9)."""
+
+COPY_SIMILARITY = "socflower-copy-similarity"
+"""The same metric in place of `ALPHA` if int8 models are copies of the FP32 model that were rounded for one step."""
+
+INT8_WIRE, WIRES = "int8", ("float32", "int8")
+"""How models travel in federated averaging, and what that may be."""
+
+SCALES = "socflower-scales"
+"""The record with the scale of each tensor of `ARRAYS` that is in int8, by name (`codecs.int8_weights`).
+
+A client that gets one sends one."""
 
 CPU_SHARE = "cpu-share"
 """The metric for the share of its samples that its CPUs computed (F11)."""
@@ -343,6 +354,8 @@ class PipelineTask:
     backup_steps: int = 0
     # Devices whose stages compute in int8.
     int8_socs: tuple[int, ...] = ()
+    # JSON, see `from_json` of `pipeline/problem.py`: what a plan after a loss is made from; empty: the plan alone.
+    problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

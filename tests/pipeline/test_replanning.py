@@ -1,19 +1,23 @@
-"""Light re-planning and new shares, against their definitions by brute force."""
+"""Light re-planning, recovery within budgets, and new shares, against their definitions by brute force."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.pipeline_cases.best_plans import some_plan_fits
+from benchmarks.pipeline_cases.random_problems import drawn_loss
 from socflower.errors import InfeasiblePlan
-from socflower.pipeline.plan import PipelinePlan, Stage, TwoDPlan
-from socflower.pipeline.problem import PipelineModel
-from socflower.pipeline.replanning import replanned, with_new_shares
+from socflower.pipeline.plan import PipelinePlan, Plan, Stage, TwoDPlan
+from socflower.pipeline.planner.selection import fits
+from socflower.pipeline.problem import PipelineModel, PipelineProblem, from_json, to_json
+from socflower.pipeline.replanning import recovered, remaining_plan, replanned, with_new_shares
 from socflower.pipeline.schedule.order import ASTEROID
 from tests.one_line import refused
-from tests.pipeline.problems import layer, parts, pipelines, straight_plan
+from tests.pipeline.problems import even, layer, parts, pipelines, straight_plan
 
 NUM_LAYERS = 9
 
@@ -89,6 +93,93 @@ def test_pipelines_of_a_2d_plan_that_are_lost_are_left_out() -> None:
         stages=(Stage(first_layer=0, last_layer=3, devices=(42,), shares=(4,), in_flight=1),),
     )
     refused(lambda: replanned(plan, model, set()), "device", error=InfeasiblePlan)
+
+
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 100), marks=pytest.mark.slow)])
+def test_a_plan_after_a_loss_keeps_the_budgets_and_exists_if_any_does(seeds: range) -> None:
+    num_without_plan = num_light = 0
+    for seed in seeds:
+        problem, plan, present = drawn_loss(seed)
+        left = replace(
+            problem, devices=tuple(each for each in problem.devices if each.soc in present)
+        )
+        new = after(plan, problem, present)
+        if new is None:
+            assert not some_plan_fits(left)
+            num_without_plan += 1
+            continue
+        new.check(left)
+        assert set(new.socs) <= present and new.num_samples == plan.num_samples
+        num_light += fits(left, replanned(plan, problem.model, present))
+    # The light plan alone would often exceed a budget.
+    assert num_without_plan + num_light < len(seeds) / 2
+
+
+def test_after_a_loss_k_falls_before_micro_batches_become_smaller() -> None:
+    """The first stage keeps 2 kB a sample: its only device has room for 4 samples twice, not three times."""
+    case = even(4, 4, activation=1000.0, output=1000.0, num_micro_batches=8)
+    plan = straight_plan((1, 3), ((2, 2), (2, 2)), 8)
+    tight = replace(
+        case, devices=tuple(replace(each, memory_bytes=22_000.0) for each in case.devices)
+    )
+    plan.check(tight)
+    light = replanned(plan, case.model, {0, 2, 3})
+    assert not fits(tight, light)
+    new = recovered(plan, tight, {0, 2, 3})
+    assert isinstance(new, PipelinePlan) and new.micro_batch_size == 4
+    new.check(tight)
+    tighter = replace(
+        case, devices=tuple(replace(each, memory_bytes=13_000.0) for each in case.devices)
+    )
+    smaller = recovered(plan, tighter, {0})
+    assert isinstance(smaller, PipelinePlan)
+    assert (smaller.micro_batch_size, smaller.num_micro_batches) == (2, 16)
+
+
+def test_without_a_problem_budgets_are_kept_and_without_budgets_the_plan_is_light() -> None:
+    case = even(4, 4, activation=1000.0, output=1000.0, num_micro_batches=8)
+    plan = straight_plan((1, 3), ((2, 2), (2, 2)), 8)
+    light = replanned(plan, case.model, {0, 2, 3})
+    assert remaining_plan(plan, case.model, {0, 2, 3}) == light
+    budgets = dict.fromkeys(range(4), 22_000.0)
+    new = remaining_plan(plan, case.model, {0, 2, 3}, budget_bytes=budgets)
+    assert new != light
+    new.check(
+        replace(case, devices=tuple(replace(each, memory_bytes=22_000.0) for each in case.devices))
+    )
+    assert remaining_plan(plan, case.model, {0, 2, 3}, problem=case) == recovered(
+        plan, case, {0, 2, 3}
+    )
+
+
+def test_pipelines_of_a_2d_plan_keep_the_budgets_after_a_loss() -> None:
+    case = even(4, 4, activation=1000.0, output=1000.0, num_micro_batches=8)
+    tight = replace(
+        case, devices=tuple(replace(each, memory_bytes=22_000.0) for each in case.devices)
+    )
+    groups = straight_plan((1, 3), ((2,), (2,)), 8), straight_plan((3,), ((1, 1),), 8, first_soc=2)
+    plan = TwoDPlan(groups=groups)
+    plan.check(tight)
+    new = recovered(plan, tight, {1, 2, 3})
+    assert isinstance(new, TwoDPlan) and set(new.socs) == {1, 2, 3}
+    new.check(tight)
+
+
+def test_a_problem_is_the_same_after_a_message() -> None:
+    for seed in range(3):
+        problem, plan, present = drawn_loss(seed)
+        read = from_json(to_json(problem), problem.model)
+        assert to_json(read) == to_json(problem)
+        assert after(plan, read, present) == after(plan, problem, present)
+    refused(lambda: from_json("{}", problem.model), "version")
+
+
+def after(plan: PipelinePlan, problem: PipelineProblem, present: frozenset[int]) -> Plan | None:
+    """Return the plan after a loss, or None."""
+    try:
+        return recovered(plan, problem, present)
+    except InfeasiblePlan:
+        return None
 
 
 @given(

@@ -13,7 +13,7 @@ from socflower.precision import (
     Int8Model,
     RescalingPolicy,
 )
-from socflower.precision.algorithm import REAL_SCALES, Fp32Update
+from socflower.precision.algorithm import REAL_SCALES, WAGEUBN, Fp32Update
 from tests.seeded import built
 
 IMAGE = (3, 10, 10)
@@ -28,6 +28,7 @@ ALGORITHMS = {
     "adaptive-fixed-point": ADAPTIVE_FIXED_POINT,
     "momentum": MOMENTUM,
     "real-scales": REAL_SCALES,
+    "wageubn": WAGEUBN,
 }
 
 

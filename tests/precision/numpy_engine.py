@@ -337,9 +337,17 @@ class NumpyTrainer:
             shift = min(30, nk.shift_for(nk.largest_magnitude(gradient), rule.bits[begun - 1]))
             weight.q = np.clip(weight.q - nk.round_shift(gradient, shift, rule.rounding), -127, 127)
             return
+        if rule.gradient_bits:
+            shift = min(30, nk.shift_for(nk.largest_magnitude(gradient), rule.gradient_bits))
+            gradient = nk.round_shift(gradient, shift, nk.PSEUDO_STOCHASTIC)
+            exponent += shift
         weight.velocity = self.descend(
             weight.master, weight.velocity, gradient * 2.0**exponent, rule.momentum
         )
+        if rule.weight_bits:
+            units = 2 ** (rule.weight_bits - 1)
+            whole = np.clip(np.rint(weight.master.astype(np.float64) * units), 1 - units, units - 1)
+            weight.master = (whole / units).astype(np.float32)
         weight.exponent = max(-90, exponent_for(np.abs(weight.master).max()))
         weight.q = nk.quantise(weight.master, weight.exponent)
 

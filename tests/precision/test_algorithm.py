@@ -55,6 +55,8 @@ def test_an_algorithm_takes_the_setting_that_its_update_has():
                 {"starts": (0.0, 0.5, 1.0)},
             )
         ),
+        (Fp32Update, {"gradient_bits": 8}, ("gradient_bits", 8)),
+        (Fp32Update, {"weight_bits": 25}, ("weight_bits", 25)),
         *((Fp32Update, {"momentum": each}, ("momentum", each)) for each in (-0.1, 1.0, math.nan)),
         (int8_algorithm, {"name": "octo"}, ("octo", *ALGORITHMS)),
         (int8_algorithm, {"name": "niti", "gradient_bits": (5,)}, ("(5,)",)),

@@ -15,6 +15,7 @@ from socflower.precision.cpu_share import (
     cpu_samples,
     cpu_share,
     most_speedup,
+    without_single,
 )
 from tests.one_line import refused
 
@@ -186,3 +187,13 @@ def test_the_cpu_takes_no_less_than_the_floor(num_samples, gamma, floor):
     on_cpu = cpu_samples(num_samples, gamma, floor)
     assert floor * num_samples - 1e-9 <= on_cpu <= num_samples
     assert on_cpu >= cpu_samples(num_samples, gamma)
+
+
+@many
+@given(st.integers(0, 60), fractions)
+def test_no_part_is_of_one_sample_and_the_cpu_never_gets_less(num_samples, gamma):
+    """Against the fewest samples at or above its own with which neither part is of one."""
+    on_cpu = cpu_samples(num_samples, gamma)
+    found = without_single(on_cpu, num_samples)
+    fits = [n for n in range(on_cpu, num_samples + 1) if 1 not in (n, num_samples - n)]
+    assert found == min(fits, default=on_cpu)

@@ -2,10 +2,11 @@
 
 import math
 
-from torch import nn
+from torch import Tensor, nn
 
 from socflower.precision.int8.batch_splitting import BlockProfile, best_blocks, profile_batch_blocks
 from socflower.precision.operator_costs import profile_operators
+from tests.one_line import refused
 from tests.precision.networks import batches, int8, train
 from tests.seeded import built
 
@@ -39,6 +40,29 @@ def test_every_operator_is_timed_on_both_sides_and_what_int8_lacks_runs_in_fp32(
     assert "3" in on_cpu and len(profile.switches_s) == 4 and profile.batch == 4
     options = {"fp32_operators": on_cpu}
     train(int8(module, shape=SHAPE, options=options), batches(1, image=SHAPE, classes=4))
+
+
+def test_any_placement_trains_functions_between_modules_included() -> None:
+    """Each operator that is timed may be placed on the CPU side, alone and with its neighbours."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+            self.last = nn.Linear(3, 4)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            between = self.first(inputs).relu()
+            return self.last((self.second(between) + between).mean((2, 3)))
+
+    module = built(Residual, 0)
+    names = [each.name for each in profile_operators(module, SHAPE, 4, repeats=1).latencies]
+    assert names == ["first", "second", "add", "mean", "last"]
+    for placed in [[name] for name in names] + [["second", "add"], names]:
+        model = int8(module, shape=SHAPE, options={"fp32_operators": placed})
+        assert set(placed) <= set(model.islands)
+        train(model, batches(1, image=SHAPE, classes=4))
+    refused(lambda: int8(module, shape=SHAPE, options={"fp32_operators": ["sub"]}), "sub", "add")
 
 
 def test_a_split_is_chosen_only_for_a_clear_gain() -> None:

@@ -224,3 +224,26 @@ def test_int8_runs_on_the_fastest_int8_processor_or_the_default_one():
     plain = machine(processors={"cpu": Processor(name="cpu", flops_per_s=9e6, active_w=5.0)})
     assert pricing.step_cost(MODEL, plain, 8) == FP32.step_cost(MODEL, plain, 8)
     assert pricing.rate("m", plain) == FP32.rate("m", plain)
+
+
+@many
+@given(rules, rates, rates, st.integers(0, 2000), fractions)
+def test_weights_are_merged_at_synchronisations_and_not_in_steps(
+    rule, cpu, npu, num_samples, alpha
+):
+    soc = machine(cpu, npu)
+    by_step = MixedPricing(rule=rule, alpha=alpha).step_cost(MODEL, soc, num_samples)
+    pricing = MixedPricing(rule=rule, alpha=alpha, merge="weights")
+    cost = pricing.step_cost(MODEL, soc, num_samples)
+    assert cost.processors == by_step.processors
+    assert cost.merge_s == 0.0
+    assert cost.update_s == FP32.step_cost(MODEL, soc, num_samples).update_s
+    assert MixedPricing(rule=rule).at_synchronisation is None
+    merging = pricing.at_synchronisation
+    if rule == "fp32":
+        assert merging is None
+        return
+    merge = merging.step_cost(MODEL, soc, num_samples)
+    assert (merge.forward_s, merge.backward_s, merge.concurrent) == (0.0, 0.0, ())
+    assert merge.update_s == pytest.approx((MERGE_PASSES + REQUANTISE_PASSES) * 0.2)
+    assert merging.step_cost(MODEL, machine(cpu, None), 1).update_s == 0.0

@@ -17,7 +17,10 @@ RESULT: dict[str, Any] = {
     "wall_s": 3.0,
     "time_to_accuracy_s": 4.0,
     "bytes": {"intra_board": 1.0, "inter_board": 20.0, "hub": 300.0, "wan": 0.0},
-    "rounds": [{"events": []}, {"events": [{"kind": "no-reply", "text": "…"}] * 2}],
+    "rounds": [
+        {"events": [], "alpha": 1.0},
+        {"alpha": 0.5, "events": [{"kind": "no-reply", "text": "…"}] * 2},
+    ],
     "plan": {"contention": 2, "communication_groups": [[0], [1], [2]], "groups": [{}, {}, {}, {}]},
     "breakdown": {"soc_seconds": {"compute": 30.0, "idle": 10.0}},
 }
@@ -47,6 +50,7 @@ def check(claim: str, expected: float, *others: dict[str, Any], **changes: Any) 
         ("inter_board_bytes", 20.0),
         ("events", 2.0),
         ("idle_fraction", 0.25),
+        ("alpha_span", 0.5),
         ("contention", 2),
         ("communication_groups", 3),
         ("groups", 4),

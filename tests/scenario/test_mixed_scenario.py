@@ -1,6 +1,7 @@
 """Mixed precision from a scenario file to its result: equal weights everywhere, and no more speed than F11 allows."""
 
 import copy
+import json
 import math
 import re
 from collections import Counter
@@ -21,16 +22,21 @@ from socflower.scenario.schema.file import from_document, load_scenario, to_docu
 from socflower.workloads.sources import load_data
 from tests.command_line import Socflower
 from tests.one_line import last_key, refused
-from tests.scenario.small_runs import small
+from tests.scenario.small_runs import LENET_BYTES, small
 
 HELD_OUT = 3400
 """Of 4,000 digits: alpha is measured on many, so that training has few steps."""
 
 
 def mixed(
-    rule: str = "paper", *, arithmetic: str = "mixed", held_out: int = HELD_OUT, **changes: Any
+    rule: str = "paper",
+    *,
+    arithmetic: str = "mixed",
+    held_out: int = HELD_OUT,
+    merge: str = "gradients",
+    **changes: Any,
 ) -> Scenario:
-    precision = PrecisionConfig(arithmetic=arithmetic, rule=rule, held_out=held_out)
+    precision = PrecisionConfig(arithmetic=arithmetic, rule=rule, merge=merge, held_out=held_out)
     return small(**{"batch_size": 128, **changes}).replaced(precision=precision)
 
 
@@ -65,19 +71,19 @@ def test_local_and_simulation_give_equal_weights() -> None:
 def test_rounds_carry_alpha_and_the_share_that_follows_from_it() -> None:
     """F11: the NPU of the catalogue is so fast that under the paper's rule alpha alone decides."""
     first, *rounds = result()["rounds"]
-    assert "alpha" not in first and "cpu_share" not in first
+    assert "copy_similarity" not in first and "cpu_share" not in first
     for entry in rounds:
-        assert 0.9 < entry["alpha"] <= 1.0
+        assert 0.9 < entry["copy_similarity"] <= 1.0
         assert entry["events"] == []
         # Of each member's 50 samples of a batch a whole number, and no less than alpha asks for.
-        gamma = cpu_share("paper", entry["alpha"], 0.8)
-        assert gamma == pytest.approx(math.exp(-entry["alpha"]))
+        gamma = cpu_share("paper", entry["copy_similarity"], 0.8)
+        assert gamma == pytest.approx(math.exp(-entry["copy_similarity"]))
         assert gamma <= entry["cpu_share"] <= gamma + 1 / 50
 
 
 def test_rounds_without_an_npu_say_so() -> None:
     assert [entry.get("cpu_share") for entry in result("fp32")["rounds"]] == [None, 1.0, 1.0]
-    assert not any("alpha" in entry for entry in result("fp32")["rounds"])
+    assert not any("copy_similarity" in entry for entry in result("fp32")["rounds"])
     assert not any("cpu_share" in entry for entry in result(arithmetic="fp32")["rounds"])
     assert not any("NPU" in note and "ran on this CPU" in note for note in result("fp32")["notes"])
 
@@ -105,6 +111,27 @@ def test_a_device_without_npu_trains_in_fp32_or_is_refused() -> None:
     assert {entry["cpu_share"] for entry in ran["rounds"][1:]} == {1.0}
     half = mixed("half").replaced(cluster=slow)
     refused(lambda: plan_scenario(half), "raspberry-pi-4b", "'half'")
+
+
+# ------------------------------------------------------------------------------------------- int8 models apart
+def test_alpha_falls_by_more_than_a_tenth_if_the_npus_train_int8_models_of_their_own() -> None:
+    """Fig. 15 of SoCFlow+; the first alpha is that of fresh copies. Shares follow from each, in every group."""
+    ran = run_scenario(mixed(merge="weights", batch_size=32), num_workers=0)
+    first, *rounds = ran["rounds"]
+    assert "alpha" not in first
+    alphas = [entry["alpha"] for entry in rounds]
+    assert alphas[0] > 0.99 and max(alphas) - min(alphas) > 0.1
+    assert not any("copy_similarity" in entry or entry["events"] for entry in rounds)
+    for entry in rounds:
+        assert math.exp(-entry["alpha"]) - 0.02 <= entry["cpu_share"] < 1.0
+    assert ran["weights_sha256"] != result()["weights_sha256"]
+
+
+def test_a_synchronisation_sums_the_merged_weights_in_each_group() -> None:
+    """Two intervals, in which two groups of two SoCs each send a model more than with gradients that are merged."""
+    ran = run_scenario(mixed(merge="weights"), num_workers=0)
+    more = sum(ran["bytes"].values()) - sum(result()["bytes"].values())
+    assert more == pytest.approx(2 * 4 * LENET_BYTES, rel=1e-3)
 
 
 # --------------------------------------------------------------------------------------------- held-out data
@@ -165,6 +192,11 @@ def test_a_held_out_set_that_leaves_nothing_is_refused_with_both_numbers(
         "rule = 'half'",
         "arithmetic = 'int8'\nrule = 'half'",
         "arithmetic = 'mixed'\ngradient_bits = [2, 1, 0]",
+        "arithmetic = 'mixed'\nmerge = 'logits'",
+        "fp32_operators = ['9']",
+        "arithmetic = 'int8'\nfp32_operators = [9]",
+        "merge = 'weights'",
+        "arithmetic = 'int8'\nmerge = 'weights'",
         "arithmetic = 'int8'\ngradient_bits = [2, 1]",
         "arithmetic = 'int8'\ngradient_bits = [8, 1, 0]",
         "arithmetic = 'mixed'\nalgorithm = 'adaptive-fixed-point'",
@@ -189,6 +221,14 @@ def test_what_cannot_be_is_refused_in_one_line(text: str, tmp_path: Path) -> Non
         ("arithmetic = 'mixed'\n[train]\noptimizer = 'muon'", "optimizer = 'muon'"),
         ("arithmetic = 'int8'\n[strategy]\nname = 'diloco'", "optimizer = 'adamw'"),
         ("arithmetic = 'mixed'\n[strategy]\nname = 'muloco'", "optimizer = 'muon'"),
+        (
+            "arithmetic = 'mixed'\nmerge = 'weights'\n[strategy]\nname = 'split-replay'\n[edgecloud]",
+            "merge = 'weights'",
+        ),
+        (
+            "arithmetic = 'mixed'\nmerge = 'weights'\n[strategy]\nname = 'fedavg'",
+            "keep no alpha",
+        ),
         ("[train]\noptimizer = 'muon'\n[strategy]\nname = 'hybrid-pipeline'", "use 'adamw'"),
     ],
 )
@@ -281,3 +321,65 @@ def test_a_model_that_int8_lacks_an_operator_for_is_refused_before_round_1_and_t
     line = refused(lambda: run("unsupported = 'refuse'"), "'odd-net'", "Tanhshrink")
     advised = re.findall(r"set \[precision\] (unsupported = 'fp32')", line)
     assert run(advised[0])
+
+
+# ------------------------------------------------------------------------------------------------- placement
+def profile_of(*cells: dict[str, Any]) -> str:
+    return json.dumps({"cells": cells})
+
+
+def cell(batch_size: int, *on_cpu: str, data: str = "digits") -> dict[str, Any]:
+    names = ("0", "2", "3", "5", "7", "9", "11")
+    operators = [{"name": name, "side": "fp32" if name in on_cpu else "int8"} for name in names]
+    return {"model": "lenet5", "data": data, "batch_size": batch_size, "operators": operators}
+
+
+@pytest.mark.parametrize("arithmetic", ["int8", "mixed"])
+def test_training_follows_the_placement_of_a_profile(arithmetic: str, tmp_path: Path) -> None:
+    """Of the cell with the nearest batch size; what ran in FP32 is in the notes, and weights follow from it."""
+    cells = cell(1, "3"), cell(64, "9", "11"), cell(128, "2", data="mnist")
+    (tmp_path / "here.json").write_text(profile_of(*cells))
+    (tmp_path / "case.toml").write_text(
+        f"[precision]\narithmetic = '{arithmetic}'\nfp32_operators = 'here.json'\n[train]\nbatch_size = 60\n"
+    )
+    placed = load_scenario(tmp_path / "case.toml")
+    assert placed.precision.fp32_operators == ("9", "11")
+    assert from_document(to_document(placed)) == placed
+    small_run = mixed(arithmetic=arithmetic, held_out=HELD_OUT)
+    named = small_run.replaced(
+        precision=PrecisionConfig(
+            arithmetic=arithmetic, held_out=HELD_OUT, fp32_operators=placed.precision.fp32_operators
+        )
+    )
+    ran = run_scenario(named, num_workers=0)
+    assert any("9 (Linear), 11 (Linear)" in note for note in ran["notes"])
+    assert ran["weights_sha256"] != run_scenario(small_run, num_workers=0)["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read"),
+        ("[1]", "JSON object"),
+        (profile_of(), "no placement of lenet5 on digits"),
+        (profile_of(cell(8, data="mnist")), "--out FILE"),
+        (json.dumps({"cells": [{"model": "lenet5", "data": "digits"}]}), "no placement"),
+        (json.dumps({"cells": 3}), "no placement"),
+    ],
+)
+def test_a_profile_without_the_placement_is_named(
+    content: str | None, says: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "here.json").write_text(content)
+    (tmp_path / "case.toml").write_text(
+        "[precision]\narithmetic = 'int8'\nfp32_operators = 'here.json'\n"
+    )
+    refused(lambda: load_scenario(tmp_path / "case.toml"), "here.json", says)
+
+
+def test_an_operator_that_the_model_lacks_is_refused_before_anything_starts() -> None:
+    case = mixed().replaced(
+        precision=PrecisionConfig(arithmetic="int8", fp32_operators=("softmax",))
+    )
+    refused(lambda: run_scenario(case, num_workers=0), "softmax")

@@ -27,10 +27,11 @@ from socflower import (
 from socflower.cluster import Cluster, parse_cluster
 from socflower.engines.local.grid import LocalGrid
 from socflower.errors import InfeasiblePlan, TrainingFailed
-from socflower.pipeline.plan import PipelinePlan
-from socflower.pipeline.problem import PipelineProblem
+from socflower.pipeline.plan import PipelinePlan, Plan
+from socflower.pipeline.problem import PipelineProblem, to_json
 from socflower.pipeline.replanning import replanned
 from socflower.pipeline.runtime.group import train_pipeline
+from socflower.pipeline.runtime.stage import OutOfMemory
 from socflower.pipeline.schedule.run import simulate_schedule
 from socflower.training.model_state import frozen_digest, trainable_state
 from socflower.wire.message_keys import FROZEN_SHA256
@@ -280,6 +281,32 @@ def test_a_device_that_leaves_within_an_interval_is_gone_on_without_at_that_upda
         tagger(), data, own, plan, trainer, departures=dict.fromkeys(plan.socs, 0)
     )
     assert nobody.num_samples == 0 and not np.isfinite(nobody.mean_loss)
+
+
+@pytest.mark.parametrize("with_problem", [False, True])
+def test_a_stage_that_loses_a_device_continues_within_the_budgets(
+    problem: PipelineProblem, with_problem: bool
+) -> None:
+    """All samples of the first stage would need more than the device that is left has."""
+    plan = straight_plan((1, problem.model.num_layers - 1), ((3, 3), (6,)), 4)
+    budgets = {0: 48_600.0, 1: 48_600.0, 2: 1e6}
+    tight = replace(
+        problem,
+        devices=tuple(replace(each, memory_bytes=budgets[each.soc]) for each in problem.devices),
+    )
+    strategy, data = HybridPipeline(problem=tight, schedule=schedule(), plan=plan), Sentences()
+    own = strategy.method.task(strategy.plan.groups[0], strategy.method.intervals[0])
+    trainer, whole, undisturbed = FP32Trainer(optimizer=sgd(0.2), device="cpu"), tagger(), tagger()
+    known = to_json(tight) if with_problem else ""
+
+    def train(model: nn.Module, by: Plan, **options: Any) -> None:
+        train_pipeline(model, as_data_source(data), own, by, trainer, **options)
+
+    train(undisturbed, plan, budget_bytes=budgets)
+    with pytest.raises(OutOfMemory):
+        train(tagger(), replanned(plan, problem.model, {1, 2}), budget_bytes=budgets)
+    train(whole, plan, departures={0: 2}, budget_bytes=budgets, problem=known)
+    assert close(dict(whole.state_dict()), dict(undisturbed.state_dict()))
 
 
 @pytest.mark.parametrize("rebalancing", [None, Rebalancing()])

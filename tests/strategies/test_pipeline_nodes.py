@@ -14,7 +14,7 @@ from socflower.engines.local.grid import LocalGrid
 from socflower.hierarchy import Rebalancing
 from socflower.peers.ring.settings import RingSettings
 from socflower.pipeline.profiler.module_problem import pipeline_problem
-from socflower.pipeline.replanning import replanned
+from socflower.pipeline.replanning import recovered
 from socflower.pipeline.runtime.group import train_pipeline
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.hybrid_pipeline import HybridPipeline
@@ -151,12 +151,13 @@ def planned_so(plan: str, soc: int, step: int, own: HybridPipeline) -> dict[str,
         else None
     )
     present = {*PLANS[plan].socs} - {soc}
-    layers = pipeline_problem(tagger(), Sentences().tokens[:1], shelf(), batch_size=BATCH).model
+    planned = own.method.work.latest
+    assert planned is not None
     train_pipeline(
         model,
         data,
         replace(task, first_step=step, num_steps=task.num_steps - step),
-        replanned(PLANS[plan], layers, present),
+        recovered(PLANS[plan], planned.problem, present),
         trainer,
         state,
     )

@@ -538,7 +538,7 @@ def test_alpha_is_measured_once_an_epoch_however_short_the_sessions(
         _, end = run(trainer, model, own, state, first_step=first, steps_per_epoch=4)
         state = end.state
         assert end.events == ()
-        assert end.metrics["socflower-alpha"] == pytest.approx([alpha], abs=1e-5)
+        assert end.metrics["socflower-copy-similarity"] == pytest.approx([alpha], abs=1e-5)
         assert end.metrics["socflower-alpha-steps"] == [2.0]
         assert len(backend.predicted) == begins
         for seen in backend.predicted:
@@ -548,7 +548,7 @@ def test_alpha_is_measured_once_an_epoch_however_short_the_sessions(
 def test_each_alpha_is_reported_with_its_steps() -> None:
     trainer = trainer_of(lambda: ScriptedBackend([0.9, 0.2, 0.7]))
     _, end = run(trainer, network(), batches(7, (4,)), first_step=2, steps_per_epoch=4)
-    assert end.metrics["socflower-alpha"] == pytest.approx([0.9, 0.2, 0.7], abs=1e-5)
+    assert end.metrics["socflower-copy-similarity"] == pytest.approx([0.9, 0.2, 0.7], abs=1e-5)
     assert end.metrics["socflower-alpha-steps"] == [2.0, 4.0, 1.0]
 
 
@@ -575,8 +575,8 @@ def test_measuring_alpha_changes_neither_weights_nor_statistics_nor_random_numbe
 def test_both_sides_are_compared_on_the_same_weights_and_statistics() -> None:
     """So that an exact accelerator has alpha = 1 at the start of every epoch."""
     _, end = run(trainer_of(), network(norm=True), batches(6, (8, 5)), steps_per_epoch=2)
-    assert end.metrics["socflower-alpha"] == pytest.approx(
-        [1.0] * len(end.metrics["socflower-alpha"]), abs=1e-9
+    assert end.metrics["socflower-copy-similarity"] == pytest.approx(
+        [1.0] * len(end.metrics["socflower-copy-similarity"]), abs=1e-9
     )
     assert sum(end.metrics["socflower-alpha-steps"]) == 6
 
@@ -619,7 +619,7 @@ def test_beta_is_not_measured_where_it_is_planned_or_not_needed(
 
 
 def test_else_beta_is_measured_once_and_carried_in_the_state() -> None:
-    """A hopelessly slow accelerator gets nothing, and goes on getting nothing when it has become infinitely fast."""
+    """A hopelessly slow accelerator gets nothing, also a few steps after it has become infinitely fast."""
     speeds = iter([1e-12, 1e12])
     model = network()
     steps = batches(4, (8,))
@@ -631,6 +631,53 @@ def test_else_beta_is_measured_once_and_carried_in_the_state() -> None:
     assert second.metrics["cpu-share"] == 1.0
     assert Told.asked == 1  # it has had no samples since
     assert seconds_in(second.state) == seconds_in(first.state)
+
+
+@pytest.mark.parametrize("sessions", [1, 8])
+@pytest.mark.parametrize("merge", ["gradients", "weights"])
+def test_an_accelerator_without_samples_is_timed_again_within_50_steps(
+    sessions: int, merge: str
+) -> None:
+    """However short the sessions are; what it has trained on its own by then stays."""
+
+    class Changes(Told):
+        def samples_per_s(self, batch_size: int) -> float:
+            super().samples_per_s(batch_size)
+            return 1e-12 if type(self).asked == 1 else 1e12
+
+    model, state = network(), None
+    trainer = trainer_of(lambda: Changes(0.0), "normalised", merge=merge)
+    shares = []
+    for session in range(sessions):
+        steps = batches(56 // sessions, (8,))
+        first = session * len(steps)
+        _, end = run(trainer, model, steps, state, first_step=first, total_steps=56)
+        state = end.state
+        shares += [end.metrics["cpu-share"]]
+    assert Changes.asked >= 2
+    # Of 56 steps 49 have passed before the measurement, and fewer than 50.
+    assert shares[-1] == pytest.approx(49 / 56 if sessions == 1 else 0.0)
+    assert shares[:-1] == [1.0] * (sessions - 1)
+
+
+@pytest.mark.parametrize(("size", "rule"), [*product((2, 3, 4, 5, 9), ("paper", "half", "int8"))])
+def test_no_processor_normalises_a_batch_of_one_sample(size: int, rule: str) -> None:
+    sizes: list[int] = []
+
+    class Counts(ExactBackend):
+        def train_step(self, images: Any, labels: Any, **settings: Any) -> StepResult:
+            sizes.append(len(labels))
+            return super().train_step(images, labels, **settings)
+
+    model = network(norm=True)
+    model[1].register_forward_pre_hook(
+        lambda module, inputs: sizes.append(len(inputs[0])) if module.training else None
+    )
+    for npu_ratio in (0.99, 0.7, 0.2):
+        trainer = trainer_of(Counts, rule, npu_ratio=npu_ratio)
+        _, end = run(trainer, model, batches(1, (size,)))
+        assert end.events == ()
+    assert sizes and min(sizes) > 1
 
 
 def test_a_fast_accelerator_gets_all_that_the_rule_allows() -> None:

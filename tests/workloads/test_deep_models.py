@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from socflower.workloads.models.deep_classifiers import efficientnet_b1, mobilenet_v2, resnet50
+from socflower.workloads.models.inception import inception_v3
 from socflower.workloads.models.language_models import Bert, Gpt, bert_small, gpt_small
 from tests.one_line import refused
 
@@ -15,6 +16,7 @@ def num_parameters(model: nn.Module) -> int:
 
 @pytest.mark.parametrize(("builder", "published", "for_100_classes"), [
     (resnet50, 25_557_032, 23_712_932), (mobilenet_v2, 3_504_872, 2_351_972), (efficientnet_b1, 7_794_184, 6_641_284),
+    (inception_v3, 23_834_568, 21_990_468),
 ])  # fmt: skip
 def test_classifiers_have_the_published_parameters_for_imagenet(
     builder, published, for_100_classes
@@ -30,7 +32,7 @@ def test_classifiers_have_the_published_parameters_for_imagenet(
         )
 
 
-@pytest.mark.parametrize("builder", [resnet50, mobilenet_v2, efficientnet_b1])
+@pytest.mark.parametrize("builder", [resnet50, mobilenet_v2, efficientnet_b1, inception_v3])
 def test_small_images_keep_pixels_for_the_last_convolutions(builder) -> None:
     with torch.device("meta"):
         features = torch.zeros(1, 3, 32, 32)
@@ -40,6 +42,14 @@ def test_small_images_keep_pixels_for_the_last_convolutions(builder) -> None:
             features = module(features)
     assert features.shape[2] >= 2
     refused(lambda: builder(in_channels=3, image_size=4, num_classes=10), "4x4")
+
+
+def test_inception_takes_the_smallest_images_with_either_strides() -> None:
+    with torch.device("meta"):
+        for size, last in ((16, 1), (32, 2), (74, 5), (75, 1), (299, 8)):
+            model = inception_v3(in_channels=3, image_size=size, num_classes=10)
+            features = model[:-4](torch.zeros(2, 3, size, size))
+            assert features.shape == (2, 2048, last, last)
 
 
 def test_bert_small_and_gpt2_have_the_published_parameters() -> None:

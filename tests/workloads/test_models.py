@@ -32,7 +32,9 @@ PUBLISHED = {
     # channels, image size, parameters and tensors
     "lenet5": (1, 28, 61_706, 10),
     "vgg11": (3, 32, 9_225_610, 18),
+    "vgg16": (3, 32, 14_719_818, 28),
     "resnet18": (3, 32, 11_173_962, 62),
+    "resnet34": (3, 32, 21_282_122, 110),
     "vgg-tiny": (3, 32, 63_258, 14),
     "vgg-mini": (1, 28, 69_034, 8),
     "vgg-small": (3, 32, 307_498, 14),
@@ -41,10 +43,11 @@ PUBLISHED = {
     "mobilenet-v2": (3, 32, 2_236_682, 158),
     "efficientnet-b1": (3, 32, 6_525_994, 301),
     "resnet50": (3, 32, 23_520_842, 161),
+    "inception-v3": (3, 32, 21_806_058, 284),
 }
 LEAVES = {
     *(nn.Conv2d, nn.Linear, nn.BatchNorm2d, nn.ReLU, nn.ReLU6, nn.SiLU, nn.Sigmoid),
-    *(nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Dropout),
+    *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Dropout),
 }
 
 
@@ -168,11 +171,13 @@ def test_width_multiplies_mobilenet_channels() -> None:
 @pytest.mark.parametrize(
     ("name", "image_size", "named"),
     [
-        ("vgg12", 32, ("'vgg12'", "'vgg11'")),
+        ("vgg111", 32, ("'vgg111'", "'vgg11'")),
         ("transformer", 32, model_names()),
         ("vgg11", 64, ("28x28", "32x32")),
         ("lenet5", 30, ("28x28", "32x32")),
+        ("vgg16", 64, ("28x28", "32x32")),
         ("resnet18", 4, ("8x8",)),
+        ("resnet34", 4, ("8x8",)),
         ("mobilenet-v1", 8, ("16x16",)),
         ("resnet18", 0, ("image_size = 0",)),
     ],

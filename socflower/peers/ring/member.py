@@ -38,6 +38,7 @@ from socflower.training.exchange.compression import GradientCompression
 from socflower.training.exchange.group_sum import exchanging, own_compression
 from socflower.training.model_state import load_trainable_state, trainable_state, untrained_names
 from socflower.training.trainer import (
+    DivergingSession,
     ExchangingSession,
     JointSession,
     Part,
@@ -775,9 +776,13 @@ class _MemberSession:
             self._end = self._session.finish()
         # The statistics of BatchNorm.
         floats = [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
+        diverging = self._session if isinstance(self._session, DivergingSession) else None
+        averages_weights = diverging is not None and diverging.averages_weights
+        if averages_weights:
+            floats += [parameter.detach() for parameter in _trained(self._model)]
         counters = [buffer for buffer in self._model.buffers() if not buffer.is_floating_point()]
         digest = hashlib.sha256()
-        for parameter in _trained(self._model):
+        for parameter in () if averages_weights else _trained(self._model):
             digest.update(array_to_bytes(parameter.detach().cpu().numpy()))
         own = {
             "weights": digest.hexdigest(),
@@ -788,12 +793,16 @@ class _MemberSession:
             "rate": self._timer.rate,
             "device": device_label(device_of(self._model)),
             "changes": None if self._changes is None else self._changes.held,
+            "measured": None if diverging is None else diverging.measured,
         }
         reports = gather_json(self._collective, own, self._poll)
         answering = self._ring.leader if self._ring.leader in self._members else self._members[0]
         self._require_same_weights(reports, answering)
         if self._stage < _AVERAGED:
             self._average(floats, counters, reports)
+            if diverging is not None and averages_weights:
+                diverging.agree([entry["measured"] for entry in reports])
+                self._end = replace(self._end, state=diverging.state())
             self._stage = _AVERAGED
         if self._ring.leaders and self._stage < _MET:
             if self._changes is not None:
@@ -842,7 +851,7 @@ class _MemberSession:
     def _average(
         self, floats: list[Tensor], counters: list[Tensor], reports: list[dict[str, Any]]
     ) -> None:
-        """Average BatchNorm's running statistics, weighted by the samples of each member (F3)."""
+        """Average BatchNorm's running statistics, and weights if each member has its own, by samples (F3)."""
         assert self._collective is not None
         total = sum(entry["samples"] for entry in reports)
         if not floats or not total or len(self._members) == 1:

@@ -25,12 +25,14 @@ from math import inf
 
 from socflower.cluster import Cluster, Endpoint
 from socflower.pipeline.plan import (
+    Members,
     PipelinePlan,
     Plan,
     Policy,
     Stage,
     Sync,
     TwoDPlan,
+    slices_between,
     synchronised_parts,
 )
 from socflower.pipeline.problem import PipelineProblem
@@ -141,21 +143,30 @@ def execution_step(
     name: str = "stage",
 ) -> PipelineStep:
     """Return a stage's step: the slowest device's passes (Eq. 8), then all-reduce (Eq. 5) and update."""
-    weight_bytes = problem.model.weight_bytes(*stage.layers)
-    ring_s = all_reduce_s(problem, stage.devices, weight_bytes) if reduces else 0.0
-    forward_s, backward_s, update_s = [], [], []
-    for soc, share in stage.members:
-        device = problem.device(soc)
-        own_s = problem.pass_s(device, *stage.layers, share)
-        forward_s.append(own_s[0])
-        backward_s.append(own_s[1])
-        update_s.append(device.update_s(weight_bytes))
-    return PipelineStep(
-        name=name,
-        forward_s=max(forward_s),
-        backward_s=max(backward_s),
-        after_s=ring_s + max(update_s),
+    forward_s, backward_s, after_s = stage_seconds(
+        problem, stage.layers, stage.members, reduces=reduces
     )
+    return PipelineStep(name=name, forward_s=forward_s, backward_s=backward_s, after_s=after_s)
+
+
+def stage_seconds(
+    problem: PipelineProblem,
+    layers: tuple[int, int],
+    members: Members,
+    *,
+    reduces: bool = True,
+) -> tuple[float, float, float]:
+    """Return a stage's E_f and E_b (Eq. 8), and the seconds of all-reduce (Eq. 5) and update."""
+    weight_bytes = problem.model.weight_bytes(*layers)
+    forward_s = backward_s = update_s = 0.0
+    for soc, share in members:
+        device = problem.device(soc)
+        there_s, back_s = problem.pass_s(device, *layers, share)
+        forward_s, backward_s = max(forward_s, there_s), max(backward_s, back_s)
+        update_s = max(update_s, device.update_s(weight_bytes))
+    socs = [soc for soc, _ in members]
+    ring_s = all_reduce_s(problem, socs, weight_bytes) if reduces else 0.0
+    return forward_s, backward_s, ring_s + update_s
 
 
 def all_reduce_s(problem: PipelineProblem, socs: Sequence[int], weight_bytes: float) -> float:
@@ -172,19 +183,23 @@ def all_reduce_s(problem: PipelineProblem, socs: Sequence[int], weight_bytes: fl
 def communication_step(problem: PipelineProblem, plan: PipelinePlan, index: int) -> PipelineStep:
     """Return the step of the cut behind a stage: the busiest link's time of a micro-batch, in either direction."""
     stage, following = plan.stages[index : index + 2]
-    output_bytes = problem.model.layers[stage.last_layer].crossing_bytes
+    there_s, back_s = cut_seconds(problem, stage.last_layer, stage.members, following.members)
+    return PipelineStep(name=f"cut {index}", forward_s=there_s, backward_s=back_s, transfers=True)
+
+
+def cut_seconds(
+    problem: PipelineProblem, last_layer: int, senders: Members, receivers: Members
+) -> tuple[float, float]:
+    """Return the busiest link's seconds of a micro-batch's activations and gradients between two stages."""
+    output_bytes = problem.model.layers[last_layer].crossing_bytes
     there, back = [], []
-    for piece in plan.slices(index):
-        source, target = stage.devices[piece.sender], following.devices[piece.receiver]
+    shares = [[share for _, share in members] for members in (senders, receivers)]
+    for piece in slices_between(*shares):
+        source, target = senders[piece.sender][0], receivers[piece.receiver][0]
         num_bytes = piece.num_samples * output_bytes
         there.append((source, target, num_bytes * problem.activation_part))
         back.append((target, source, num_bytes * problem.gradient_part))
-    return PipelineStep(
-        name=f"cut {index}",
-        forward_s=concurrent_s(problem.cluster, there),
-        backward_s=concurrent_s(problem.cluster, back),
-        transfers=True,
-    )
+    return concurrent_s(problem.cluster, there), concurrent_s(problem.cluster, back)
 
 
 def concurrent_s(cluster: Cluster, transfers: Sequence[tuple[Endpoint, Endpoint, float]]) -> float:

@@ -83,6 +83,7 @@ def search(
     max_stages: int | None = None,
     may_skip: bool = False,
     duplex: bool = False,
+    costs: "Costs | None" = None,
 ) -> Iterator[Found]:
     """Yield the kept plans of each number of stages for the devices in this order (F32); all fit the budgets.
 
@@ -100,16 +101,16 @@ def search(
         Whether devices may be left out.
     duplex : bool
         Whether the two directions of a transfer are concurrent (`closed_form`).
+    costs : Costs, optional
+        Those of the same problem, order, bounds and `duplex` in an earlier search.
     """
     size = len(order)
-    if bounds is None:
-        bounds = np.arange(problem.model.num_layers + 1)
-    costs = _Costs(problem, order, bounds, duplex)
+    costs = costs or Costs(problem, order, bounds, duplex=duplex)
     allowed = {0, *(range(size) if places is None else places)}
     # Numbers of devices from a place to the end, rising.
     nums = sorted(size - place for place in allowed if place < size)
     history: list[dict[int, _States]] = []
-    for stages in range(1, min(size, len(bounds) - 1, max_stages or size) + 1):
+    for stages in range(1, min(size, costs.num_cuts, max_stages or size) + 1):
         in_flight = rule.count(stages, problem.num_micro_batches)
         now: dict[int, _States] = {}
         for index, num in enumerate(nums):
@@ -134,16 +135,19 @@ def search(
                 yield Found(float(totals[which]), _plan(costs, history, rule, which))
 
 
-class _Costs:
+class Costs:
     """Costs of ranges of layers: a first group of devices has only first ranges, a last group only last ranges."""
 
     def __init__(
         self,
         problem: PipelineProblem,
         order: Sequence[PipelineDevice],
-        bounds: Ints,
+        bounds: Ints | None = None,
+        *,
         duplex: bool,
     ) -> None:
+        if bounds is None:
+            bounds = np.arange(problem.model.num_layers + 1)
         self.problem, self.size, self.num_cuts = problem, len(order), len(bounds) - 1
         number = problem.num_micro_batches
         self.num_transfers = number + 1.0 if duplex else 2.0 * number
@@ -157,7 +161,7 @@ class _Costs:
 
 
 def _last_stage(
-    costs: _Costs,
+    costs: Costs,
     begin: int,
     end: int,
     in_flight: int,
@@ -178,7 +182,7 @@ def _last_stage(
 
 
 def _prepended(
-    every: _Costs,
+    every: Costs,
     begin: int,
     end: int,
     in_flight: int,
@@ -253,7 +257,7 @@ def _kept(pool: Sequence[_States], width: int) -> _States:
 
 
 def _plan(
-    every: _Costs,
+    every: Costs,
     history: Sequence[dict[int, _States]],
     rule: InFlight,
     which: int,

@@ -4,7 +4,7 @@ A pruned search first tries some cuts and some places of groups. A second search
 """
 
 from collections.abc import Sequence
-from itertools import pairwise, permutations
+from itertools import pairwise
 
 import numpy as np
 
@@ -14,9 +14,6 @@ from socflower.pipeline.problem import Ints, PipelineDevice, PipelineProblem
 MOST_CUTS = 49
 MOST_PLACES = 20
 MOST_STAGES = 12
-# All orders are tried of up to 4 devices with up to 64 layers.
-_ALL_ORDERS_OF = 4
-_ALL_ORDERS_LAYERS = 64
 _NEAR_LAYERS = 8
 # The reach on either side of a place: the first one with at most `_MOST_NEAR_PLACES` places.
 _NEAR_PLACES = (3, 2, 1)
@@ -33,11 +30,10 @@ def by_memory(devices: Sequence[PipelineDevice]) -> list[PipelineDevice]:
 
 
 def orders(problem: PipelineProblem, samples_on: int | None = None) -> list[list[PipelineDevice]]:
-    """Return orders of the devices to plan for: by memory, by speed both ways and as numbered; all of a few devices.
+    """Return orders of the devices to plan for: by memory, by speed both ways and as numbered.
 
-    With `samples_on`, the first four are also returned with that device first. Of orders that only exchange equal
-    devices behind equal links, one is returned. Links count as equal if all devices are on one board, or each on its
-    own.
+    With `samples_on`, they are also returned with that device first. Of orders that only exchange equal devices behind
+    equal links (`links_of`), one is returned.
     """
     devices = problem.devices
     by_speed = sorted(devices, key=lambda device: (seconds_of(device), device.soc))
@@ -47,22 +43,41 @@ def orders(problem: PipelineProblem, samples_on: int | None = None) -> list[list
         by_speed[::-1],
         sorted(devices, key=lambda device: device.soc),
     ]
-    if len(devices) <= _ALL_ORDERS_OF and problem.model.num_layers <= _ALL_ORDERS_LAYERS:
-        chosen += list(permutations(devices))
     if samples_on is not None:
-        first = [sorted(own, key=lambda device: device.soc != samples_on) for own in chosen[:4]]
-        chosen += first
-    boards = {problem.cluster.board_of(device.soc) for device in devices}
-    alike = len(boards) in (1, len(devices))
+        chosen += [sorted(own, key=lambda device: device.soc != samples_on) for own in chosen]
+    links = links_of(problem)
 
     def key_of(device: PipelineDevice) -> tuple[object, ...]:
-        slot = -1 if alike and device.soc != samples_on else device.soc
-        return id(device.seconds), device.memory_bytes, device.update_bytes_per_s, slot
+        slot = -1 if device.soc != samples_on else device.soc
+        return (
+            id(device.seconds),
+            device.memory_bytes,
+            device.update_bytes_per_s,
+            links[device.soc],
+            slot,
+        )
 
     found: dict[tuple[object, ...], list[PipelineDevice]] = {}
     for order in chosen:
         found.setdefault(tuple(map(key_of, order)), list(order))
     return list(found.values())
+
+
+def links_of(problem: PipelineProblem) -> dict[int, tuple[float, ...]]:
+    """Return, by SoC, what two devices have in common that are behind equal links.
+
+    These are the rates of the links if the devices are on one board, or each on its own. Otherwise they also depend on
+    the device at the other end, and no two devices count as alike.
+    """
+    cluster = problem.cluster
+    boards = {device.soc: cluster.board_of(device.soc) for device in problem.devices}
+    alike = len(set(boards.values())) in (1, len(boards)) and not cluster.servers
+    found = dict[int, tuple[float, ...]]()
+    for soc, number in boards.items():
+        board = cluster.boards[number]
+        rates = (board.soc_bytes_per_s, board.uplink_bytes_per_s)
+        found[soc] = rates if alike else (*rates, float(soc))
+    return found
 
 
 def seconds_of(device: PipelineDevice) -> float:

@@ -1,12 +1,13 @@
 """The choice among pipelines: a small Pareto set of Algorithm 2, ranked again by the simulator (F28, F32).
 
-Algorithm 2 fixes the order of devices and relies on the closed form. Here it runs on several orders, keeps several
-pipelines of each state and may leave devices out. The best by the closed form are simulated, and the best of these also
-with other numbers K of micro-batches in flight.
+Algorithm 2 fixes the order of devices and K, and relies on the closed form. Here it runs on several orders and rules
+for K, keeps several pipelines of each state and may leave devices out. `quick_schedule` gives each pipeline its K, and
+`local_search` changes the best ones. Then the simulator decides among the best, also about their K.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Annotated, Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from pydantic import Field
 
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.field_rules import checked
-from socflower.pipeline.plan import PipelinePlan, Plan, Policy, Prediction, Stage, with_samples_on
+from socflower.pipeline.plan import PipelinePlan, Plan, Policy, Prediction, with_samples_on
 from socflower.pipeline.planner.closed_form import update_latency
-from socflower.pipeline.planner.dynamic_program import Found, search
+from socflower.pipeline.planner.dynamic_program import Costs, Found, search
+from socflower.pipeline.planner.local_search import improved
 from socflower.pipeline.planner.pruning import (
     MOST_CUTS,
     MOST_PLACES,
@@ -28,9 +30,10 @@ from socflower.pipeline.planner.pruning import (
     orders,
     search_work,
 )
+from socflower.pipeline.planner.quick_schedule import Layout, QuickSchedule, most_in_flight
 from socflower.pipeline.planner.two_dimensions import best_two_d, grid_plans
 from socflower.pipeline.problem import Ints, PipelineDevice, PipelineProblem
-from socflower.pipeline.schedule.order import ASTEROID, RULES, InFlight
+from socflower.pipeline.schedule.order import ASTEROID, RULES, InFlight, at_most
 from socflower.pipeline.schedule.run import simulate_schedule
 from socflower.quantities import counted
 
@@ -45,6 +48,18 @@ _MOST_OF_PAPER = 4000
 """Layers x devices up to which the plan of Algorithm 2 itself is simulated too."""
 
 
+_MOST_OF_SMALL = 400
+"""Layers x devices of a small problem, for which more is tried: K = 1 if memory is scarce, and more changes."""
+
+_CHANGED, _CHANGED_OF_SMALL = 4, 8
+"""Pipelines that `local_search` changes, by those kept of each state."""
+
+_TRIED_COUNTS = 2
+"""Choices of K that are simulated of a plan."""
+
+_ALL_ORDERS_OF = 5
+"""Devices up to which all orders are searched if nothing fits in some."""
+
 _Positive = Annotated[int, Field(ge=1)]
 
 
@@ -53,11 +68,11 @@ class PlannerSettings:
     """Limits of the planner's search."""
 
     # Pipelines kept of each state.
-    width: _Positive = 4
-    # The best by the closed form, which are simulated.
+    width: _Positive = 2
+    # The best by `QuickSchedule`, which are simulated; half of them if the problem is not small.
     num_simulated: _Positive = 8
     # The best of the simulated plans, which are simulated with other K.
-    num_tuned: _Positive = 3
+    num_tuned: _Positive = 2
     # Other sizes to try; each divides the mini-batch.
     micro_batch_sizes: tuple[int, ...] = ()
     # The SoC that has samples and labels; None: each device has those that it needs.
@@ -181,11 +196,13 @@ def candidates(
 ) -> tuple[list[PipelinePlan], bool]:
     """Return different plans, the least latency of the closed form first, and whether the search was exact.
 
-    Algorithm 2 runs on the orders of devices of `orders`, with the paper's K, and with K = P − p as well if memory is
-    scarce. A pruned search tries the likeliest cuts and even groups of devices first, and then all cuts and groups near
-    the best plans that it found.
+    Algorithm 2 runs on the orders of devices of `orders`, with the paper's K, and with K = P − p and 1 as well if
+    memory is scarce. If nothing fits, all orders of a few devices follow with K = 1. A pruned search tries the
+    likeliest cuts and even groups of devices first, and then all cuts and groups near the best plans that it found.
     """
-    rules = (ASTEROID, RULES["b"]) if _memory_is_scarce(problem) else (ASTEROID,)
+    rules = [ASTEROID]
+    if _memory_is_scarce(problem):
+        rules += [RULES["b"], at_most(1)] if _is_small(problem) else [RULES["b"]]
     to_search = [(order, rule) for rule in rules for order in orders(problem, settings.samples_on)]
     num_searches = len(to_search) * len({problem.micro_batch_size, *settings.micro_batch_sizes})
     pruned = settings.prune
@@ -206,6 +223,12 @@ def candidates(
         alone = single_stage(problem, [device])
         if alone is not None:
             ranked.add(alone)
+    if not searches:
+        # What fits does so with K = 1, in some order.
+        few = len(problem.devices) <= _ALL_ORDERS_OF
+        for order in map(list, permutations(problem.devices)) if few else orders(problem):
+            places = likely_places(order, MOST_PLACES) if pruned else None
+            ranked.search(order, at_most(1), bounds, places, most_stages)
     return ranked.plans(), not pruned
 
 
@@ -215,6 +238,8 @@ class _Ranked:
     def __init__(self, problem: PipelineProblem, settings: PlannerSettings) -> None:
         self._problem, self._settings = problem, settings
         self._latency_s: dict[PipelinePlan, float] = {}
+        # By order and bounds; they do not depend on the rule for K.
+        self._costs: dict[tuple[tuple[int, ...], tuple[int, ...] | None], Costs] = {}
 
     def plans(self) -> list[PipelinePlan]:
         """Return the plans, the least latency first."""
@@ -237,40 +262,40 @@ class _Ranked:
         max_stages: int | None = None,
     ) -> list[PipelinePlan]:
         """Add the plans of one order of devices, and return the new ones."""
+        key = (tuple(device.soc for device in order), None if bounds is None else tuple(bounds))
+        if key not in self._costs:
+            self._costs[key] = Costs(self._problem, order, bounds, duplex=True)
         found = search(
             self._problem,
             order,
-            bounds=bounds,
             places=places,
             rule=rule,
             width=self._settings.width,
             max_stages=max_stages,
             may_skip=True,
-            duplex=True,
+            costs=self._costs[key],
         )
         added = [self.add(each.plan) for each in found]
         return [plan for plan in added if plan is not None]
 
 
 def best_in_flight(problem: PipelineProblem, plan: PipelinePlan) -> tuple[PipelinePlan, Prediction]:
-    """Return the plan with the fastest simulated K that fits, among the rules of the paper and larger K.
+    """Return the plan with the fastest simulated K that fits: its own, or one of the best by `QuickSchedule`.
 
     Of equal times the smaller K wins, since it needs less memory.
     """
     best, best_prediction = plan, predict(problem, plan)
     if len(plan.stages) == 1 or plan.policy == Policy.BACKWARD_AFTER_FORWARD:
         return best, best_prediction
-    tried = {tuple(stage.in_flight for stage in plan.stages)}
-    number = plan.num_micro_batches
-    larger = (InFlight(3, 0), InFlight(4, 1), InFlight(0, number))
-    for rule in (RULES["b"], RULES["a"], RULES["c"], *larger):
-        other = with_in_flight(problem, plan, rule.counts(len(plan.stages), number))
-        counts = tuple(stage.in_flight for stage in other.stages)
-        if counts in tried or not fits(problem, other):
+    quick, layout = QuickSchedule(problem, plan.samples_on), Layout.of(plan)
+    starts = quick.by_rules([layout])
+    tried = [each for start in starts for each in quick.with_best_counts(start, _TRIED_COUNTS)]
+    for timed in tried:
+        other = _with_counts(plan, timed.counts)
+        if other == plan:
             continue
-        tried.add(counts)
         prediction = predict(problem, other)
-        fewer = sum(counts) < sum(stage.in_flight for stage in best.stages)
+        fewer = sum(timed.counts) < sum(stage.in_flight for stage in best.stages)
         limit_s = best_prediction.step_s * (1.0 + (1e-9 if fewer else -1e-3))
         if prediction.step_s <= limit_s:
             best, best_prediction = other, prediction
@@ -281,11 +306,17 @@ def with_in_flight(
     problem: PipelineProblem, plan: PipelinePlan, counts: Sequence[int]
 ) -> PipelinePlan:
     """Return the plan with at most these K, as far as the budgets allow; K never rises from stage to stage."""
-    stages, most = [], plan.num_micro_batches
+    most, found = plan.num_micro_batches, []
     for stage, count in zip(plan.stages, counts, strict=True):
-        room = [_most_in_flight(problem, stage, soc, share) for soc, share in stage.members]
-        most = max(1, min(most, count, *room))
-        stages.append(replace(stage, in_flight=most))
+        most = max(1, min(most, count, most_in_flight(problem, stage.layers, stage.members)))
+        found.append(most)
+    return _with_counts(plan, found)
+
+
+def _with_counts(plan: PipelinePlan, counts: Sequence[int]) -> PipelinePlan:
+    stages = [
+        replace(stage, in_flight=count) for stage, count in zip(plan.stages, counts, strict=True)
+    ]
     return replace(plan, stages=tuple(stages))
 
 
@@ -373,9 +404,23 @@ def _check(problem: PipelineProblem) -> None:
 def _simulated(
     problem: PipelineProblem, plans: Sequence[PipelinePlan], settings: PlannerSettings
 ) -> list[Planned]:
-    chosen = dict.fromkeys(_different(plans, settings.num_simulated))
-    if plans and problem.model.num_layers * len(problem.devices) <= _MOST_OF_PAPER:
-        chosen[replace(algorithm_2(problem).plan, samples_on=settings.samples_on)] = None
+    """Return the best plans by `QuickSchedule`, and the best of each number of stages, in the simulator."""
+    quick = QuickSchedule(problem, settings.samples_on)
+    timed = quick.by_rules([Layout.of(plan) for plan in plans])
+    socs = [device.soc for device in problem.devices]
+    factor = _CHANGED_OF_SMALL if _is_small(problem) else _CHANGED
+    better = improved(quick, timed, socs, width=factor * settings.width)
+    ranked = [
+        replace(each.plan(problem.num_micro_batches), samples_on=settings.samples_on)
+        for each in sorted({*timed, *better})
+    ]
+    count = settings.num_simulated if _is_small(problem) else -(-settings.num_simulated // 2)
+    chosen = dict.fromkeys(_different(ranked, count))
+    if problem.model.num_layers * len(problem.devices) <= _MOST_OF_PAPER:
+        every = search(problem, by_memory(problem.devices))
+        paper = min(every, key=lambda each: each.latency_s, default=None)
+        if paper is not None:
+            chosen[replace(paper.plan, samples_on=settings.samples_on)] = None
     return [
         Planned(problem=problem, plan=plan, prediction=predict(problem, plan)) for plan in chosen
     ]
@@ -406,6 +451,10 @@ def _different(plans: Sequence[PipelinePlan], count: int) -> list[PipelinePlan]:
     return list(chosen)
 
 
+def _is_small(problem: PipelineProblem) -> bool:
+    return problem.model.num_layers * len(problem.devices) <= _MOST_OF_SMALL
+
+
 def _memory_is_scarce(problem: PipelineProblem) -> bool:
     """Return whether a device cannot hold the whole model with all of a pipeline's micro-batches in flight."""
     model, whole = problem.model, (0, problem.model.num_layers - 1)
@@ -413,17 +462,6 @@ def _memory_is_scarce(problem: PipelineProblem) -> bool:
     kept = problem.micro_batch_size * in_flight * model.kept_bytes(*whole)
     needed = model.state_bytes(*whole, problem.optimizer_copies) + kept
     return min(device.memory_bytes for device in problem.devices) < needed
-
-
-def _most_in_flight(
-    problem: PipelineProblem,
-    stage: Stage,
-    soc: int,
-    share: int,
-) -> int:
-    kept = share * problem.model.kept_bytes(*stage.layers)
-    state = problem.model.state_bytes(*stage.layers, problem.optimizer_copies)
-    return int((problem.device(soc).memory_bytes - state) / kept) if kept else 1 << 30
 
 
 def nothing_fits(problem: PipelineProblem) -> InfeasiblePlan:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from socflower.pipeline.plan import PipelinePlan, Sync, TwoDPlan
 from socflower.pipeline.planner.allocation import by_class
 from socflower.pipeline.planner.closed_form import latency, update_latency
-from socflower.pipeline.planner.dynamic_program import search
+from socflower.pipeline.planner.dynamic_program import Found, search
 from socflower.pipeline.planner.pruning import (
     MOST_CUTS,
     MOST_STAGES,
@@ -22,6 +22,7 @@ from socflower.pipeline.planner.pruning import (
     seconds_of,
 )
 from socflower.pipeline.problem import PipelineDevice, PipelineProblem
+from socflower.pipeline.schedule.order import ASTEROID, InFlight
 
 Groups = tuple[tuple[PipelineDevice, ...], ...]
 GroupPlanner = Callable[[PipelineProblem], PipelinePlan | None]
@@ -168,22 +169,29 @@ def group_pipeline(problem: PipelineProblem) -> PipelinePlan | None:
 
     A stage may have several devices.
     """
-    order = by_memory(problem.devices)
+    every = search_likely(problem, by_memory(problem.devices))
+    found = min(every, key=lambda each: each.latency_s, default=None)
+    return None if found is None else found.plan
+
+
+def search_likely(
+    problem: PipelineProblem, order: Sequence[PipelineDevice], rule: InFlight = ASTEROID
+) -> Iterator[Found]:
+    """Yield the plans of Algorithm 2 for one order of devices, over likely cuts and places."""
     few = len(order) <= _MOST_PLACES
     most_cuts = MOST_CUTS if few else MOST_CUTS // 2
     bounds = likely_cuts(problem, most_cuts) if problem.model.num_layers > most_cuts else None
     places = None if few else likely_places(order, _MOST_PLACES)
-    every = search(
+    return search(
         problem,
         order,
         bounds=bounds,
         places=places,
+        rule=rule,
         max_stages=MOST_STAGES,
         may_skip=True,
         duplex=True,
     )
-    found = min(every, key=lambda each: each.latency_s, default=None)
-    return None if found is None else found.plan
 
 
 def dealt(devices: Sequence[PipelineDevice], num_groups: int) -> Groups:

@@ -125,8 +125,13 @@ def estimated_problem(
 
 
 def default_micro_batches(batch_size: int) -> tuple[int, ...]:
-    """Return the default sizes of micro-batches for planners: whole parts of the mini-batch."""
-    return tuple(batch_size // part for part in PARTS if batch_size % part == 0) or (batch_size,)
+    """Return the default sizes of micro-batches for planners: parts of the mini-batch, or the next smaller divisors.
+
+    Single samples are left out, since BatchNorm needs more.
+    """
+    divisors = [size for size in range(2, batch_size + 1) if batch_size % size == 0]
+    fitting = [[size for size in divisors if size * part <= batch_size] for part in PARTS]
+    return tuple(dict.fromkeys(sizes[-1] for sizes in fitting if sizes)) or (batch_size,)
 
 
 def _int8_socs(cluster: Cluster, socs: Sequence[int], wanted: Int8Socs) -> frozenset[int]:

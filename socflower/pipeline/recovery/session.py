@@ -24,6 +24,7 @@ from socflower.peers.preemption import Preempted, PreemptionSwitch
 from socflower.peers.ring.member import AppliedStep, MemberResult
 from socflower.peers.transports.port import RingPort
 from socflower.pipeline.plan import Plan, from_json, to_json
+from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.profiler.layers import ReadModel
 from socflower.pipeline.recovery.backups import (
     StageState,
@@ -32,7 +33,7 @@ from socflower.pipeline.recovery.backups import (
     moves,
     newest_common,
 )
-from socflower.pipeline.replanning import replanned, with_new_shares
+from socflower.pipeline.replanning import remaining_plan, with_new_shares
 from socflower.pipeline.runtime.channels import Channels, QueueChannels, run_script
 from socflower.pipeline.runtime.gloo_channels import GlooChannels
 from socflower.pipeline.runtime.group import outcome_of, span_of
@@ -90,6 +91,8 @@ class PipelineMember:
     coding: ActivationCoding = EXACT
     budget_bytes: Mapping[int, float] = field(default_factory=dict)
     int8_socs: Collection[int] = ()
+    # What a plan after a loss is made from; None: the plan and the budgets.
+    problem: PipelineProblem | None = None
     backup_steps: int = 0
     departs_at: int | None = None
     # Called after each update.
@@ -240,7 +243,13 @@ class _Session:
         if step is None:
             return {"step": None, "why": "a stage and its backup were lost together"}
         try:
-            plan = replanned(self._config.plan, self._config.read.model, socs)
+            plan = remaining_plan(
+                self._config.plan,
+                self._config.read.model,
+                socs,
+                problem=self._config.problem,
+                budget_bytes=self._config.budget_bytes,
+            )
         except InfeasiblePlan as error:
             return {"step": None, "why": str(error)}
         needed = {soc: sorted(self._names_of(plan, soc)) for soc in socs}

@@ -14,8 +14,9 @@ from socflower.model_graph.batch_form import pair_of
 from socflower.model_graph.model_copy import copied
 from socflower.model_graph.random_state import own_random_state
 from socflower.pipeline.plan import Plan
+from socflower.pipeline.problem import from_json as problem_from_json
 from socflower.pipeline.profiler.layers import Granularity, ReadModel, read_model
-from socflower.pipeline.replanning import replanned
+from socflower.pipeline.replanning import remaining_plan
 from socflower.pipeline.runtime.member import Member, Mini, refuse_unfit
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.pipeline.runtime.together import Mail, run_together
@@ -46,16 +47,19 @@ def train_pipeline(
     budget_bytes: Mapping[int, float] | None = None,
     departures: Mapping[int, int] | None = None,
     int8_socs: Collection[int] = (),
+    problem: str = "",
 ) -> GroupOutcome:
     """Train `model` in place through all steps of the task; all devices of the plan run in this process.
 
     `data` is the whole data set. `state` is from the end of the previous interval, perhaps under another plan.
     `layers_sha256` and `sample_shape` are of the model that was planned. `departures` has the step of the interval
-    (from 0) before which a SoC leaves: the others continue with the remaining plan (`replanned`), and the interval ends
-    when all have left. Stages on `int8_socs` compute in int8.
+    (from 0) before which a SoC leaves: the others continue with `remaining_plan`, and the interval ends when all have
+    left. `problem` is what that is planned from, in the form of `to_json` of `pipeline/problem.py`. Stages on
+    `int8_socs` compute in int8.
 
     Raises `ConfigError` for another trainer than `FP32Trainer`, if the model has other layers or makes activations of
-    other shapes than were planned, and for layers that int8 does not have; `OutOfMemory` if a stage exceeds its budget.
+    other shapes than were planned, and for layers that int8 does not have; `OutOfMemory` if a stage exceeds its budget;
+    `InfeasiblePlan` if nothing fits the devices that are left.
     """
     trainer = require_fp32(trainer)
     refuse_unfit(trainer)
@@ -67,6 +71,7 @@ def train_pipeline(
         trainer.require_divisible_loss(model, (), data, task.batch_size)
     options = {"coding": coding, "int8_socs": int8_socs}
     interval = _Interval(model, data, task, read, trainer, budget_bytes or {}, options)
+    known = problem_from_json(problem, read.model) if problem else None
     end_of = {soc: task.num_steps for soc in plan.socs}
     for soc, step in (departures or {}).items():
         if soc in end_of:
@@ -76,7 +81,9 @@ def train_pipeline(
         for first, stop in pairwise(sorted({0, task.num_steps, *end_of.values()})):
             present = {soc for soc, end in end_of.items() if end > first}
             if present:
-                left = replanned(plan, read.model, present)
+                left = remaining_plan(
+                    plan, read.model, present, problem=known, budget_bytes=budget_bytes
+                )
                 ends.append(interval.train(left, first, stop, ends[-1].state if ends else state))
     if not ends:
         # Without a finite loss nothing is kept of the interval.

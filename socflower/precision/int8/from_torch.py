@@ -1,8 +1,8 @@
 """Conversion of a captured torch module to a network of the integer engine.
 
 The module is captured once. An operation without an int8 kernel becomes an *island*: the operator `Fp32`, which runs
-it in torch. Neighbouring ones become one island. A module that `fp32_operators` names, or that torch.fx cannot follow,
-is an island as a whole.
+it in torch. Neighbouring ones become one island. An operator that `fp32_operators` names, or that torch.fx cannot
+follow, is an island as a whole.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def capture_network(
         raise UnsupportedOperator(what, where, [path for _, path in dict.fromkeys(refused) if path])
     unknown = sorted(set(fp32_operators).difference(conversion.named_in_fp32))
     if unknown:
-        called = [one.module for one in captured.operations if one.module is not None]
+        called = [one.module or one.node.name for one in captured.operations if one.is_of_samples]
         raise ConfigError(
             f"fp32_operators: the network calls no {', '.join(unknown)}; it calls {', '.join(called)}"
         )
@@ -236,7 +236,7 @@ class _Conversion:
         # Of the operations without a kernel: what is missing, and the module around it.
         self.refused: list[tuple[str, str]] = []
         self.nodes: list[ir.Node] = []
-        # Paths of the modules that are called in FP32.
+        # Paths of the modules, and names of the functions, that are called in FP32.
         self.named_in_fp32: set[str] = set()
 
     def parameters_in_fp32(self) -> list[list[str]]:
@@ -276,6 +276,9 @@ class _Conversion:
             if path not in self._leaves:
                 self.refused.append((f"{path}: torch.fx cannot follow it", path))
             self._add_island(operation, NoKernel(f"module {path}"))
+            return
+        if path is None and operation.node.name in self._leaves:
+            self._add_island(operation, NoKernel(operation.node.name))
             return
         try:
             with self._builder.attempt():
@@ -346,8 +349,7 @@ class _Conversion:
         if operation.node.target in DROPOUTS:
             # Its arguments say whether it drops, in training and in evaluation, and an island has one graph.
             raise ConfigError(f"{operation.node.name}: int8 training has no {missing}")
-        if operation.module is not None:
-            self.named_in_fp32.add(operation.module)
+        self.named_in_fp32.add(operation.module or operation.node.name)
         included: list[Operation] = []
         reads: list[Operation] = []
         self._collect(operation, included, reads)
@@ -419,8 +421,8 @@ class _Conversion:
                 self._collect(one, included, reads)
 
     def _is_named(self, island: _Island) -> bool:
-        """Whether the user has named the island's module."""
-        return any(one.module in self._leaves for one in island.operations if one.module)
+        """Whether the user has named an operation of the island."""
+        return any((one.module or one.node.name) in self._leaves for one in island.operations)
 
     def _graph_module(
         self, operation: Operation, included: Sequence[Operation], reads: Sequence[Operation]

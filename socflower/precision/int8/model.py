@@ -211,16 +211,20 @@ class Int8Model:
 
         For a module that takes (n, features) the input shape is (features,); the model takes images of one pixel.
 
-        The modules that `fp32_operators` names run in torch FP32 between the int8 ones;
-        `operator_costs.profile_operators` predicts which ones should. `exponents` are earlier exponents of the weights
+        The modules and functions that `fp32_operators` names run in torch FP32 between the int8 ones: those that a
+        placement has `on_cpu` (`operator_costs.profile_operators`). `exponents` are earlier exponents of the weights
         (`weight_exponents`). Operators without an int8 kernel run in FP32 too, which `islands` and a warning
         report; with `unsupported` "refuse" they raise ConfigError.
         """
         from socflower.precision.int8.fp32_operator import fp32_factory
         from socflower.precision.int8.from_torch import capture_network
+        from socflower.precision.int8.replacements import with_replacements
 
         captured = capture_network(
-            module, input_shape, fp32_operators=fp32_operators, unsupported=unsupported
+            with_replacements(module, algorithm.forward.replacements),
+            input_shape,
+            fp32_operators=fp32_operators,
+            unsupported=unsupported,
         )
         keep_master = isinstance(algorithm.update, Fp32Update)
         parameters = import_parameters(

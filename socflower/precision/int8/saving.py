@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,13 @@ def save(
     """
     if isinstance(algorithm.update, OutsideUpdate):
         raise ConfigError("save: a trainer holds the weights of this model; save that instead")
+    # The graph is translated already.
+    written = replace(algorithm, forward=replace(algorithm.forward, replacements={}))
     header = {
         "schema": SCHEMA,
         "graph": graph.to_json(),
         "algorithm": {
-            **asdict(algorithm),
+            **asdict(written),
             "update": {"kind": algorithm.weight, **asdict(algorithm.update)},
         },
         "exponents": parameters.exponents,

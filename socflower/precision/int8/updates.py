@@ -11,6 +11,7 @@ from socflower.precision.algorithm import (
     Fp32Update,
     IntegerUpdate,
     OutsideUpdate,
+    Rounding,
     TrainingAlgorithm,
 )
 from socflower.precision.int8.fixed_point import FloatArray, Int32Array, shift_for
@@ -74,6 +75,9 @@ def update_weight(
     inverse, learning_rate = (
         (rate.of_sum, 1.0) if is_plain else (1.0 / rate.num_samples, rate.learning_rate)
     )
+    if rule.gradient_bits is not None:
+        gradient, shift = _rounded(engine, gradient, largest, rule.gradient_bits)
+        gradient_scale *= 2.0**shift
     largest_weight = _int8.descend(
         engine,
         weight.master,
@@ -85,8 +89,32 @@ def update_weight(
         rule.momentum,
         rule.weight_decay,
     )
+    if rule.weight_bits is not None:
+        # A NaN or an infinity is left for the next line to refuse.
+        largest_weight = _in_fixed_point(weight.master, rule.weight_bits)
     weight.exponent = exponent_within_float32(name, largest_weight)
     _int8.quantise(engine, weight.master, weight.data, weight.exponent)
+
+
+def _rounded(
+    engine: _int8.Engine, gradient: Int32Array, largest: int, bits: int
+) -> tuple[Int32Array, int]:
+    """Return a gradient rounded to `bits` bits of magnitude, in units of 2^shift, and the shift."""
+    shift = min(MAX_SHIFT, shift_for(largest, bits))
+    rounded = np.empty(gradient.shape, dtype=np.int8)
+    _int8.requantise(engine, gradient, rounded, shift, Rounding.PSEUDO_STOCHASTIC)
+    return rounded.astype(np.int32), shift
+
+
+def _in_fixed_point(values: FloatArray, bits: int) -> float:
+    """Round numbers to multiples of 2^(1 - bits) between -1 and 1, in place; return the largest magnitude."""
+    per_unit = np.float32(2.0 ** (bits - 1))
+    most = 1 - 1 / per_unit
+    np.multiply(values, per_unit, out=values)
+    np.rint(values, out=values)
+    np.divide(values, per_unit, out=values)
+    np.clip(values, -most, most, out=values)
+    return float(np.abs(values).max(initial=0.0))
 
 
 def update_vector(

@@ -21,7 +21,7 @@ from socflower.hierarchy.quorum import (
 )
 from socflower.hierarchy.spare_socs import spares_fault
 from socflower.peers.ring.settings import RingSettings
-from socflower.precision import ALGORITHMS, MIXING_RULES
+from socflower.precision import ALGORITHMS, MERGES, MIXING_RULES
 from socflower.report.quality import ACCURACY, LOSS, Quality, quality_of
 from socflower.scenario.schema.key_rules import is_set, require_reader, shown
 from socflower.scenario.schema.outer import OUTER_SGD, OuterConfig
@@ -58,6 +58,7 @@ from socflower.strategies.settings import (
     UplinkTurns,
 )
 from socflower.toml_file import Table
+from socflower.wire.message_keys import WIRES
 
 ARITHMETICS = ("fp32", "int8", "mixed")
 OPTIMIZERS = ("sgd", "adam", "adamw", "muon")
@@ -78,10 +79,13 @@ _DEVICE = re.compile(r"[a-z]+(:\d+)?")
 _HELD_OUT = 128
 _READERS = {
     "rule": ("mixed",),
+    "merge": ("mixed",),
     "algorithm": ("int8",),
-    "gradient_bits": ("int8",),
+    "gradient_bits": ("int8", "mixed"),
     "adaptive_rescaling": ("int8",),
     "unsupported": ("int8", "mixed"),
+    "fp32_operators": ("int8", "mixed"),
+    "wire": ("int8",),
 }
 """The arithmetics that read a key of `[precision]`, for keys that not all of them read."""
 
@@ -136,10 +140,10 @@ class ModelConfig(Factory):
     name: str = Field(
         default_factory=lambda table: table.get("factory") or "lenet5",
         description=(
-            "`lenet5`, `vgg11`, `resnet18`, `mobilenet-v1`, or small relatives for 32×32 images: `vgg-small` (six "
-            "convolutions, 0.31 M parameters), `vgg-mini` (three, 69 thousand), `vgg-tiny` (63 thousand) and `resnet8` "
-            "(BatchNorm and residuals, 78 thousand), or `resnet50`, `mobilenet-v2`, "
-            "`efficientnet-b1`. With [a pipeline]"
+            "`lenet5`, `vgg11`, `vgg16`, `resnet18`, `resnet34`, `mobilenet-v1`, or small relatives for 32×32 "
+            "images: `vgg-small` (six convolutions, 0.31 M parameters), `vgg-mini` (three, 69 "
+            "thousand), `vgg-tiny` (63 thousand) and `resnet8` (BatchNorm and residuals, 78 thousand), or `resnet50`, "
+            "`mobilenet-v2`, `efficientnet-b1`, `inception-v3`. With [a pipeline]"
             "(#pipeline) also `bert-small` and `gpt-small`, with [a cloud](#edgecloud) `click-model` and "
             "`digit-generator`. Default: `lenet5`, or the `factory`"
         ),
@@ -272,6 +276,13 @@ class PrecisionConfig(Table):
             "of mixed training, how a batch is split; [what they mean](guides/precision.md#cpu-and-npu-at-once)"
         ),
     )
+    merge: Annotated[str, OneOf(MERGES)] = Field(
+        "gradients",
+        description=(
+            "of mixed training: `gradients` of both processors in every step, or the `weights` of FP32 and of an int8 "
+            "model of each NPU's own at every synchronisation (Eq. 5); then alpha falls"
+        ),
+    )
     held_out: int = Field(
         default_factory=lambda table: _HELD_OUT if table.get("arithmetic") == "mixed" else 0,
         ge=0,
@@ -284,14 +295,15 @@ class PrecisionConfig(Table):
         "real-scales",
         description=(
             "of int8 training: `real-scales` (FP32 master weights, FP32's learning rates), `niti` (int8 weights, "
-            "integer update) or `adaptive-fixed-point` (FP32 master weights, powers of two as scales)"
+            "integer update), `adaptive-fixed-point` (FP32 master weights, powers of two as scales) or `wageubn` (the "
+            "same with masters of 24 bits between -1 and 1 and gradients of weights in int8)"
         ),
     )
     gradient_bits: tuple[Annotated[int, Field(ge=0, le=7)], ...] = Field(
         (5, 4, 3),
         description=(
-            "three numbers, of `niti`, from the beginning, from half and from three quarters of training; fewer are "
-            "smaller steps"
+            "three numbers, of `niti` and of `merge` `weights`, from the beginning, from half and from three quarters "
+            "of training; fewer are smaller steps"
         ),
     )
     adaptive_rescaling: bool = Field(
@@ -307,6 +319,20 @@ class PrecisionConfig(Table):
             "`fp32`, or `refuse` the model before round 1"
         ),
     )
+    wire: Annotated[str, OneOf(WIRES)] = Field(
+        "float32",
+        description=(
+            "of int8 training with `fedavg`, how models travel: `float32`, or `int8`: int8 weights with a scale for "
+            "each tensor; what that leaves out of the mean is added to the next one"
+        ),
+    )
+    fp32_operators: tuple[Annotated[str, Field(pattern=r"\S")], ...] = Field(
+        (),
+        description=(
+            "of int8 and mixed training, operators of the int8 model that run in FP32; in a file also the name of one "
+            "by `socflower profile --out` (`FILE.part.json`) or `--json`: those that its placement has in FP32"
+        ),
+    )
 
     def check(self) -> None:
         """Refuse keys that the arithmetic does not read, unless they have their defaults."""
@@ -315,7 +341,10 @@ class PrecisionConfig(Table):
         if len(self.gradient_bits) != 3:
             raise ConfigError(f"{shown(self, 'gradient_bits')}: need three numbers")
         require_reader(self, "arithmetic", _READERS)
-        require_reader(self, "algorithm", {"gradient_bits": ("niti",)})
+        if self.arithmetic == "mixed":
+            require_reader(self, "merge", {"gradient_bits": ("weights",)})
+        else:
+            require_reader(self, "algorithm", {"gradient_bits": ("niti",)})
 
     def under(self, arithmetic: str) -> "PrecisionConfig":
         """Return the table with another arithmetic, without the keys that only the present one reads."""
@@ -324,7 +353,7 @@ class PrecisionConfig(Table):
         kept = {
             key: getattr(self, key)
             for key in PrecisionConfig.model_fields
-            if key not in ("arithmetic", "held_out")
+            if key not in ("arithmetic", "held_out", "gradient_bits")
             and is_set(self, key)
             and arithmetic in _READERS.get(key, ARITHMETICS)
         }
@@ -1006,6 +1035,16 @@ class ScenarioFile(ClusterFile):
             f"{self._name} prices whole epochs, and alpha is measured by steps; use 'fp32' or 'int8'",
         )
         yield (
+            self.precision.wire != "float32" and self.strategy.name != "fedavg",
+            self._at("precision", "wire"),
+            f"it is for 'fedavg', and {self._name}; leave it out",
+        )
+        yield (
+            self.precision.merge == "weights" and self.strategy.name == "fedavg",
+            self._at("precision", "merge"),
+            f"clients of {self._name} keep no alpha from round to round; use 'socflow' or 'ring'",
+        )
+        yield (
             in_int8 and outer and outer.name == "fedprox",
             "[strategy.outer] name = 'fedprox'",
             f"{said} has no proximal term; use 'fp32' or 'mixed'",
@@ -1081,6 +1120,12 @@ class ScenarioFile(ClusterFile):
         )
         if arithmetic == "fp32":
             return
+        for key, broken in (
+            ("merge", self.precision.merge == "weights"),
+            ("fp32_operators", bool(self.precision.fp32_operators)),
+        ):
+            why = f"the edge of {self._name} trains only a part of a model; leave it out"
+            yield broken, self._at("precision", key), why
         said = self._at("precision", "arithmetic")
         why = f"{said} trains classifiers of images; leave [precision] out"
         yield self.model.name in (CLICK_MODEL, GENERATOR), self._at("model", "name"), why

@@ -20,6 +20,7 @@ from socflower.scenario.schema.links import (
     inline_recorded_load,
     resolve_file_paths,
 )
+from socflower.scenario.schema.placement import placement_file, with_placement
 from socflower.scenario.schema.strategies import STRATEGIES
 from socflower.toml_file import parse_value, read_table, read_toml
 from socflower.user_code import own_sources
@@ -39,9 +40,12 @@ def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
     # Paths in overrides are relative to the working directory.
     resolve_file_paths(document, Path())
     text = path.read_text("utf-8-sig")
+    placement = placement_file(document, path.parent)
     scenario = parse_scenario(
         document, name=path.stem, question=_leading_comment(text), where=str(path)
     )
+    if placement is not None:
+        scenario = with_placement(scenario, placement)
     if not scenario.factories:
         return scenario
     folder = path.parent.resolve()

@@ -35,7 +35,7 @@ class PipelineConfig(Table):
         (),
         description=(
             "samples of a micro-batch, of which the planner takes the best; default: a 4th, 8th, 16th and 32nd of the "
-            "mini-batch"
+            "mini-batch, or the next smaller divisors"
         ),
     )
     cuts: Annotated[str, OneOf(CUTS)] = Field(

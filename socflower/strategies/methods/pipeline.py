@@ -33,6 +33,7 @@ from socflower.pipeline.planner.selection import (
     single_stage,
 )
 from socflower.pipeline.problem import LayerSeconds, PipelineDevice, PipelineProblem
+from socflower.pipeline.problem import to_json as problem_to_json
 from socflower.pipeline.runtime.payloads import ActivationCoding
 from socflower.pipeline.schedule.run import interval_usage
 from socflower.quantities import counted, human_bytes, human_seconds
@@ -201,6 +202,7 @@ class PipelineWork:
             budget_bytes=budgets if all(map(math.isfinite, budgets)) else (),
             backup_steps=self._backup_steps,
             int8_socs=planned.problem.int8_socs,
+            problem=problem_to_json(planned.problem),
         )
         return {PIPELINE: ConfigRecord(encode(task))}
 

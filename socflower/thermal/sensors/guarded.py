@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from logging import WARNING
 from typing import Any
 
-from socflower.plain_numbers import plain
+from socflower.plain_numbers import plain, plain_numbers
 from socflower.thermal.sensors.reading import HeatSource, Reading
 from socflower.wire.logs import log
 
@@ -30,6 +30,7 @@ class _Answer:
     outcome: Reading | str
 
 
+@plain_numbers
 class GuardedSource:
     """A source whose `read` always returns within a time limit; an error is a note, and a warning when it starts.
 

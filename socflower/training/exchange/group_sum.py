@@ -96,9 +96,8 @@ class GroupSum:
         weight = self._weight(parts, present)
         losses = []
         for member in present:
-            alone = [part if at == member else NOTHING for at, part in enumerate(parts)]
             if batch_form.num_samples(parts[member]):
-                losses.append(self._session.gradients(alone, total, *weight))
+                losses.append(self._session.gradients(_alone(parts, member), total, *weight))
             for bucket in self._buckets[member]:
                 bucket.take_gradients()
         self._exchange(present, step)
@@ -123,7 +122,7 @@ class GroupSum:
         session = self._session
         if not isinstance(session, WeighingSession):
             return []
-        weights = [session.batch_weight([parts[member]]) for member in present]
+        weights = [session.batch_weight(_alone(parts, member)) for member in present]
         if any(weight is None for weight in weights):
             return []
         total = float(SUMS[self._kind]([np.array([weight]) for weight in weights])[0])
@@ -150,3 +149,8 @@ class GroupSum:
             )
         for member in present:
             self._compressions[member].finish_step()
+
+
+def _alone(parts: Sequence[Part], member: int) -> list[Part]:
+    """Return the parts with those of other members empty."""
+    return [part if at == member else NOTHING for at, part in enumerate(parts)]

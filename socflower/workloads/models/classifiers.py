@@ -1,8 +1,9 @@
 """Small image classifiers, by the names that scenarios use.
 
-LeNet-5 (LeCun et al. 1998) with ReLU and max-pooling, as trained today; VGG-11 (Simonyan and Zisserman 2015,
-configuration A) and two small variants for 32x32 images; ResNet-18 and ResNet-8 (He et al. 2016) in the variant for
-small images, with a 3x3 stem and no max-pool; MobileNetV1 (Howard et al. 2017), whose first convolution has stride 1.
+LeNet-5 (LeCun et al. 1998) with ReLU and max-pooling, as trained today; VGG-11 and VGG-16 (Simonyan and Zisserman 2015,
+configurations A and D) and small variants for 32x32 images; ResNet-18, ResNet-34 and ResNet-8 (He et al. 2016) in the
+variant for small images, with a 3x3 stem and no max-pool; MobileNetV1 (Howard et al. 2017), whose first convolution has
+stride 1.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import nn
 from socflower.errors import require_known, require_range
 from socflower.plain_numbers import plain_numbers
 from socflower.workloads.models.deep_classifiers import efficientnet_b1, mobilenet_v2, resnet50
+from socflower.workloads.models.inception import inception_v3
 from socflower.workloads.models.layers import (
     convolution_norm,
     drawn,
@@ -47,6 +49,9 @@ def lenet5(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequent
 _VGG_STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 """Output channels of the convolutions of each stage of VGG-11; a max-pool ends the stage."""
 
+_VGG16_STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+"""As above for VGG-16."""
+
 _VGG_SMALL_STAGES = ((32, 32), (64, 64), (128, 128))
 """As above for VGG-small, whose last stage leaves 4x4 pixels."""
 
@@ -64,6 +69,14 @@ def vgg11(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequenti
     Raises ConfigError unless the image size is 28 or 32.
     """
     return _vgg("vgg11", _VGG_STAGES, 1, in_channels, image_size, num_classes)
+
+
+def vgg16(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
+    """Return VGG-16 for (n, in_channels, image_size, image_size) inputs: 28 tensors, 14.7 M parameters.
+
+    One Linear replaces the three for ImageNet, as in `vgg11`. Raises ConfigError unless the image size is 28 or 32.
+    """
+    return _vgg("vgg16", _VGG16_STAGES, 1, in_channels, image_size, num_classes)
 
 
 def vgg_small(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
@@ -122,11 +135,11 @@ def _vgg(
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(in_channels * last_size**2, num_classes))
 
 
-_RESNET_STAGES = ((64, 1), (128, 2), (256, 2), (512, 2))
-"""Output channels and first stride of each stage of ResNet-18, of two blocks."""
+_RESNET18_STAGES = ((64, 2, 1), (128, 2, 2), (256, 2, 2), (512, 2, 2))
+"""Output channels, number of blocks and first stride of each stage."""
 
-_RESNET_SMALL_STAGES = ((16, 1), (32, 2), (64, 2))
-"""Output channels and first stride of each stage of ResNet-8, of one block."""
+_RESNET34_STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))
+_RESNET8_STAGES = ((16, 1, 1), (32, 1, 2), (64, 1, 2))
 
 
 class BasicBlock(nn.Module):
@@ -157,7 +170,15 @@ def resnet18(*, in_channels: int, image_size: int, num_classes: int) -> nn.Seque
 
     Raises ConfigError for images smaller than 8 pixels, too small for three strides of two.
     """
-    return _resnet("resnet18", _RESNET_STAGES, 2, in_channels, image_size, num_classes)
+    return _resnet("resnet18", _RESNET18_STAGES, in_channels, image_size, num_classes)
+
+
+def resnet34(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
+    """Return ResNet-34 for (n, in_channels, image_size, image_size) inputs: 110 tensors, 21.28 M parameters.
+
+    Raises ConfigError for images smaller than 8 pixels.
+    """
+    return _resnet("resnet34", _RESNET34_STAGES, in_channels, image_size, num_classes)
 
 
 def resnet8(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
@@ -165,13 +186,12 @@ def resnet8(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequen
 
     Raises ConfigError for images smaller than 8 pixels.
     """
-    return _resnet("resnet8", _RESNET_SMALL_STAGES, 1, in_channels, image_size, num_classes)
+    return _resnet("resnet8", _RESNET8_STAGES, in_channels, image_size, num_classes)
 
 
 def _resnet(
     name: str,
-    stages: tuple[tuple[int, int], ...],
-    num_blocks: int,
+    stages: tuple[tuple[int, int, int], ...],
     in_channels: int,
     image_size: int,
     num_classes: int,
@@ -179,7 +199,7 @@ def _resnet(
     require_size(name, image_size, 8)
     channels = stages[0][0]
     layers: list[nn.Module] = [*convolution_norm(in_channels, channels, 3, 1), nn.ReLU()]
-    for out_channels, stride in stages:
+    for out_channels, num_blocks, stride in stages:
         for block in range(num_blocks):
             layers.append(BasicBlock(channels, out_channels, stride if block == 0 else 1))
             channels = out_channels
@@ -228,12 +248,15 @@ BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
     "vgg-mini": vgg_mini,
     "vgg-small": vgg_small,
     "vgg11": vgg11,
+    "vgg16": vgg16,
     "resnet8": resnet8,
     "resnet18": resnet18,
+    "resnet34": resnet34,
     "mobilenet-v1": mobilenet_v1,
     "mobilenet-v2": mobilenet_v2,
     "efficientnet-b1": efficientnet_b1,
     "resnet50": resnet50,
+    "inception-v3": inception_v3,
 }
 
 

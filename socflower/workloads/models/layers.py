@@ -46,18 +46,20 @@ def padding_to_32(model: str, image_size: int) -> int:
 def convolution_norm(
     in_channels: int,
     out_channels: int,
-    kernel_size: int,
+    kernel_size: int | tuple[int, int],
     stride: int = 1,
     *,
     groups: int = 1,
+    padded: bool = True,
 ) -> list[nn.Module]:
-    """Return a convolution without bias, which keeps h and w at stride 1, and the BatchNorm behind it."""
+    """Return a convolution without bias, and the BatchNorm behind it; padded, it keeps h and w at stride 1."""
+    sides = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
     convolution = nn.Conv2d(
         in_channels,
         out_channels,
-        kernel_size,
+        sides,
         stride=stride,
-        padding=kernel_size // 2,
+        padding=(sides[0] // 2, sides[1] // 2) if padded else 0,
         groups=groups,
         bias=False,
     )

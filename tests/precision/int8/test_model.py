@@ -11,7 +11,7 @@ from torch import nn
 
 from socflower.errors import TrainingFailed
 from socflower.precision import ADAPTIVE_FIXED_POINT, NITI
-from socflower.precision.algorithm import REAL_SCALES, Fp32Update, IntegerUpdate
+from socflower.precision.algorithm import REAL_SCALES, WAGEUBN, Fp32Update, IntegerUpdate
 from socflower.precision.int8.parameters import export_velocities, import_velocities
 from socflower.precision.int8.requantisation import MAX_EXPONENT
 from socflower.precision.int8.updates import Rate, update_weight
@@ -421,6 +421,33 @@ def test_a_prediction_is_that_of_the_fp32_network(name):
         expected = module.eval()(torch.from_numpy(images)).numpy()
     got = model.predict(images)
     assert np.linalg.norm(got - expected) <= 0.03 * np.linalg.norm(expected)
+
+
+def weights_after_a_step(update: Fp32Update, learning_rate: float = 1.0) -> dict[str, np.ndarray]:
+    """Return the FP32 masters of convolutions and linear layers after one step."""
+    model = int8(built(NETWORKS["plain"], 3), dataclasses.replace(WAGEUBN, update=update))
+    model.train_step(*batches(1)[0], learning_rate=learning_rate)
+    return {name: each for name, each in model.arrays().items() if name.endswith("weight")}
+
+
+def test_a_gradient_of_few_bits_is_rounded_once() -> None:
+    before = weights_after_a_step(Fp32Update(), learning_rate=0.0)
+    exact, rounded = (weights_after_a_step(Fp32Update(gradient_bits=bits)) for bits in (None, 5))
+    for name, weight in before.items():
+        gradient, coarse = weight - exact[name], weight - rounded[name]
+        largest = float(np.abs(gradient).max())
+        assert 0.0 < float(np.abs(coarse - gradient).max()) <= 1.01 * largest / 16
+        # Subtracting from the weights has blurred the last bits.
+        levels = np.round(coarse / np.float32(largest) * 4096)
+        assert len(np.unique(np.abs(levels))) <= 40
+
+
+def test_masters_in_fixed_point_stay_in_their_range() -> None:
+    found = weights_after_a_step(Fp32Update(weight_bits=10), learning_rate=50.0)
+    for weight in found.values():
+        assert np.array_equal(np.rint(weight * 512), weight * 512)
+        assert float(np.abs(weight).max()) <= 511 / 512
+    assert max(float(np.abs(weight).max()) for weight in found.values()) == 511 / 512
 
 
 @pytest.mark.parametrize("operator", [nn.PReLU, lambda: nn.GroupNorm(2, 8)])

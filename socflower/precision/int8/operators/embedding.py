@@ -94,7 +94,10 @@ class EmbeddingOperator(WeightedOperator[Embedding]):
         rows = self._rows().reshape(-1)
         dy = self.gradient[..., : self.node.shape[0]].reshape(len(rows), -1)
         sums = np.zeros((self.node.num_rows, dy.shape[1]), dtype=np.int64)
-        np.add.at(sums, rows, dy)
+        # In the order of their rows, so that the copies of each are summed as one segment.
+        order = np.argsort(rows, kind="stable")
+        used, starts = np.unique(rows[order], return_index=True)
+        sums[used] = np.add.reduceat(dy[order], starts, axis=0, dtype=np.int64)
         if self.node.padding_row >= 0:
             sums[self.node.padding_row] = 0
         gradient[...] = 0
