@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import nn
 
 from socflower.clients.saved_training import StateFiles, TrainerState, state_files
@@ -27,6 +28,7 @@ from socflower.training.trainer import (
     TrainingSpan,
     arithmetic_of,
 )
+from socflower.wire.codecs.int8_weights import coded
 from socflower.wire.message_keys import (
     ARRAYS,
     CONFIG,
@@ -37,6 +39,8 @@ from socflower.wire.message_keys import (
     NUM_PARTITIONS,
     PARTITION_ID,
     SAMPLES,
+    SCALES,
+    SERVER_ROUND,
     TRAINED_ON,
     UNTRAINED,
     DeviceReport,
@@ -125,6 +129,8 @@ class NodeTraining:
         """Return the reply with the trained model, its metrics and what the training reports."""
         content = content or RecordDict()
         content[ARRAYS] = self.weights()
+        if SCALES in self.records:
+            content[ARRAYS], content[SCALES] = self._in_int8(content.array_records[ARRAYS])
         content[METRICS] = MetricRecord({**metrics, **end.metrics})
         content[TRAINED_ON] = ConfigRecord(encode(self._device_report()))
         if end.events:
@@ -141,6 +147,14 @@ class NodeTraining:
         }
         names = [name for name in self.model.state_dict() if name in entries]
         return ArrayRecord({name: entries[name].detach().contiguous() for name in names})
+
+    def _in_int8(self, weights: ArrayRecord) -> tuple[ArrayRecord, ConfigRecord]:
+        """Return weights in int8 and their scales; what is not in int8 yet is rounded at random, without bias."""
+        draw = [self.config.get(key, 1) for key in ("seed", SERVER_ROUND)]
+        random = np.random.default_rng([*cast(list[int], draw), self.partition[0]])
+        sent, scales = coded({name: array.numpy() for name, array in weights.items()}, random)
+        arrays = ArrayRecord({name: Array(array) for name, array in sent.items()})
+        return arrays, ConfigRecord(dict(scales))
 
     def name_untrained(self, content: RecordDict) -> None:
         """Name the arrays that an outer strategy must leave unchanged; Flower cannot count an empty list's bytes."""
@@ -172,7 +186,11 @@ def partition_of(context: Context) -> tuple[int, int]:
 def load_sent(model: nn.Module, message: Message) -> nn.Module:
     """Load the sent tensors; frozen parameters that were not sent must equal the server's."""
     arrays = message.content.array_records[ARRAYS]
-    load_trainable_state(model, arrays.to_torch_state_dict())
+    sent = arrays.to_torch_state_dict()
+    scales = message.content.config_records.get(SCALES, ConfigRecord())
+    for name, scale in scales.items():
+        sent[name] = sent[name].float() * float(cast(float, scale))
+    load_trainable_state(model, sent)
     if not all(name in arrays for name in frozen_parameters(model)):
         require_base_of(model, message)
     return model

@@ -32,6 +32,7 @@ from socflower.wire.message_keys import (
     RESUMED,
     RING,
     SAMPLES,
+    SCALES,
     SERVER_ROUND,
     STREAM,
     TRAINING,
@@ -169,9 +170,19 @@ class ReadSettings:
             allowed = (*allowed, GROUP, RING, PIPELINE, DEPARTURES, HANDED, STREAM, SAMPLES)
             known = "a group's batch size, epochs and seed are arguments of its strategy"
         else:
-            keys = (*STANDALONE_KEYS, *read)
+            allowed, keys = (*allowed, SCALES), (*STANDALONE_KEYS, *read)
+            self._require_float32(records)
             known = f"this client reads {', '.join(STANDALONE_KEYS)}"
         self._check(message, "train config", allowed, keys, known)
+
+    def _require_float32(self, records: Collection[str]) -> None:
+        """Raise `ConfigError` for a model in int8 if a mod of Flower's or the user's may read it in float32."""
+        own = "socflower."
+        if SCALES in records and any(not mod.__module__.startswith(own) for mod in self.mods):
+            raise ConfigError(
+                f"{self.maker}: its mods read models in float32, and the server sends int8; leave out the mods, or "
+                "wire = 'int8'"
+            )
 
     def check_evaluation(self, message: Message) -> None:
         """Raise `ConfigError` for any setting of an EVALUATE message: none is read."""

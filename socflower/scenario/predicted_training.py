@@ -22,6 +22,7 @@ from socflower.scenario.planning import PlannedTraining, planned_training
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import num_participants
 from socflower.sim import EventClock
+from socflower.wire.message_keys import INT8_WIRE
 
 _SIMULATED_STEPS = 3
 """Updates of a pipeline that are simulated: from the third on each takes as long as the one before."""
@@ -60,7 +61,11 @@ def _local_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
     # Flower's messages are one each, or one for each tensor (F8a).
     is_fused = scenario.strategy.fusion == BUCKETS
     num_messages = 1 if is_fused else profile.num_tensors
-    graph = local_round(training, model_bytes=profile.weight_bytes, num_messages=num_messages)
+    model_bytes = profile.weight_bytes
+    if scenario.precision.wire == INT8_WIRE:
+        coded = sum(each.num_bytes for each in profile.gradients if len(each.shape) > 1)
+        model_bytes -= 0.75 * coded
+    graph = local_round(training, model_bytes=model_bytes, num_messages=num_messages)
     usage = EventClock(cluster).run(graph, label="train")
     return _planned(usage * (train.epochs // train.local_epochs), tuple(training))
 

@@ -7,7 +7,7 @@ from typing import Any
 from flwr.serverapp.strategy import Strategy
 
 from socflower.cluster import Cluster
-from socflower.errors import ConfigError, require_range, require_type
+from socflower.errors import ConfigError, require_known, require_range, require_type
 from socflower.hierarchy.exchange.gradients import SERVER, PowerSGD, SelectedBuckets
 from socflower.hierarchy.exchange.models import AUTO, TREE
 from socflower.plain_numbers import plain_numbers
@@ -25,6 +25,7 @@ from socflower.strategies.outer_step import proximal_mu_of
 from socflower.strategies.round_strategy import RoundStrategy
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
+from socflower.wire.message_keys import WIRES
 
 
 @plain_numbers
@@ -182,6 +183,9 @@ class OrderedFedAvg(RoundStrategy[LocalRound, SettledLocal]):
         As of `SoCFlow`: a strategy of Flower's in place of the mean, and whether nodes evaluate.
     tolerate_client_errors : bool
         As of `SoCFlow`.
+    wire : str
+        How models travel: "float32", or "int8", int8 weights with a scale for each tensor. What int8 leaves out of the
+        mean is added to the next one.
     """
 
     reports: list[RoundReport]
@@ -193,8 +197,10 @@ class OrderedFedAvg(RoundStrategy[LocalRound, SettledLocal]):
         num_socs: int,
         outer: Strategy | None = None,
         tolerate_client_errors: bool = False,
+        wire: str = WIRES[0],
     ) -> None:
         name = type(self).__name__
+        require_known(f"{name}: wire", wire, WIRES)
         require_type(name, (LocalSchedule,), "LocalSchedule(…)", schedule=schedule)
         require_type(name, (int,), "a whole number", num_socs=num_socs)
         require_range(name, least=1, num_socs=num_socs)
@@ -203,5 +209,6 @@ class OrderedFedAvg(RoundStrategy[LocalRound, SettledLocal]):
             num_socs=num_socs,
             proximal_mu=proximal_mu_of(outer),
             tolerate_client_errors=tolerate_client_errors,
+            wire=wire,
         )
         super().__init__(method, outer, num_socs)

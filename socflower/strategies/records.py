@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from socflower import _native
 from socflower.cluster import ModelProfile
 from socflower.hierarchy.averaging import average_tensors, averaged_by, is_native_float32
-from socflower.wire.message_keys import ARRAYS, UNTRAINED
+from socflower.wire.codecs.int8_weights import coded, decoded
+from socflower.wire.message_keys import ARRAYS, SCALES, UNTRAINED
 
 _NUMPY_STYPE = "numpy.ndarray"  # flwr's SType.NUMPY: `data` is a .npy file
 # Of .npy version 1.0: magic, version, length of the header; sufficient for tensors.
@@ -78,6 +79,28 @@ def to_array_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
     for name, array in arrays.items():
         record[name] = _serialised(array)
     return record
+
+
+def to_int8_records(arrays: ArrayRecord) -> tuple[ArrayRecord, ConfigRecord, ArrayRecord]:
+    """Return a model as int8 weights, their scales, and what the rounding leaves out of it, for the weights alone.
+
+    The sender of the model adds what is left out to the models that come back, so that nothing is lost for good.
+    """
+    views = array_views(arrays)
+    sent, scales = coded(views)
+    received = decoded(sent, scales)
+    left_out = {name: views[name] - received[name] for name in scales}
+    return to_array_record(sent), ConfigRecord(dict(scales)), to_array_record(left_out)
+
+
+def from_int8_reply(reply: Message, left_out: ArrayRecord) -> ArrayRecord:
+    """Return the float32 model of a reply in int8, with what was left out of the model that it began at."""
+    scales = cast(Mapping[str, float], reply.content.config_records.get(SCALES, ConfigRecord()))
+    model = decoded(array_views(reply.content.array_records[ARRAYS]), scales)
+    for name, rest in array_views(left_out).items():
+        if name in model and model[name].shape == rest.shape and model[name].dtype == np.float32:
+            model[name] = model[name] + rest
+    return to_array_record(model)
 
 
 def aggregate_records(replies: Sequence[ArrayRecord], weights: Sequence[float]) -> ArrayRecord:

@@ -63,6 +63,14 @@ ALPHA, ALPHA_STEPS = "socflower-alpha", "socflower-alpha-steps"
 COPY_SIMILARITY = "socflower-copy-similarity"
 """The same metric in place of `ALPHA` if int8 models are copies of the FP32 model that were rounded for one step."""
 
+INT8_WIRE, WIRES = "int8", ("float32", "int8")
+"""How models travel in federated averaging, and what that may be."""
+
+SCALES = "socflower-scales"
+"""The record with the scale of each tensor of `ARRAYS` that is in int8, by name (`codecs.int8_weights`).
+
+A client that gets one sends one."""
+
 CPU_SHARE = "cpu-share"
 """The metric for the share of its samples that its CPUs computed (F11)."""
 

@@ -5,7 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.serverapp.strategy import FedAvg, FedProx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -217,3 +224,64 @@ def test_all_socs_are_one_group_that_is_told_how_to_exchange(
     # The choice of buckets goes with the task.
     links = f"bytes_per_s={129.5e6!r} message_s={0.000485!r}"
     assert (links in task.compression) == (preset is HiPress)
+
+
+# ------------------------------------------------------------------------------------------ int8 on the wire
+def int8_round(
+    strategy: OrderedFedAvg, server_round: int, arrays: ArrayRecord, change: float
+) -> ArrayRecord:
+    """Return the mean after each client has added `change` to the weights that it got."""
+    asked = strategy.configure_train(
+        server_round, arrays, ConfigRecord({}), FakeGrid((10, 20, 30, 40))
+    )
+    replies = []
+    for message in asked:
+        sent = message.content.array_records["arrays"]
+        scales = message.content.config_records["socflower-scales"]
+        assert sent["w"].numpy().dtype == np.int8 and sent["b"].numpy().dtype == np.float32
+        assert list(scales) == ["w"]
+        given = sent["w"].numpy() * np.float32(scales["w"]) + np.float32(change)
+        content = RecordDict(
+            {
+                "arrays": ArrayRecord({"w": Array(given), "b": sent["b"]}),
+                "metrics": MetricRecord({"num-examples": 1}),
+            }
+        )
+        replies.append(Message(content, reply_to=message))
+    made, _ = strategy.aggregate_train(server_round, replies)
+    assert made is not None
+    return made
+
+
+def test_what_int8_leaves_out_of_the_mean_is_added_to_the_next_one() -> None:
+    """Clients that change nothing change nothing, and changes of a 20th of a step add up."""
+    weights = np.linspace(-1.0, 0.9, 12, dtype=np.float32).reshape(3, 4)
+    step = 2.0**-6  # of the power of two with which 1.0 is at most 127
+    for change in (0.0, step / 20):
+        arrays = ArrayRecord({"w": Array(weights), "b": Array(np.ones(2, np.float32))})
+        strategy = fedavg(wire="int8")
+        for server_round in (1, 2, 3):
+            arrays = int8_round(strategy, server_round, arrays, change)
+        np.testing.assert_allclose(arrays["w"].numpy(), weights + 3 * change, atol=3e-7)
+        assert np.array_equal(arrays["b"].numpy(), np.ones(2))
+
+
+def test_a_reply_in_int8_without_scales_is_dropped_and_a_wire_that_is_unknown_is_refused() -> None:
+    strategy = fedavg(wire="int8")
+    arrays = ArrayRecord({"w": Array(np.ones((2, 2), np.float32))})
+    asked = strategy.configure_train(1, arrays, ConfigRecord({}), FakeGrid((10, 20, 30, 40)))
+    replies = []
+    for number, message in enumerate(asked):
+        dtype = np.int8 if number == 1 else np.float32
+        content = RecordDict(
+            {
+                "arrays": ArrayRecord({"w": Array(np.full((2, 2), 2, dtype))}),
+                "metrics": MetricRecord({"num-examples": 1}),
+            }
+        )
+        replies.append(Message(content, reply_to=message))
+    made, _ = strategy.aggregate_train(1, replies)
+    assert made is not None and np.array_equal(made["w"].numpy(), np.full((2, 2), 2.0))
+    (event,) = strategy.reports[-1].events
+    assert event.kind == "malformed" and "int8" in event.text
+    refused(lambda: fedavg(wire="int4"), "wire", "'int4'")

@@ -308,6 +308,7 @@ def _local(parts: RunParts) -> Preset:
         num_socs=num_socs,
         outer=None if settings.outer is None else _outer(settings.outer),
         tolerate_client_errors=settings.tolerate_client_errors,
+        wire=scenario.precision.wire,
     )
     return Preset(strategy=strategy, grid=grid)
 

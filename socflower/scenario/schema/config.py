@@ -58,6 +58,7 @@ from socflower.strategies.settings import (
     UplinkTurns,
 )
 from socflower.toml_file import Table
+from socflower.wire.message_keys import WIRES
 
 ARITHMETICS = ("fp32", "int8", "mixed")
 OPTIMIZERS = ("sgd", "adam", "adamw", "muon")
@@ -84,6 +85,7 @@ _READERS = {
     "adaptive_rescaling": ("int8",),
     "unsupported": ("int8", "mixed"),
     "fp32_operators": ("int8", "mixed"),
+    "wire": ("int8",),
 }
 """The arithmetics that read a key of `[precision]`, for keys that not all of them read."""
 
@@ -317,11 +319,18 @@ class PrecisionConfig(Table):
             "`fp32`, or `refuse` the model before round 1"
         ),
     )
+    wire: Annotated[str, OneOf(WIRES)] = Field(
+        "float32",
+        description=(
+            "of int8 training with `fedavg`, how models travel: `float32`, or `int8`: int8 weights with a scale for "
+            "each tensor; what that leaves out of the mean is added to the next one"
+        ),
+    )
     fp32_operators: tuple[Annotated[str, Field(pattern=r"\S")], ...] = Field(
         (),
         description=(
             "of int8 and mixed training, operators of the int8 model that run in FP32; in a file also the name of one "
-            "by `socflower profile --out` (`.part.json`) or `--json`: those that its placement has in FP32"
+            "by `socflower profile --out` (`FILE.part.json`) or `--json`: those that its placement has in FP32"
         ),
     )
 
@@ -1024,6 +1033,11 @@ class ScenarioFile(ClusterFile):
             arithmetic == "mixed" and self._kind.has_local_epochs,
             said,
             f"{self._name} prices whole epochs, and alpha is measured by steps; use 'fp32' or 'int8'",
+        )
+        yield (
+            self.precision.wire != "float32" and self.strategy.name != "fedavg",
+            self._at("precision", "wire"),
+            f"it is for 'fedavg', and {self._name}; leave it out",
         )
         yield (
             self.precision.merge == "weights" and self.strategy.name == "fedavg",

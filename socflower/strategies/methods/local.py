@@ -14,13 +14,19 @@ from socflower.field_rules import checked
 from socflower.quantities import counted
 from socflower.strategies.method import Method, NodesForEvaluation, OuterClients, RoundReport
 from socflower.strategies.mixed_replies import client_events, mean_metric
-from socflower.strategies.records import aggregate_records, array_views
+from socflower.strategies.records import (
+    aggregate_records,
+    array_views,
+    from_int8_reply,
+    to_int8_records,
+)
 from socflower.strategies.replies import (
     fault_of,
     heat_events,
     no_reply_event,
     num_examples_of,
     other_layouts,
+    with_model,
 )
 from socflower.strategies.reply_events import ReplyEvent
 from socflower.strategies.settings import BatchSize, Epochs
@@ -30,7 +36,10 @@ from socflower.wire.message_keys import (
     CONFIG,
     COPY_SIMILARITY,
     CPU_SHARE,
+    INT8_WIRE,
+    SCALES,
     SERVER_ROUND,
+    WIRES,
 )
 
 
@@ -64,6 +73,8 @@ class LocalRound:
     node_of: dict[int, int]
     # SoCs whose nodes are not connected.
     absent: tuple[int, ...]
+    # What int8 leaves out of the model that was sent; None if it was sent in float32.
+    left_out: ArrayRecord | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +100,9 @@ class LocalTraining(Method[LocalRound, SettledLocal]):
         num_socs: int,
         proximal_mu: float = 0.0,
         tolerate_client_errors: bool = False,
+        wire: str = WIRES[0],
     ) -> None:
+        self._wire = wire
         self.schedule, self.seed = schedule, schedule.seed
         self._proximal_mu = proximal_mu
         self._num_socs, self._tolerates = num_socs, tolerate_client_errors
@@ -131,16 +144,20 @@ class LocalTraining(Method[LocalRound, SettledLocal]):
         present = {soc: node for soc, node in self._node_of.items() if node in connected}
         if not present:
             raise TrainingFailed(f"round {server_round}: no node is connected")
+        content = RecordDict({ARRAYS: arrays, CONFIG: self._settings(server_round, config)})
+        left_out = None
+        if self._wire == INT8_WIRE:
+            content[ARRAYS], content[SCALES], left_out = to_int8_records(arrays)
         this = LocalRound(
             server_round=server_round,
             sent=arrays,
             node_of=present,
             absent=tuple(soc for soc in self._node_of if soc not in present),
+            left_out=left_out,
         )
-        settings = self._settings(server_round, config)
         return this, [
             Message(
-                RecordDict({ARRAYS: arrays, CONFIG: settings}),
+                RecordDict({**content}),
                 node,
                 MessageType.TRAIN,
                 group_id=str(server_round),
@@ -167,7 +184,9 @@ class LocalTraining(Method[LocalRound, SettledLocal]):
     # ------------------------------------------------------------------------------------ settling a round
     def settle(self, this: LocalRound, replies: Sequence[Message]) -> SettledLocal:
         """Drop broken replies; `TrainingFailed` if none is left, or if a client raised and that is not tolerated."""
-        answers = {reply.metadata.src_node_id: reply for reply in replies}
+        answers = {
+            reply.metadata.src_node_id: _in_float32(reply, this.left_out) for reply in replies
+        }
         sent = array_views(this.sent)
         usable: dict[int, Message] = {}
         faults: dict[int, ReplyEvent] = {
@@ -230,3 +249,14 @@ class LocalTraining(Method[LocalRound, SettledLocal]):
         connected = set(grid.get_node_ids())
         present = {node: soc for soc, node in self._node_of.items() if node in connected}
         return NodesForEvaluation(soc_of_node=present)
+
+
+def _in_float32(reply: Message, left_out: ArrayRecord | None) -> Message:
+    """Return a reply with its model in float32; as it is if it was not asked for int8, or has no model."""
+    if left_out is None or not reply.has_content() or ARRAYS not in reply.content.array_records:
+        return reply
+    try:
+        return with_model(reply, from_int8_reply(reply, left_out))
+    except (ValueError, TypeError, EOFError):
+        # `fault_of` says what is wrong with it.
+        return reply

@@ -1,0 +1,94 @@
+"""Int8 clients that send int8 weights: bytes on the hub, the price of a round, and what cannot be."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp.mod import LocalDpMod
+
+from socflower import FP32Trainer, make_client_app
+from socflower.scenario.predicted_training import predicted_training
+from socflower.scenario.runner import run_scenario
+from socflower.scenario.schema.config import PrecisionConfig, Scenario
+from socflower.scenario.schema.file import load_scenario, scenario_cluster
+from tests.one_line import last_key, refused
+from tests.scenario.small_runs import LENET_BYTES, small
+
+NUM_BIASES = 6 + 16 + 120 + 84 + 10
+NUM_SOCS, NUM_ROUNDS = 4, 2
+
+
+def fedavg(wire: str, algorithm: str = "niti") -> Scenario:
+    precision = PrecisionConfig(arithmetic="int8", algorithm=algorithm, wire=wire)
+    return small("fedavg", groups="auto", epochs=NUM_ROUNDS).replaced(
+        precision=precision, strategy={"name": "fedavg"}
+    )
+
+
+@cache
+def result(wire: str, algorithm: str = "niti") -> dict[str, Any]:
+    return run_scenario(fedavg(wire, algorithm), num_workers=0)
+
+
+def test_weights_take_a_byte_each_both_ways() -> None:
+    """Biases stay float32. Each of the ten arrays has a header of 128 bytes, as in float32."""
+    weights = LENET_BYTES // 4 - NUM_BIASES
+    headers = 10 * 128
+    by_hand = 2 * NUM_SOCS * NUM_ROUNDS * (weights + 4 * NUM_BIASES + headers)
+    assert result("int8")["bytes"]["hub"] == by_hand
+    assert 3.5 < result("float32")["bytes"]["hub"] / by_hand < 4.0
+
+
+@pytest.mark.parametrize("algorithm", ["niti", "real-scales"])
+def test_training_goes_on_as_with_float32(algorithm: str) -> None:
+    ours, reference = result("int8", algorithm), result("float32", algorithm)
+    assert ours["virtual_s"] < reference["virtual_s"]
+    assert not any(entry["events"] for entry in ours["rounds"])
+    assert abs(ours["final_accuracy"] - reference["final_accuracy"]) < 0.08
+    assert ours["weights_sha256"] != reference["weights_sha256"]
+
+
+def test_a_run_is_repeatable_also_by_worker_processes() -> None:
+    again = run_scenario(fedavg("int8", "real-scales"), num_workers=1)
+    assert again["weights_sha256"] == result("int8", "real-scales")["weights_sha256"]
+
+
+def test_the_prediction_counts_the_same_bytes() -> None:
+    planned = predicted_training(fedavg("int8"), scenario_cluster(fedavg("int8")))
+    assert planned.duration_s == pytest.approx(result("int8")["virtual_s"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "wire = 'int8'",
+        "arithmetic = 'mixed'\nwire = 'int8'",
+        "arithmetic = 'int8'\nwire = 'int4'",
+        "arithmetic = 'int8'\nwire = 'int8'",
+    ],
+)
+def test_what_does_not_send_int8_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
+    """The last one trains in groups, by socflow."""
+    (tmp_path / "case.toml").write_text(f"[precision]\n{text}\n")
+    refused(lambda: load_scenario(tmp_path / "case.toml"), last_key(text))
+
+
+def test_mods_that_read_models_are_refused() -> None:
+    """By each client, since the server does not know its mods."""
+    app = make_client_app(
+        lambda context: None,  # type: ignore[arg-type, return-value]
+        lambda context, part, num_parts: None,  # type: ignore[arg-type, return-value]
+        FP32Trainer(),
+        mods=[LocalDpMod(1.0, 1.0, 1.0, 1e-5)],
+    )
+    content = RecordDict(
+        {
+            "arrays": ArrayRecord({}),
+            "config": ConfigRecord({}),
+            "socflower-scales": ConfigRecord({"w": 1.0}),
+        }
+    )
+    context = Context(1, 2, {"partition-id": 0, "num-partitions": 1}, RecordDict(), {})
+    refused(lambda: app(Message(content, 1, "train"), context), "mods", "int8")
