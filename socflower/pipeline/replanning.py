@@ -57,10 +57,10 @@ def recovered(plan: Plan, problem: PipelineProblem, present: Collection[int]) ->
     """Return a plan within the budgets for the devices that are `present` after a loss (F33); `plan` if all are.
 
     It is the light plan (`replanned`) with the best K, unless another is quicker by more than 2 %: one that
-    `local_search` finds from the light plan and from Algorithm 2 on the same order of devices, perhaps with smaller
-    micro-batches. If none of these fits, the search of the whole planner follows. `QuickSchedule` gives the seconds. A
-    plan in backward-after-forward order stays in that order only if it fits as it is. Pipelines of a 2-D plan are
-    planned one by one.
+    `local_search` finds from the light plan and from Algorithm 2, perhaps with smaller micro-batches. With many layers
+    and devices, Algorithm 2 runs on the same order of devices only. If none of these fits, the search of the whole
+    planner follows. `QuickSchedule` gives the seconds. A plan in backward-after-forward order stays in that order only
+    if it fits as it is. Pipelines of a 2-D plan are planned one by one.
 
     Raises `InfeasiblePlan` if nothing fits the devices that are left.
     """
@@ -165,19 +165,24 @@ def _quickest(light: PipelinePlan, problem: PipelineProblem) -> PipelinePlan | N
     """Return the light plan or the quickest near it; None if none of them fits."""
     order = [problem.device(soc) for soc in light.socs]
     order += [each for each in problem.devices if each.soc not in light.socs]
+    is_small = problem.model.num_layers * len(order) <= _MOST_WORK
     kept, best = list[_Sized](), list[_Sized]()
     for sized in islice(_smaller(problem), _MOST_SIZES):
         quick = QuickSchedule(sized, light.samples_on)
         same = Layout.of(_resized(light, sized))
-        others = [
-            Layout.of(found.plan)
-            for rule in (ASTEROID, at_most(1))
-            for found in search_likely(sized, order, rule)
-        ]
+        if is_small:
+            plans, _ = candidates(sized, PlannerSettings(samples_on=light.samples_on))
+        else:
+            plans = [
+                found.plan
+                for rule in (ASTEROID, at_most(1))
+                for found in search_likely(sized, order, rule)
+            ]
+        others = [Layout.of(plan) for plan in plans]
         timed = quick.by_rules(list(dict.fromkeys([same, *others])))
         kept += [_Sized(each, sized) for each in timed if each.layout == same]
         best += [_Sized(each, sized) for each in _changed(quick, timed, sized)[:1]]
-        if best and problem.model.num_layers * len(order) > _MOST_WORK:
+        if best and not is_small:
             break
     if not best:
         return None

@@ -104,9 +104,9 @@ def test_equal_seeds_give_equal_weights_and_equal_times() -> None:
 
 
 def test_weights_depend_on_how_stale_gradients_may_be() -> None:
-    results = [ran_with_window(window) for window in (0, 1, 3)]
+    results = [ran_with_window(window) for window in (0, 1, 2)]
     assert len({result["weights_sha256"] for result in results}) == 3
-    assert [result["split"]["max_staleness"] for result in results] == [0, 1, 3]
+    assert [result["split"]["max_staleness"] for result in results] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("cut", [0, "8"])

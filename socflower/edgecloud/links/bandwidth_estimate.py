@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 
 from socflower.edgecloud.links.bandwidth_profile import Direction, LinkRates
 
+_CHANGE = 2.0
+"""The factor between two rates that is no noise."""
+
 
 @dataclass(slots=True)
 class _DirectionEstimate:
@@ -13,6 +16,8 @@ class _DirectionEstimate:
     first_bytes_per_s: float
     num_bytes: float = 0.0
     seconds: float = 0.0
+    # If the last transfer was far from the rate before it: that rate, and the transfer's bytes and seconds.
+    deviation: tuple[float, float, float] | None = None
     # When the last transfer was added.
     counted_s: float = -math.inf
     waiting_since_s: float | None = None
@@ -21,6 +26,24 @@ class _DirectionEstimate:
     @property
     def bytes_per_s(self) -> float:
         return self.num_bytes / self.seconds if self.seconds > 0 else self.first_bytes_per_s
+
+    def forget_if_changed(self, num_bytes: float, seconds: float) -> None:
+        """Forget what was before the last transfer, if that one and this one show the same change of the rate."""
+        rate, last_bytes, last_s = self.deviation or (self.bytes_per_s, 0.0, 0.0)
+        changed = _deviates(num_bytes, seconds, rate)
+        if changed and self.deviation and changed == _deviates(last_bytes, last_s, rate):
+            self.num_bytes = last_bytes
+            self.seconds = last_s
+            self.deviation = None
+        else:
+            is_new = changed and self.seconds > 0.0
+            self.deviation = (self.bytes_per_s, num_bytes, seconds) if is_new else None
+
+
+def _deviates(num_bytes: float, seconds: float, bytes_per_s: float) -> int:
+    """Return 1 for a transfer that is much faster than a rate, -1 for a much slower one, otherwise 0."""
+    usual_bytes = bytes_per_s * seconds
+    return (num_bytes > _CHANGE * usual_bytes) - (_CHANGE * num_bytes < usual_bytes)
 
 
 @dataclass(slots=True)
@@ -32,6 +55,9 @@ class BandwidthMeter:
     exact on a constant link. A transfer longer than `memory_s` counts as one of that length; otherwise an outage would
     lower the estimate for too long. Transfers below `min_bytes` take mostly latency and system calls, so they only end
     a silence.
+
+    Two successive transfers that are both twice as fast, or both half as fast, as the estimate before them are a change
+    of the link: what was before is forgotten.
 
     Bytes in flight bound the rate as soon as they are late. If they are late by `silence_s`, the link counts as lost,
     rate 0, until something arrives. To notice a loss within about `silence_s`, pass the next chunk expected to
@@ -60,6 +86,7 @@ class BandwidthMeter:
         carrying_s = seconds - self.first.latency_s
         if num_bytes < self.min_bytes or carrying_s <= 0:
             return
+        estimate.forget_if_changed(num_bytes, carrying_s)
         fading = math.exp(-max(0.0, now_s - estimate.counted_s) / self.memory_s)
         share = min(1.0, self.memory_s / carrying_s)
         estimate.num_bytes = estimate.num_bytes * fading + num_bytes * share

@@ -1,7 +1,7 @@
 """One direction of an edge's link in virtual time: transfers one after another, each delivered after the latency."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
@@ -37,6 +37,8 @@ class Channel:
         # Begin and bytes of each transfer under way.
         self._in_flight: deque[tuple[float, float]] = deque()
         self._num_sent = 0
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when the link begins with a transfer, and when one has arrived."""
         simulation.start(
             self._carry(),
             f"the {direction} link of edge {edge}",
@@ -64,11 +66,17 @@ class Channel:
         """Whether all that was sent has arrived."""
         return not self._num_sent
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the sending of all that was sent has at least begun."""
+        return len(self._in_flight) == self._num_sent
+
     def _carry(self) -> Process[None]:
         simulation = self._simulation
         while True:
             num_bytes, what, arrived = yield self._waiting.get()
             self._in_flight.append((simulation.now_s, num_bytes))
+            self.on_change()
             carried_s = yield simulation.transfer(
                 self._path,
                 num_bytes,
@@ -89,3 +97,4 @@ class Channel:
             now_s = self._simulation.now_s
             self._meter.add_transfer(self.direction, num_bytes, now_s - begin_s, now_s)
         arrived.fire()
+        self.on_change()

@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates
-from socflower.edgecloud.plan.cost_model import predicted_s
+from socflower.edgecloud.plan.cost_model import migration_s, period_s, predicted_s
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.party import Party
+from socflower.edgecloud.plan.phases import phases, window_limit
 from socflower.errors import ConfigError
 from socflower.field_rules import checked
 from socflower.plain_numbers import plain_numbers
@@ -48,13 +49,22 @@ class Decision:
 
     batch: int
     rates: LinkRates
-    smoothed: LinkRates
     gap_batches: float
     old: SplitPlan
     new: SplitPlan
     predicted_s_stay: float
     predicted_s_move: float
 
+
+_ABOVE_LOST = 1.2
+"""A lead must exceed by this factor one that was lost before."""
+
+
+_RETURN_PART = 0.1
+"""The part of the usual lead that suffices to return to the deployment that was left last."""
+
+_MOST_WAITS = 3.0
+"""Leads lost before let a move wait for at most so many times the usual lead."""
 
 _Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -65,7 +75,7 @@ class _Rules:
 
     beta: _Share
     min_gain: _Share
-    smoothing: _Share
+    patience: _Share
     first_gap_batches: Annotated[float, Field(ge=1)]
     rest_batches: Annotated[int, Field(ge=1)]
     num_batches: Annotated[int, Field(ge=1)] | None
@@ -74,19 +84,21 @@ class _Rules:
 class DecisionEngine:
     """Minimises M + U over cuts and bits, O(cuts·bits) per decision, and moves only if it pays (Alg. 2, F27).
 
-    Three rules prevent premature moves. (1) Training is predicted with smoothed rates, drain and migration with the
-    current ones: a drop raises the cost of moving at once but the cost of staying only gradually, so the cut moves when
-    the rate stays low (Fig. 18), and never over a dead link. (2) τ is the mean gap between changes (Eq. 14): if changes
-    are frequent, a move must pay within few batches. The current gap counts if it would raise τ; otherwise an engine
-    with a small τ would never move again. `first_gap_batches` is the upper limit of τ, so that on a constant link there
-    is only one move. (3) A move must gain `min_gain` of the time of staying, and after a move there is none for
-    `rest_batches`: a change of bits moves no weights, so no cost prevents its immediate reversal, and the link has to
-    be measured under the new deployment.
+    Three rules prevent premature moves. (1) A change of the link is detected by its cost: each deployment has a
+    lead, the batches that it would have gained on the present one at the measured rates, in the time of each batch,
+    and never below 0 (a cumulative sum as in Page's test). A move waits for a lead of `patience` of the batches
+    that the move and the longer part of the training, past or remaining, take. So a lasting drop costs about that
+    part more than if it had been known; a large one is detected within few batches, since one over the slow link
+    outweighs many. On a link that alternates a lead is lost again; the next one must be larger; and a move is soon
+    reversed. The best deployment must be the same as at the last decision, as an estimate that still changes would
+    need a second move. Nothing moves over a dead link. (2) τ is the mean gap between changes (Eq. 14): if changes
+    are frequent, a move must pay within few batches. The current gap counts if it would raise τ; otherwise an
+    engine with a small τ would never move again. `first_gap_batches` is the upper limit of τ. (3) A move must gain
+    `min_gain` of the time of staying, and after a move there is none for `rest_batches`: a change of bits moves no
+    weights, so no cost prevents its immediate reversal, and the link has to be measured under the new deployment.
 
     Hence in N batches there are at most 1 + N/rest_batches changes; and of those that move the cut at most
     2·(N + first_gap_batches/(1 − beta))/n*, where n* is the fewest batches in which a migration can pay.
-    This bounds the number of moves, not their quality: on a link that changes completely every 10 to 50 batches the
-    engine lags behind, and the best fixed cut, which is not known beforehand, is faster.
     """
 
     def __init__(
@@ -98,21 +110,20 @@ class DecisionEngine:
         beta: float = 0.5,
         first_gap_batches: float = 200.0,
         min_gain: float = 0.05,
-        rest_batches: int = 10,
-        smoothing: float = 0.7,
+        rest_batches: int = 2,
+        patience: float = 0.14,
         num_batches: int | None = None,
         reverse: bool = False,
     ) -> None:
         """Choose among the cuts of `costs` that fit into the edge's memory, and among `bits`.
 
-        `beta` is the weight of the past in τ, `smoothing` that of the past in the rates, per decision. With
-        `num_batches`, no deployment is expected to last longer than the training. Raises `ConfigError` for invalid
-        settings, and `InfeasiblePlan` if no cut fits.
+        `beta` is the weight of the past in τ. With `num_batches`, no deployment is expected to last longer than the
+        training. Raises `ConfigError` for invalid settings, and `InfeasiblePlan` if no cut fits.
         """
         self._rules = _Rules(
             beta=beta,
             min_gain=min_gain,
-            smoothing=smoothing,
+            patience=patience,
             first_gap_batches=first_gap_batches,
             rest_batches=rest_batches,
             num_batches=num_batches,
@@ -120,10 +131,17 @@ class DecisionEngine:
         self._costs = costs
         self._reverse = reverse
         self._places = _places(costs, bits, allow_edge_only)
+        # By place: the batches that it would have gained; infinite for the first decision, which needs not wait.
+        self._leads = [math.inf] * len(self._places)
+        # The place before the last move.
+        self._left = -1
+        # The best place at the last decision.
+        self._preferred = -1
+        # By place: the largest lead that was lost again, as on a link that alternates, or led to a move.
+        self._lost_leads = [0.0] * len(self._places)
         self._gap_batches = first_gap_batches
         # The batch of the last change; None before the first.
         self._changed_at: int | None = None
-        self._smoothed: LinkRates | None = None
         self._costs_by_speed: dict[float, SplitCosts] = {}
         self._log: list[Decision] = []
 
@@ -160,38 +178,46 @@ class DecisionEngine:
         alone is not a change. At a lower `edge_speed` all work of the edge takes longer. A returned deployment is
         recorded as made.
         """
-        smoothed = self._smoothed = self._blend(rates)
+        if not (rates.up_bytes_per_s and rates.down_bytes_per_s) and current.cut is not None:
+            return None
+        current = replace(current, window=window)
+        costs = self._costs_at(edge_speed)
+        self._update_leads(costs, rates, current)
         rests = self._changed_at is not None and batch - self._changed_at < self._rules.rest_batches
         gap = self.expected_batches(batch)
         if rests or gap < 1:
             return None
-        current = SplitPlan(cut=current.cut, bits=current.bits, window=window)
-        costs = self._costs_at(edge_speed)
-        stay_s = predicted_s(costs, current, smoothed, gap, reverse=self._reverse)
+        stay_s = predicted_s(costs, current, rates, gap, reverse=self._reverse)
         chosen = current
         move_s = stay_s
-        for choice in self.choices(window):
+        place = -1
+        for index, choice in enumerate(self.choices(window)):
             if choice == current or (choice.cut is None and current.cut is None):
                 continue
-            seconds = predicted_s(
-                costs,
-                choice,
-                smoothed,
-                gap,
-                current,
-                now=rates,
-                reverse=self._reverse,
-            )
+            seconds = predicted_s(costs, choice, rates, gap, current, reverse=self._reverse)
             if seconds < move_s:
                 chosen = choice
                 move_s = seconds
-        pays = math.isinf(stay_s) or stay_s - move_s > self._rules.min_gain * stay_s
-        if chosen is current or not pays:
+                place = index
+        lead = 0.0 if chosen is current else self._leads[place]
+        if math.isinf(self._leads[0]):
+            self._leads = [0.0] * len(self._places)
+        # An estimate that is still changing would need a second move.
+        is_confirmed = math.isinf(lead) or place == self._preferred
+        self._preferred = place
+        if chosen is current or not is_confirmed:
+            return None
+        wait = self._wait_batches(costs, chosen, rates, current, batch)
+        if place == self._left:
+            wait *= _RETURN_PART
+        known = _ABOVE_LOST * self._lost_leads[place]
+        if lead < max(wait, min(known, _MOST_WAITS * wait)):
+            return None
+        if stay_s - move_s <= self._rules.min_gain * stay_s:
             return None
         decision = Decision(
             batch=batch,
             rates=rates,
-            smoothed=smoothed,
             gap_batches=gap,
             old=current,
             new=chosen,
@@ -199,9 +225,39 @@ class DecisionEngine:
             predicted_s_move=move_s,
         )
         self._log.append(decision)
+        self._left = self._place_of(current)
         self._gap_batches = self._next_gap(batch)
         self._changed_at = batch
+        if not math.isinf(lead):
+            self._lost_leads[place] = lead
+        self._leads = [0.0] * len(self._places)
         return chosen
+
+    def _place_of(self, plan: SplitPlan) -> int:
+        """Return the index of a plan's place, or -1 for one that is not a choice."""
+        place = replace(plan, window=0)
+        return self._places.index(place) if place in self._places else -1
+
+    def _period_s(self, costs: SplitCosts, choice: SplitPlan, rates: LinkRates) -> float:
+        times = phases(costs, choice, rates, reverse=self._reverse)
+        return period_s(times, window_limit(costs, choice))
+
+    def _update_leads(self, costs: SplitCosts, rates: LinkRates, current: SplitPlan) -> None:
+        own_s = self._period_s(costs, current, rates)
+        for index, choice in enumerate(self.choices(current.window)):
+            gained = own_s / self._period_s(costs, choice, rates) - 1.0
+            lead = self._leads[index]
+            if gained < 0.0 and not math.isinf(lead):
+                self._lost_leads[index] = max(self._lost_leads[index], lead)
+            self._leads[index] = max(0.0, lead + gained)
+
+    def _wait_batches(
+        self, costs: SplitCosts, choice: SplitPlan, rates: LinkRates, current: SplitPlan, batch: int
+    ) -> float:
+        """Return the lead with which a move pays even if it is reversed soon."""
+        moving_s = migration_s(costs, current.cut, choice.cut, rates, reverse=self._reverse)
+        moving_batches = moving_s / self._period_s(costs, choice, rates)
+        return self._rules.patience * (moving_batches + max(batch, self._remaining_batches(batch)))
 
     def _costs_at(self, edge_speed: float) -> SplitCosts:
         if edge_speed not in self._costs_by_speed:
@@ -213,21 +269,30 @@ class DecisionEngine:
         return {
             "gap_batches": self._gap_batches,
             "changed_at": self._changed_at,
-            "smoothed": None if self._smoothed is None else asdict(self._smoothed),
+            "left": self._left,
+            "preferred": self._preferred,
+            "lost_leads": self._lost_leads,
+            "leads": [None if math.isinf(lead) else lead for lead in self._leads],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of another engine with the same settings."""
         self._gap_batches = state["gap_batches"]
         self._changed_at = state["changed_at"]
-        self._smoothed = LinkRates(**state["smoothed"]) if state["smoothed"] else None
+        self._left = state["left"]
+        self._preferred = state["preferred"]
+        self._lost_leads = list(state["lost_leads"])
+        self._leads = [math.inf if lead is None else lead for lead in state["leads"]]
 
     def expected_batches(self, batch: int) -> float:
         """Return τ, the expected number of batches that a change made before `batch` lasts."""
-        expected = max(self._gap_batches, self._next_gap(batch))
-        if self._rules.num_batches is None:
-            return expected
-        return min(expected, float(self._rules.num_batches - batch))
+        return min(max(self._gap_batches, self._next_gap(batch)), self._remaining_batches(batch))
+
+    def _remaining_batches(self, batch: int) -> float:
+        num_batches = self._rules.num_batches
+        if num_batches is None:
+            return self._rules.first_gap_batches
+        return float(num_batches - batch)
 
     def _next_gap(self, batch: int) -> float:
         """Return the new τ if the gap ends now (Eq. 14); the first change does not end a gap."""
@@ -236,22 +301,6 @@ class DecisionEngine:
         beta = self._rules.beta
         gap = beta * self._gap_batches + (1.0 - beta) * (batch - self._changed_at)
         return min(gap, self._rules.first_gap_batches)
-
-    def _blend(self, rates: LinkRates) -> LinkRates:
-        if self._smoothed is None:
-            return rates
-        past = self._smoothed
-        weight = self._rules.smoothing
-
-        def blend(old: float, new: float) -> float:
-            # Equal values must stay exactly so: the sum may differ by its rounding.
-            return new if old == new else weight * old + (1.0 - weight) * new
-
-        return LinkRates(
-            up_bytes_per_s=blend(past.up_bytes_per_s, rates.up_bytes_per_s),
-            down_bytes_per_s=blend(past.down_bytes_per_s, rates.down_bytes_per_s),
-            latency_s=blend(past.latency_s, rates.latency_s),
-        )
 
 
 def _places(costs: SplitCosts, bits: Sequence[int], allow_edge_only: bool) -> tuple[SplitPlan, ...]:

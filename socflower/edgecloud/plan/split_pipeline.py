@@ -2,7 +2,7 @@
 
 A front half is one processor. It does the forward pass of the next batch t while t − t′ ≤ K, where t′ is the oldest
 batch whose gradient is not applied, and applies the gradients that arrived, oldest first, in the order of
-`next_action`.
+`next_action`: none goes forward while the features of another one wait for the link, or while the link is lost.
 
 Links and the back half serve in order of arrival. A move of the cut waits until nothing is in flight; then the layers
 are sent, and the next batch's forward pass begins. The resulting weights are a function of the actions alone.
@@ -360,6 +360,11 @@ class _Placement:
         self._probed_s = -math.inf
         self._known: dict[tuple[int | None, int, int], BatchTimes] = {}
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the edge trains without the cloud."""
+        return self._cut is None
+
     def times(self, limit: int) -> BatchTimes:
         """Return the times of a batch under the present deployment."""
         key = (self._cut, self._bits, limit)
@@ -457,6 +462,8 @@ class _Front:
         self._placement = _Placement(party, self._simulation, index, pipeline.reverse)
         self._meter = self._new_meter()
         self._up, self._down = self._channel("up"), self._channel("down")
+        self._out = self._down if pipeline.reverse else self._up
+        self._out.on_change = self._wake
         first = pipeline.span.start
         # The next batch to go forward, and the oldest whose gradient is not applied.
         self._next = self._oldest = first
@@ -508,7 +515,7 @@ class _Front:
                 may_forward = self._next - self._oldest <= limit
             action = next_action(
                 allowed=may_forward,
-                link_is_idle=True,
+                link_is_idle=self._link_is_idle(),
                 has_gradient=bool(self._gradients),
                 just_applied=self._just_applied,
                 is_drained=self._oldest == self._next,
@@ -524,7 +531,7 @@ class _Front:
                 plan = yield from placement.move(self._next, self._up, self._down)
                 self._pipeline.record(ActionKind.RECUT, self.index, self._next, plan)
             else:
-                self._woken = Event("a gradient")
+                self._woken = Event("a gradient, or an idle link")
                 yield self._woken
         self.ended_s = self._simulation.now_s
 
@@ -534,8 +541,21 @@ class _Front:
             batch, arrived = yield self._returning.get()
             yield arrived
             self._gradients.append(batch)
-            if self._woken is not None and not self._woken.happened:
-                self._woken.fire()
+            self._wake()
+
+    def _link_is_idle(self) -> bool:
+        """Whether a batch that goes forward now would be sent next; no batch is, while the link is lost."""
+        if self._placement.is_alone or self._out.is_empty:
+            return True
+        if self._meter is None or not self._out.is_idle:
+            return self._out.is_idle
+        self._out.update_meter()
+        rates = self._meter.rates(self._simulation.now_s)
+        return (rates.down_bytes_per_s if self._pipeline.reverse else rates.up_bytes_per_s) > 0.0
+
+    def _wake(self) -> None:
+        if self._woken is not None and not self._woken.happened:
+            self._woken.fire()
 
     def _forward(self, limit: int) -> Process[None]:
         self._just_applied = False
@@ -560,8 +580,7 @@ class _Front:
 
         # The processor is busy with a transfer while the link carries it, and before it is free for another batch.
         sent: Event[None] = Event("features")
-        out = self._down if self._pipeline.reverse else self._up
-        all_of(out.send(times.feature_bytes, f"batch {batch}"), sent).then(take)
+        all_of(self._out.send(times.feature_bytes, f"batch {batch}"), sent).then(take)
         if times.sending_s:
             yield from self._work(times.sending_s, f"send {batch}")
         sent.fire()

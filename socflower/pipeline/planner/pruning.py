@@ -4,7 +4,7 @@ A pruned search first tries some cuts and some places of groups. A second search
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import numpy as np
 
@@ -29,8 +29,10 @@ def by_memory(devices: Sequence[PipelineDevice]) -> list[PipelineDevice]:
     )
 
 
-def orders(problem: PipelineProblem, samples_on: int | None = None) -> list[list[PipelineDevice]]:
-    """Return orders of the devices to plan for: by memory, by speed both ways and as numbered.
+def orders(
+    problem: PipelineProblem, samples_on: int | None = None, *, all_of: int = 0
+) -> list[list[PipelineDevice]]:
+    """Return orders of the devices to plan for: by memory, by speed both ways and as numbered; all of up to `all_of`.
 
     With `samples_on`, they are also returned with that device first. Of orders that only exchange equal devices behind
     equal links (`links_of`), one is returned.
@@ -43,6 +45,8 @@ def orders(problem: PipelineProblem, samples_on: int | None = None) -> list[list
         by_speed[::-1],
         sorted(devices, key=lambda device: device.soc),
     ]
+    if len(devices) <= all_of:
+        chosen += permutations(devices)
     if samples_on is not None:
         chosen += [sorted(own, key=lambda device: device.soc != samples_on) for own in chosen]
     links = links_of(problem)

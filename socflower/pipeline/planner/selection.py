@@ -7,7 +7,6 @@ for K, keeps several pipelines of each state and may leave devices out. `quick_s
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
 from typing import Annotated, Any
 
 import numpy as np
@@ -57,8 +56,8 @@ _CHANGED, _CHANGED_OF_SMALL = 4, 8
 _TRIED_COUNTS = 2
 """Choices of K that are simulated of a plan."""
 
-_ALL_ORDERS_OF = 5
-"""Devices up to which all orders are searched if nothing fits in some."""
+_ALL_ORDERS_OF, _ALL_ORDERS_IF_NONE_FITS = 4, 5
+"""Devices up to which all orders are searched with K = 1: if memory is scarce, and if nothing fits in other orders."""
 
 _Positive = Annotated[int, Field(ge=1)]
 
@@ -197,13 +196,16 @@ def candidates(
     """Return different plans, the least latency of the closed form first, and whether the search was exact.
 
     Algorithm 2 runs on the orders of devices of `orders`, with the paper's K, and with K = P − p and 1 as well if
-    memory is scarce. If nothing fits, all orders of a few devices follow with K = 1. A pruned search tries the
+    memory is scarce; with K = 1 on all orders of a few devices. A pruned search tries the
     likeliest cuts and even groups of devices first, and then all cuts and groups near the best plans that it found.
     """
-    rules = [ASTEROID]
-    if _memory_is_scarce(problem):
-        rules += [RULES["b"], at_most(1)] if _is_small(problem) else [RULES["b"]]
-    to_search = [(order, rule) for rule in rules for order in orders(problem, settings.samples_on)]
+    is_scarce, is_small = _memory_is_scarce(problem), _is_small(problem)
+    rules = (ASTEROID, RULES["b"]) if is_scarce else (ASTEROID,)
+    few = orders(problem, settings.samples_on)
+    to_search = [(order, rule) for rule in rules for order in few]
+    if is_scarce and is_small:
+        every = orders(problem, settings.samples_on, all_of=_ALL_ORDERS_OF)
+        to_search += [(order, at_most(1)) for order in every]
     num_searches = len(to_search) * len({problem.micro_batch_size, *settings.micro_batch_sizes})
     pruned = settings.prune
     if pruned is None:
@@ -225,8 +227,7 @@ def candidates(
             ranked.add(alone)
     if not searches:
         # What fits does so with K = 1, in some order.
-        few = len(problem.devices) <= _ALL_ORDERS_OF
-        for order in map(list, permutations(problem.devices)) if few else orders(problem):
+        for order in orders(problem, all_of=_ALL_ORDERS_IF_NONE_FITS):
             places = likely_places(order, MOST_PLACES) if pruned else None
             ranked.search(order, at_most(1), bounds, places, most_stages)
     return ranked.plans(), not pruned

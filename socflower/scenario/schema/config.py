@@ -330,7 +330,7 @@ class PrecisionConfig(Table):
         (),
         description=(
             "of int8 and mixed training, operators of the int8 model that run in FP32; in a file also the name of one "
-            "by `socflower profile --out` (`.part.json`) or `--json`: those that its placement has in FP32"
+            "by `socflower profile --out` (`FILE.part.json`) or `--json`: those that its placement has in FP32"
         ),
     )
 

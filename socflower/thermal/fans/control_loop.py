@@ -12,12 +12,12 @@ from types import FrameType
 from typing import Any
 
 from socflower.errors import ConfigError, require_order
-from socflower.field_rules import Positive, checked
+from socflower.field_rules import NotNegative, Positive, checked
 from socflower.plain_numbers import plain_numbers
 from socflower.thermal.fans.outputs import FanNotFound, FanOutput, measured_speed
 from socflower.thermal.fans.policies import FanObservation, FanPolicy, PredictingPolicy
 from socflower.thermal.fans.quorum import STUCK_AFTER_S, Alerts, FilteredTemperatures, Quorum
-from socflower.thermal.sensors.reading import HeatSource, is_number
+from socflower.thermal.sensors.reading import HeatSource, Temperature, is_number
 
 MOST_MISSING = 3
 """The control ends when a fan is not there in so many readings in succession."""
@@ -36,6 +36,8 @@ class FanSettings:
     `failsafe_rpm` should cool the rack at full load. `period_s` is the time between two steps of `FanControl.run`. A
     source's reading is rejected by `max_silence_s` and `stuck_after_s` (`FilteredTemperatures`); too few accepted ones
     for `max_silence_s` bring the fail-safe speed. A fan that measures 0 rpm for `spin_up_s` counts as stopped.
+    The inlet air is never colder than `min_ambient_c`, and the rack at full load and slow fans gets at most
+    `rise_c_per_s` hotter: so much is added to the temperatures while all are constant under load.
     """
 
     min_rpm: Positive
@@ -45,6 +47,8 @@ class FanSettings:
     max_silence_s: Positive = 30.0
     stuck_after_s: Positive = STUCK_AFTER_S
     spin_up_s: Positive = 15.0
+    min_ambient_c: Temperature = 0.0
+    rise_c_per_s: NotNegative = 0.03
 
     def check(self) -> None:
         """Refuse speeds in the wrong order, and a range of one speed."""
@@ -255,6 +259,7 @@ class FanControl:
             max_silence_s=settings.max_silence_s,
             stuck_after_s=settings.stuck_after_s,
             alerts=self._alerts,
+            min_ambient_c=settings.min_ambient_c,
         )
         boards = boards or dict.fromkeys(sources, 0)
         self._quorum = Quorum(boards, patience_s=settings.max_silence_s)
@@ -282,9 +287,11 @@ class FanControl:
         accepted = {soc: value for soc, value in temperatures_c.items() if value is not None}
         hottest_c = max(accepted.values(), default=None)
         self._constant_check.update(now_s, hottest_c, self._temperatures.constant_since_s)
+        # If all sensors have stopped, it may be so hot by now.
+        risen_c = self._settings.rise_c_per_s * self._temperatures.constant_busy_s
         observation = FanObservation(
             at_s=now_s,
-            hottest_c=hottest_c,
+            hottest_c=None if hottest_c is None else hottest_c + risen_c,
             rpm=self._policy_rpm,
             num_unknown=len(temperatures_c) - len(accepted),
             num_socs=len(temperatures_c),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from socflower.thermal.sensors.reading import HeatSource, is_number, possible_c
+from socflower.thermal.sensors.reading import COLDEST_C, HeatSource, is_number, possible_c
 from socflower.thermal.sensors.stuck import ConstantSensors, StuckRule
 
 _REPEAT_AFTER_S = 3600.0
@@ -72,6 +72,10 @@ _FLICKER_PART = 0.1
 """At least this part of a rack's sensors changes within `STUCK_AFTER_S`, even at constant temperature: noise of a
 twentieth of a step changes a quarter of them, since that many lie close enough to a rounding threshold."""
 
+_FALL_C = 3.0
+_FALLEN_S = 10.0
+"""A sensor that fell so far at once, and then stays constant for so long under load, has not measured a SoC."""
+
 _IDLE_LOAD = 0.1
 """A SoC below this processor load is idle, and its temperature may stay constant without limit."""
 
@@ -119,6 +123,8 @@ class FilteredTemperatures:
 
     - while the source raises, or gives no temperature or an impossible one;
     - while it has given the same reading, with the same time stamp, for `max_silence_s`;
+    - while it is colder than `min_ambient_c`, which no SoC in that air can be;
+    - while it has been constant since it fell by 3 °C at once: a SoC that cools so fast goes on cooling;
     - while it has been constant for `stuck_after_s`, and at least half of the others changed by 5 °C;
     - while it has been constant for `stuck_after_s` of load, and so have 90 % of all: on a busy rack, noise alone
       changes readings from one poll to the next. A source with no load, or a constant one, counts as busy.
@@ -134,16 +140,20 @@ class FilteredTemperatures:
         max_silence_s: float,
         stuck_after_s: float,
         alerts: Alerts,
+        min_ambient_c: float = COLDEST_C,
     ) -> None:
         self._sources = dict(sources)
         self._max_silence_s = max_silence_s
         self._stuck_after_s = stuck_after_s
+        self._min_ambient_c = min_ambient_c
         self._alerts = alerts
         self._states = {soc: _SourceState() for soc in self._sources}
         self._sensors = ConstantSensors[int](replace(_RULE, after_s=stuck_after_s))
         self._polled_s: float | None = None
         self.constant_since_s: float | None = None
         """Since when fewer than one in ten have changed, as of the last poll; None without temperatures."""
+        self.constant_busy_s = 0.0
+        """For how long under load fewer than one in ten have changed, as of the last poll."""
 
     def poll(self, now_s: float, *, all_may_be_constant: bool = False) -> dict[int, float | None]:
         """Return each SoC's temperature in °C, None if it is rejected.
@@ -153,7 +163,9 @@ class FilteredTemperatures:
         values_c, busy_s, rejections = self._read_all(now_s)
         stuck = self._sensors.update(now_s, values_c, busy_s)
         histories = self._sensors.histories
-        self.constant_since_s = _constant_since_s([histories[soc].changed_s for soc in values_c])
+        newest_s = _flickering([-histories[soc].changed_s for soc in values_c])
+        self.constant_since_s = None if newest_s is None else -newest_s
+        self.constant_busy_s = _flickering([histories[soc].busy_s for soc in values_c]) or 0.0
         all_constant = (
             not all_may_be_constant
             and self.constant_since_s is not None
@@ -162,6 +174,8 @@ class FilteredTemperatures:
         for soc in values_c:
             if now_s - self._states[soc].renewed_s >= self._max_silence_s:
                 rejections[soc] = "repeats the same reading"
+            elif histories[soc].fall_c >= _FALL_C and histories[soc].busy_s >= _FALLEN_S:
+                rejections[soc] = "fell at once and is constant since"
             elif soc in stuck:
                 rejections[soc] = "is constant while others change"
             elif all_constant and histories[soc].busy_s >= self._stuck_after_s:
@@ -194,6 +208,9 @@ class FilteredTemperatures:
                 kind = "no" if temperature_c is None else "an impossible"
                 rejections[soc] = f"shows {kind} temperature"
                 continue
+            if known_c < self._min_ambient_c:
+                rejections[soc] = "is colder than the air"
+                continue
             values_c[soc] = known_c
             state = self._states[soc]
             known_load = load if is_number(load) else None
@@ -203,12 +220,12 @@ class FilteredTemperatures:
         return values_c, busy_s, rejections
 
 
-def _constant_since_s(changes_s: list[float]) -> float | None:
-    """Return since when fewer than one in ten have changed, from the time of each one's last change."""
-    if not changes_s:
+def _flickering(constant_s: list[float]) -> float | None:
+    """Return for how long fewer than one in ten have changed, from the time for which each one is constant."""
+    if not constant_s:
         return None
-    num_flickering = math.ceil(_FLICKER_PART * len(changes_s))
-    return sorted(changes_s, reverse=True)[num_flickering - 1]
+    num_flickering = math.ceil(_FLICKER_PART * len(constant_s))
+    return sorted(constant_s)[num_flickering - 1]
 
 
 class Quorum:

@@ -45,6 +45,8 @@ class SensorHistory:
     # Since the last change: time under load, and readings in it.
     busy_s: float = 0.0
     num_reads: int = 0
+    # How far it fell at its last change.
+    fall_c: float = 0.0
     # Whether the others have changed while this one was constant.
     is_contradicted: bool = False
 
@@ -56,6 +58,7 @@ class SensorHistory:
     def record(self, now_s: float, value_c: float, busy_s: float, memory_s: float) -> None:
         """Record a value after `busy_s` of load; those that ended more than `memory_s` ago are forgotten."""
         if not self.recent_c or self.recent_c[-1][1] != value_c:
+            self.fall_c = self.recent_c[-1][1] - value_c if self.recent_c else 0.0
             self.recent_c.append((now_s, value_c))
             self.busy_s = 0.0
             self.num_reads = 0

@@ -106,3 +106,14 @@ def test_an_outage_is_not_believed_longer_than_the_memory() -> None:
     for step in range(1, 51):
         meter.add_transfer("up", 1e5, 0.1 + 0.05, 600.0 + 0.15 * step)
     assert up(meter, 608.0) > 0.6e6
+
+
+@pytest.mark.parametrize("factor", [0.01, 0.3, 3.0, 100.0])
+def test_two_successive_transfers_at_another_rate_are_a_change(factor: float) -> None:
+    meter = BandwidthMeter(first=link(1e6))
+    now_s = 0.0
+    for rate in (*[1e6] * 20, *[factor * 1e6] * 2):
+        now_s += 1e5 / rate
+        meter.add_transfer("up", 1e5, 1e5 / rate, now_s)
+    assert meter.rates(now_s).up_bytes_per_s == pytest.approx(factor * 1e6)
+    assert meter.rates(now_s).down_bytes_per_s == 1e6

@@ -21,7 +21,12 @@ from tests.thermal.fake_machines import Clock
 from tests.thermal.refusals import refused_each
 
 MIN_RPM, FAILSAFE_RPM, MAX_RPM = 3000.0, 9000.0, 14000.0
-LIMITS = {"min_rpm": MIN_RPM, "max_rpm": MAX_RPM, "failsafe_rpm": FAILSAFE_RPM}
+LIMITS = {
+    "min_rpm": MIN_RPM,
+    "max_rpm": MAX_RPM,
+    "failsafe_rpm": FAILSAFE_RPM,
+    "min_ambient_c": -40.0,
+}
 DENIED = PermissionError(13, "Permission denied")
 BROKEN = OSError(5, "Input/output error")
 
@@ -190,10 +195,18 @@ def expected_accepted(history: Any, num_steps: int) -> list[bool]:
     moved = [max(column) - min(column) >= 5.0 for column in columns]
     all_constant = 10 * constant.count(False) < len(columns)
     accepted = []
+    # It fell by 3 °C, and two readings, ten seconds, were the same since.
+    fell = [
+        any(
+            len(set(column[at:])) == 1 and column[at - 1] - column[at] >= 3.0
+            for at in range(1, len(column) - 2)
+        )
+        for column in zip(*history, strict=True)
+    ]
     for soc, is_constant in enumerate(constant):
         others = moved[:soc] + moved[soc + 1 :]
         moving = others and 2 * sum(others) >= len(others)
-        accepted.append(not (is_constant and (all_constant or moving)))
+        accepted.append(not (fell[soc] or (is_constant and (all_constant or moving))))
     return accepted
 
 
@@ -441,3 +454,20 @@ def test_the_only_fan_that_does_not_turn_is_reported_alone():
     assert [rig.step().rpm for _ in range(10)] == [5000.0] * 10
     (line,) = rig.said
     assert "does not turn" in line and "others" not in line
+
+
+def test_a_soc_that_shows_less_than_the_air_is_rejected():
+    rig = Rig(3, min_ambient_c=20.0)
+    assert list(rig.step(19.9, 20.0, -10.0).temperatures_c.values()) == [None, 20.0, None]
+
+
+def test_while_all_are_constant_under_load_the_policy_sees_what_they_may_have_risen_by():
+    rig = Rig(2, rise_c_per_s=0.1)
+    seen = [rig.step(30.0, 29.0) and rig.observation.hottest_c for _ in range(4)]
+    assert seen == pytest.approx([30.0, 30.5, 31.0, 31.5])
+    assert rig.step(30.0, 29.5).hottest_c == rig.observation.hottest_c == 30.0
+    for sensor in rig.sensors:
+        sensor.user_load = 0.01
+    # An idle SoC gets no hotter.
+    rig.step(30.5, 29.0)
+    assert [rig.step() and rig.observation.hottest_c for _ in range(3)] == [30.5] * 3

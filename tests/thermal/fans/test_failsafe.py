@@ -28,6 +28,7 @@ from socflower.thermal.model.dynamics import RackDynamics
 from socflower.thermal.model.rack import Rack
 from socflower.thermal.sensors.reading import Reading
 
+AMBIENT_C = 25.0
 LOW_RPM, FAILSAFE_RPM, PERIOD_S = 3250.0, 11000.0, 5.0
 IDLE_W, BUSY_W = 0.8, 5.0
 RACK = Rack(slots_per_board=(5,) * 12)
@@ -68,7 +69,12 @@ class World:
             {soc: Sensor(partial(self.read, soc)) for soc in range(60)},
             self.policy,
             SimulatedFan(14000.0, clock=clock),
-            FanSettings(min_rpm=1100.0, max_rpm=14000.0, failsafe_rpm=FAILSAFE_RPM),
+            FanSettings(
+                min_rpm=1100.0,
+                max_rpm=14000.0,
+                failsafe_rpm=FAILSAFE_RPM,
+                min_ambient_c=AMBIENT_C - 2.0,
+            ),
             boards={soc: soc // 5 for soc in range(60)} if self.boards_known else None,
             clock=clock,
             say=lambda line: None,
@@ -85,6 +91,9 @@ class World:
             raise fault
         if fault == "none":
             self.shown_c[soc] = round(true_c / self.step_c) * self.step_c
+        elif isinstance(fault, tuple):
+            # Moved by a constant, whatever the true temperature.
+            self.shown_c[soc] = max(-40.0, round((true_c + fault[1]) / self.step_c) * self.step_c)
         elif fault != "frozen":
             return Reading(at_s=self.now_s, temperature_c=fault)
         user_load = load if self.tells_load else None
@@ -236,7 +245,78 @@ def test_a_rack_that_the_plan_holds_in_balance_may_be_constant(step_c):
     assert not any(failsafes(world.run(3600.0)))
 
 
-def test_constant_sensors_without_noise_load_and_plan_trip_until_the_fans_change_them():
+def test_constant_sensors_without_noise_load_and_plan_get_fast_fans_until_those_change_them():
     """The one known false alarm; it costs minutes of fast fans."""
-    failsafe = failsafes(World(POLICIES["passive"], start_c=29.75).run(3600.0))
-    assert 0.0 < sum(failsafe) / len(failsafe) < 0.25 and not all(failsafe[-200:])
+    states = World(POLICIES["passive"], start_c=29.75).run(3600.0)
+    fast = [state.rpm > LOW_RPM for state in states]
+    assert 0.0 < sum(fast) / len(fast) < 0.25 and not all(fast[-200:])
+
+
+# ------------------------------------------------------------------------------------------- faults that go together
+def lying_rack(seed: int) -> tuple[World, str]:
+    """Return a rack at work with the same fault in a part of its sensors and another one in the rest, by a seed.
+
+    Low values are of one temperature or of any, at most 30 °C; sensors may be 15 °C and more too low and follow the
+    truth, be frozen, silent or broken, or each of a part be one of these. The rest may be right.
+    """
+    draw = random.Random(seed)
+    world = World(
+        POLICIES[draw.choice(list(POLICIES))],
+        step_c=draw.choice([0.1, 0.5, 1.0]),
+        noise_c=draw.choice([0.0, 0.1, 0.3]),
+        boards_known=draw.random() < 0.5,
+        tells_load=draw.random() < 0.5,
+        seed=seed,
+        start_c=draw.uniform(26.0, 34.5),
+    )
+    world.num_busy = draw.choice([0, 40, 60])
+    world.run(draw.choice([0.0, 60.0, 300.0]))
+    socs = draw.sample(range(60), 60)
+    num_first = int(60 * draw.choice([0.5, 1.0, draw.random()]))
+    kinds = ["low", "each low", "offset", "frozen", "silent", "broken", "mixed"]
+    said = []
+    for part, more in ((socs[:num_first], []), (socs[num_first:], ["right"])):
+        kind = draw.choice([*kinds, *more])
+        low_c, offset_c = draw.uniform(-40.0, 30.0), -draw.uniform(15.0, 60.0)
+        said.append(f"{len(part)} {kind}")
+        for soc in part:
+            one = draw.choice(["low", "frozen", "silent", "offset"]) if kind == "mixed" else kind
+            faults = {
+                "low": low_c,
+                "each low": draw.uniform(-40.0, 30.0),
+                "offset": ("offset", offset_c),
+                "frozen": "frozen",
+                "silent": None,
+                "broken": OSError(5),
+            }
+            if one in faults:
+                world.faults[soc] = faults[one]
+    world.num_busy = draw.choice([40, 60])
+    return world, " and ".join(said)
+
+
+def hottest_c(world: World, seconds: float = 1500.0) -> float:
+    """Return the highest true temperature of a rack within some time."""
+    return max(
+        float(world.truth.temperatures_c.max())
+        for _ in range(int(seconds / PERIOD_S))
+        if world.run(PERIOD_S)
+    )
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(s, marks=pytest.mark.slow) for s in range(4, 60))]
+)
+def test_correlated_faults_do_not_heat_a_rack_with_working_fans(seed):
+    """At most 3 °C above the temperature at which fans go fast."""
+    world, said = lying_rack(seed)
+    assert hottest_c(world) <= 35.0 + 3.0, said
+
+
+@pytest.mark.parametrize("faults", [[-10.0], [-40.0, -1.0, -20.0], [20.0, None], [20.0, "frozen"]])
+def test_named_faults_do_not_heat_a_rack(faults):
+    world = World(POLICIES["passive"], start_c=33.0, noise_c=0.1)
+    world.run(60.0)
+    world.faults = {soc: faults[soc % len(faults)] for soc in range(60)}
+    world.num_busy = 60
+    assert hottest_c(world) <= 35.0 + 3.0
