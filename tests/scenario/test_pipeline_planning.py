@@ -64,7 +64,12 @@ def test_the_claims_of_each_planned_scenario_hold(path: Path) -> None:
 
 
 def test_the_four_scenarios_are_shipped_and_one_is_of_each_kind() -> None:
-    names = {"data_parallelism_pays", "pipeline_pays", "two_dimensions_pay", "one_device_pays"}
+    names = {
+        "data_parallelism_pays",
+        "pipeline_pays",
+        "hybrid_beats_two_dimensions",
+        "one_device_pays",
+    }
     assert {path.stem for path in PLANNED} == names <= set(scenario_files())
 
 
@@ -123,7 +128,9 @@ def test_a_scenario_reads_back_from_its_resolved_document(tmp_path: Path) -> Non
 def test_a_2d_plan_prints_the_micro_batches_of_each_pipeline_and_of_all_and_why_the_closed_form_differs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    document, planned = plan_of_pipeline(load_scenario(PLANNED[-1]))
+    path = next(path for path in PLANNED if path.stem == "hybrid_beats_two_dimensions")
+    two_d = load_scenario(path, ["strategy.name=2d", "expect={min_pipelines=2}"])
+    document, planned = plan_of_pipeline(two_d)
     predicted = document["predicted"]
     assert isinstance(planned.plan, TwoDPlan) and predicted["formula_s"] > 1.2 * predicted["step_s"]
     assert predicted["duplex_s"] == pytest.approx(predicted["step_s"], rel=0.05)
