@@ -6,11 +6,12 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from socflower.errors import ConfigError
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.workload import example_inputs, initial_model
+from socflower.wire.folders import temporary_folder
 from socflower.workloads.transfer import load_weights
 from socflower.workloads.weights_file import read_weights
 
@@ -27,7 +28,10 @@ def require_format(target: Path) -> None:
 
 
 def require_exportable(scenario: Scenario, target: Path) -> None:
-    """Raise `ConfigError` for a scenario whose model cannot be one network of one tensor, as ONNX files hold."""
+    """Raise `ConfigError` for a scenario whose model ONNX cannot hold: before its training, whose result would be lost.
+
+    Such a model has several input tensors or two halves, or torch fails to export it, which is tried.
+    """
     if target.suffix != ".onnx":
         return
     if scenario.is_split:
@@ -40,6 +44,8 @@ def require_exportable(scenario: Scenario, target: Path) -> None:
             f"--save-model {target}: the model of {scenario.name} reads several tensors; save .npz "
             "or .safetensors"
         )
+    with temporary_folder() as folder:
+        _export(scenario, initial_model(scenario), target, folder / "trial.onnx")
 
 
 def write_model(scenario: Scenario, weights: Path, target: Path) -> None:
@@ -53,14 +59,15 @@ def write_model(scenario: Scenario, weights: Path, target: Path) -> None:
 
         save_file(read_weights(weights), target)
     elif target.suffix == ".onnx":
-        _write_onnx(scenario, weights, target)
+        model = initial_model(scenario)
+        load_weights(model, weights, except_head=False)
+        _export(scenario, model, target, target)
     else:
         shutil.copyfile(weights, target)
 
 
-def _write_onnx(scenario: Scenario, weights: Path, target: Path) -> None:
-    model = initial_model(scenario)
-    load_weights(model, weights, except_head=False)
+def _export(scenario: Scenario, model: nn.Module, asked: Path, file: Path) -> None:
+    """Write a model as ONNX; `ConfigError`, with the file that was asked for, if torch cannot export it."""
     example = example_inputs(scenario)
     assert isinstance(example, Tensor | tuple)
     inputs = example if isinstance(example, Tensor) else torch.zeros(1, *example)
@@ -71,7 +78,7 @@ def _write_onnx(scenario: Scenario, weights: Path, target: Path) -> None:
             torch.onnx.export(
                 model.eval(),
                 (inputs[:1],),
-                str(target),
+                str(file),
                 dynamo=False,
                 # BatchNorm stays apart, so that who reads the file can train on.
                 do_constant_folding=False,
@@ -82,6 +89,6 @@ def _write_onnx(scenario: Scenario, weights: Path, target: Path) -> None:
         except (RuntimeError, torch.onnx.OnnxExporterError) as error:
             why = str(error).strip().splitlines()[0]
             raise ConfigError(
-                f"--save-model {target}: torch cannot export {scenario.model.name} to ONNX ({why}); "
+                f"--save-model {asked}: torch cannot export {scenario.model.name} to ONNX ({why}); "
                 "save .npz or .safetensors"
             ) from None

@@ -4,8 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -13,10 +16,6 @@ from socflower.training.int8_module import int8_
 from socflower.workloads.models.classifiers import build_model
 from socflower.workloads.models.onnx_file import onnx_model
 from tests.one_line import refused
-
-onnx = pytest.importorskip("onnx", reason="pip install 'socflower[onnx]'")
-from onnx import TensorProto, helper  # noqa: E402
-from onnx.reference import ReferenceEvaluator  # noqa: E402
 
 
 class Attention(nn.Module):

@@ -89,10 +89,11 @@ def update_weight(
         rule.momentum,
         rule.weight_decay,
     )
-    if rule.weight_bits is not None:
-        # A NaN or an infinity is left for the next line to refuse.
-        largest_weight = _in_fixed_point(weight.master, rule.weight_bits)
     weight.exponent = exponent_within_float32(name, largest_weight)
+    # After that check: the range of the rounded masters would hide that they have diverged.
+    if rule.weight_bits is not None:
+        largest_weight = _in_fixed_point(weight.master, rule.weight_bits)
+        weight.exponent = exponent_within_float32(name, largest_weight)
     _int8.quantise(engine, weight.master, weight.data, weight.exponent)
 
 

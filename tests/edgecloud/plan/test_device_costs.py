@@ -265,7 +265,8 @@ def test_no_plan_exceeds_the_memory_of_1000_edges() -> None:
             assert min(cut.edge_memory_bytes for cut in costs.cuts) > budget_bytes
         else:
             planned += 1
-            reachable = [party.split_plan, *party.decider.choices(5)]  # type: ignore[union-attr]
+            assert party.decider is not None
+            reachable = [party.split_plan, *party.decider.choices(5)]
             assert max(map(needed_bytes, reachable)) <= budget_bytes
         for method in BASELINES:
             with contextlib.suppress(InfeasiblePlan):

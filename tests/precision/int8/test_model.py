@@ -450,6 +450,11 @@ def test_masters_in_fixed_point_stay_in_their_range() -> None:
     assert max(float(np.abs(weight).max()) for weight in found.values()) == 511 / 512
 
 
+def test_masters_in_fixed_point_that_diverge_are_refused() -> None:
+    with pytest.raises(TrainingFailed, match="lower the learning rate"):
+        weights_after_a_step(Fp32Update(weight_bits=24), learning_rate=1e39)
+
+
 @pytest.mark.parametrize("operator", [nn.PReLU, lambda: nn.GroupNorm(2, 8)])
 def test_sgd_with_momentum_and_weight_decay_is_torchs_in_every_operator(operator):
     """Also in FP32 operators, and where batches have unequal sizes: torch's mean gradients go into the velocity."""
