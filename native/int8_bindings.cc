@@ -406,6 +406,17 @@ std::uint32_t bound_affine_gradient(Engine& engine, nb::handle dy_, nb::handle x
                          offset.data(), pointer(out), dy.size() / cs, cs, how);
 }
 
+// How `rows` rows of a share are numbered in the whole batch.
+Dither dither_of(std::uint32_t seed, int batch, int total, int first, std::size_t rows) {
+  if (batch < 1 || rows % batch != 0) {
+    refuse("batch: need a divisor of " + std::to_string(rows) + " rows, got " + std::to_string(batch));
+  }
+  if (first < 0 || first > total - batch) {
+    refuse("first: need 0 to total - batch = " + std::to_string(total - batch) + ", got " + std::to_string(first));
+  }
+  return {seed, batch, total, first};
+}
+
 std::uint32_t bound_affine_gradient_at_random(Engine& engine, nb::handle dy_, nb::handle x_, nb::handle gate_,
                                               nb::handle scale_dy_, nb::handle scale_x_, nb::handle offset_,
                                               nb::handle out_, int shift, std::uint32_t seed, int batch, int total,
@@ -425,16 +436,11 @@ std::uint32_t bound_affine_gradient_at_random(Engine& engine, nb::handle dy_, nb
   }
   if (shift < 0 || shift > 30) refuse("shift: need 0 to 30, got " + std::to_string(shift));
   const std::size_t rows = dy.size() / cs;
-  if (batch < 1 || rows % batch != 0) {
-    refuse("batch: need a divisor of " + std::to_string(rows) + " rows, got " + std::to_string(batch));
-  }
-  if (first < 0 || first > total - batch) {
-    refuse("first: need 0 to total - batch = " + std::to_string(total - batch) + ", got " + std::to_string(first));
-  }
+  const Dither dither = dither_of(seed, batch, total, first, rows);
   nb::gil_scoped_release release;
   return affine_gradient_at_random(engine.path, engine.pool, dy.data(), x.data(), pointer(gate), scale_dy.data(),
                                    scale_x.data(), offset.data(), pointer(out), rows, cs, shift,
-                                   Dither{seed, batch, total, first});
+                                   dither);
 }
 
 void bound_affine_real(Engine& engine, nb::handle acc_, nb::handle by_image_, nb::handle scale_, nb::handle offset_,
@@ -510,6 +516,54 @@ void bound_channel_sums(Engine& engine, nb::handle a_, nb::handle b_, nb::handle
   nb::gil_scoped_release release;
   channel_sums(engine.path, engine.pool, a.data(), b.data(), pointer(gate), sum_a.data(), sum_ab.data(), a.size() / cs,
                static_cast<int>(cs), sums.data());
+}
+
+void bound_channel_largest(Engine& engine, nb::handle a_, nb::handle gate_, nb::handle largest_) {
+  const Array<std::int8_t> a(a_, "a", false);
+  const auto gate = maybe<std::int8_t>(gate_, "gate", false, {});
+  const Array<std::int32_t> largest(largest_, "largest", true);
+  const std::size_t cs = largest.size();
+  if (cs == 0 || cs % kChannelBlock != 0 || a.size() % cs != 0) {
+    refuse("largest: need one value per channel, in a multiple of " + std::to_string(kChannelBlock) +
+           " that divides " + std::to_string(a.size()) + ", got " + std::to_string(cs));
+  }
+  if (gate) require_same_size(*gate, a), largest.require_apart_from(*gate);
+  largest.require_apart_from(a);
+  nb::gil_scoped_release release;
+  channel_largest(engine.path, engine.pool, a.data(), pointer(gate), largest.data(), a.size() / cs,
+                  static_cast<int>(cs));
+}
+
+// Sums of squares of 2^10 numbers of this magnitude are exact in double.
+constexpr std::int64_t kMostMoment = std::int64_t(1) << 21;
+
+void bound_channel_moments(Engine& engine, nb::handle acc_, int shift, nb::handle sum_, nb::handle squares_,
+                           nb::handle least_, nb::handle most_) {
+  const Array<std::int32_t> acc(acc_, "acc", false), least(least_, "least", true), most(most_, "most", true);
+  const Array<std::int64_t> sum(sum_, "sum", true), squares(squares_, "squares", true);
+  const std::size_t cs = sum.size();
+  if (cs == 0 || cs % kChannelBlock != 0 || acc.size() % cs != 0) {
+    refuse("sum: need one value per channel, in a multiple of " + std::to_string(kChannelBlock) + " that divides " +
+           std::to_string(acc.size()) + ", got " + std::to_string(cs));
+  }
+  if (shift < 0 || shift > 30) refuse("shift: need 0 to 30, got " + std::to_string(shift));
+  require_same_size(squares, sum), require_same_size(least, sum), require_same_size(most, sum);
+  sum.require_apart_from(squares), least.require_apart_from(most);
+  sum.require_apart_from(acc), squares.require_apart_from(acc);
+  least.require_apart_from(acc), most.require_apart_from(acc);
+  std::vector<std::int64_t> sums(channel_sums_size(engine.pool, static_cast<int>(cs)));
+  {
+    nb::gil_scoped_release release;
+    channel_moments(engine.path, engine.pool, acc.data(), shift,
+                    {sum.data(), squares.data(), least.data(), most.data()}, acc.size() / cs, static_cast<int>(cs),
+                    sums.data());
+  }
+  for (std::size_t c = 0; c < cs && acc.size() > 0; ++c) {
+    const std::int64_t largest = std::max(-std::int64_t(least.data()[c]), std::int64_t(most.data()[c]));
+    if (largest >> shift >= kMostMoment) {
+      refuse("acc: magnitudes reach " + std::to_string(largest) + ", beyond 2^(21 + shift)");
+    }
+  }
 }
 
 // Rows of the channel stride that `per_channel` has.
@@ -820,25 +874,36 @@ void bound_update_weight(Engine& engine, nb::handle weight_, nb::handle gradient
   update_weight(engine.path, engine.pool, weight.data(), gradient.data(), weight.size(), how.shift, how.rounding);
 }
 
-float bound_descend(Engine& engine, nb::handle values_, nb::handle velocity_, nb::handle gradient_, float scale,
+// Rows of one value for each of the channels that `per_channel` has.
+template <typename T>
+int channels_of(const Array<float>& per_channel, const Array<T>& x) {
+  const std::size_t cs = per_channel.size();
+  if (cs == 0 || cs % kChannelBlock != 0 || x.size() % cs != 0) {
+    refuse(per_channel.name() + ": need one value per channel, in a multiple of " + std::to_string(kChannelBlock) +
+           " that divides " + std::to_string(x.size()) + ", got " + std::to_string(cs));
+  }
+  for (std::size_t c = 0; c < cs; ++c) {
+    if (!std::isfinite(per_channel.data()[c])) refuse(per_channel.name() + ": need finite numbers");
+  }
+  return static_cast<int>(cs);
+}
+
+float bound_descend(Engine& engine, nb::handle values_, nb::handle velocity_, nb::handle gradient_, nb::handle scale_,
                     float inverse, float learning_rate, float momentum, float weight_decay) {
-  const Array<float> values(values_, "values", true);
+  const Array<float> values(values_, "values", true), scale(scale_, "scale", false);
   const auto velocity = maybe<float>(velocity_, "velocity", true, {});
   const Array<std::int32_t> gradient(gradient_, "gradient", false);
-  require_same_size(gradient, values), values.require_apart_from(gradient);
-  if (values.size() % kChannelBlock != 0) {
-    refuse("values: need a multiple of " + std::to_string(kChannelBlock) + " elements, got " +
-           std::to_string(values.size()));
-  }
+  require_same_size(gradient, values), values.require_apart_from(gradient), values.require_apart_from(scale);
+  const int cs = channels_of(scale, values);
   if (velocity) {
     require_same_size(*velocity, values), velocity->require_apart_from(values);
-    velocity->require_apart_from(gradient);
+    velocity->require_apart_from(gradient), velocity->require_apart_from(scale);
   } else if (momentum != 0.0f) {
     refuse("velocity: needed with a momentum");
   }
   nb::gil_scoped_release release;
-  return descend(engine.path, engine.pool, values.data(), pointer(velocity), gradient.data(), values.size(),
-                 {scale, inverse, learning_rate, momentum, weight_decay});
+  return descend(engine.path, engine.pool, values.data(), pointer(velocity), gradient.data(), scale.data(),
+                 values.size() / cs, cs, {inverse, learning_rate, momentum, weight_decay});
 }
 
 void bound_quantise_images(Engine& engine, nb::handle x_, nb::handle out_, int batch, int channels, int height,
@@ -879,6 +944,40 @@ void bound_quantise(Engine& engine, nb::handle x_, nb::handle out_, int exponent
   quantise(engine.path, engine.pool, x.data(), out.data(), x.size(), exponent);
 }
 
+void bound_quantise_by_channel(Engine& engine, nb::handle x_, nb::handle inverse_, nb::handle out_) {
+  const Array<float> x(x_, "x", false), inverse(inverse_, "inverse", false);
+  const Array<std::int8_t> out(out_, "out", true);
+  const int cs = channels_of(inverse, x);
+  require_same_size(out, x), out.require_apart_from(x), out.require_apart_from(inverse);
+  nb::gil_scoped_release release;
+  quantise_by_channel(engine.path, engine.pool, x.data(), inverse.data(), out.data(), x.size() / cs, cs);
+}
+
+void bound_round_by_channel_at_random(Engine& engine, nb::handle acc_, nb::handle inverse_, nb::handle out_,
+                                      std::uint32_t seed, int batch, int total, int first) {
+  const Array<std::int32_t> acc(acc_, "acc", false);
+  const Array<float> inverse(inverse_, "inverse", false);
+  const Array<std::int8_t> out(out_, "out", true);
+  const int cs = channels_of(inverse, acc);
+  require_same_size(out, acc), out.require_apart_from(acc), out.require_apart_from(inverse);
+  const Dither dither = dither_of(seed, batch, total, first, acc.size() / cs);
+  nb::gil_scoped_release release;
+  round_by_channel_at_random(engine.path, engine.pool, acc.data(), inverse.data(), out.data(), acc.size() / cs, cs,
+                             dither);
+}
+
+void bound_largest_by_channel(nb::handle x_, nb::handle largest_) {
+  const Array<float> x(x_, "x", false), largest(largest_, "largest", true);
+  const std::size_t cs = largest.size();
+  if (cs == 0 || x.size() % cs != 0) {
+    refuse("largest: need one value per channel, that divides " + std::to_string(x.size()) + ", got " +
+           std::to_string(cs));
+  }
+  largest.require_apart_from(x);
+  nb::gil_scoped_release release;
+  largest_by_channel(x.data(), largest.data(), x.size() / cs, static_cast<int>(cs));
+}
+
 // The float32 side of an exchange of weights: (outs, kernel height, kernel width, in) for the engine's `inside`.
 template <typename T>
 struct WeightShape {
@@ -912,21 +1011,24 @@ const Py_ssize_t* require_4d(const Array<T>& inside) {
   return inside.shape();
 }
 
-void bound_round_weights(Engine& engine, nb::handle outside_, nb::handle out_, int exponent, std::uint32_t seed) {
+void bound_round_weights(Engine& engine, nb::handle outside_, nb::handle out_, nb::handle inverse_,
+                         std::uint32_t seed) {
   const Array<std::int8_t> out(out_, "out", true);
   const WeightShape<std::int8_t> s(out, require_4d(out), outside_, false);
-  if (exponent < -100 || exponent > 100) refuse("exponent: need -100 to 100, got " + std::to_string(exponent));
+  const Array<float> inverse(inverse_, "inverse", false, {s.stride});
+  out.require_apart_from(inverse), channels_of(inverse, out);
   nb::gil_scoped_release release;
   round_weights(engine.path, engine.pool, s.outside.data(), out.data(), static_cast<int>(s.outs), s.depth, s.stride,
-                exponent, seed);
+                inverse.data(), seed);
 }
 
-void bound_export_gradient(Engine& engine, nb::handle gradient_, nb::handle outside_, float scale) {
+void bound_export_gradient(Engine& engine, nb::handle gradient_, nb::handle outside_, nb::handle scale_) {
   const Array<std::int32_t> gradient(gradient_, "gradient", false);
   const WeightShape<std::int32_t> s(gradient, require_4d(gradient), outside_, true);
-  if (!std::isfinite(scale)) refuse("scale: need a finite number");
+  const Array<float> scale(scale_, "scale", false, {s.stride});
+  s.outside.require_apart_from(scale), channels_of(scale, gradient);
   nb::gil_scoped_release release;
-  export_gradient(engine.pool, gradient.data(), s.outside.data(), static_cast<int>(s.outs), s.depth, s.stride, scale);
+  export_gradient(engine.pool, gradient.data(), s.outside.data(), static_cast<int>(s.outs), s.depth, s.stride, scale.data());
 }
 
 float bound_max_magnitude(nb::handle x_) {
@@ -1076,6 +1178,11 @@ NB_MODULE(_int8, m) {
         nb::arg("offset"), nb::arg("other").none(), nb::arg("other_by_image").none(), nb::arg("out").none(),
         nb::arg("inverse").none(), nb::arg("largest").none(), nb::arg("relu") = false,
         "Int8 of (acc * by_image) * scale[c] + offset[c] + other * other_by_image, in float32.");
+  m.def("channel_largest", &bound_channel_largest, nb::arg("engine"), nb::arg("a"), nb::arg("gate").none(),
+        nb::arg("largest"), "Largest |a| of each channel, where gate is positive.");
+  m.def("channel_moments", &bound_channel_moments, nb::arg("engine"), nb::arg("acc"), nb::arg("shift"),
+        nb::arg("sum"), nb::arg("squares"), nb::arg("least"), nb::arg("most"),
+        "Of each channel: sum and sum of squares of acc / 2^shift, rounded; least and largest acc.");
   m.def("channel_sums", &bound_channel_sums, nb::arg("engine"), nb::arg("a"), nb::arg("b"), nb::arg("gate").none(),
         nb::arg("sum_a"), nb::arg("sum_ab"));
   nb::class_<BoundProducts>(m, "MatrixProducts")
@@ -1125,10 +1232,18 @@ NB_MODULE(_int8, m) {
         nb::arg("convolution"));
   m.def("quantise", &bound_quantise, nb::arg("engine"), nb::arg("x"), nb::arg("out"), nb::arg("exponent"),
         "Nearest int8 of x / 2^exponent, half to even, saturated at +-127.");
+  m.def("quantise_by_channel", &bound_quantise_by_channel, nb::arg("engine"), nb::arg("x"), nb::arg("inverse"),
+        nb::arg("out"), "Nearest int8 of x * inverse[channel], half to even, saturated at +-127.");
+  m.def("round_by_channel_at_random", &bound_round_by_channel_at_random, nb::arg("engine"), nb::arg("acc"),
+        nb::arg("inverse"), nb::arg("out"), nb::arg("seed"), nb::arg("batch"), nb::arg("total"), nb::arg("first"),
+        "Int8 of acc * inverse[channel], up or down at random without bias.");
+  m.def("largest_by_channel", &bound_largest_by_channel, nb::arg("x"), nb::arg("largest"),
+        "Largest |x| of each channel; infinity if any of the channel is not finite.");
   m.def("round_weights", &bound_round_weights, nb::arg("engine"), nb::arg("outside"), nb::arg("out"),
-        nb::arg("exponent"), nb::arg("seed"), "Int8 of outside / 2^exponent, up or down at random without bias.");
+        nb::arg("inverse"), nb::arg("seed"),
+        "Int8 of outside * inverse[channel], up or down at random without bias.");
   m.def("export_gradient", &bound_export_gradient, nb::arg("engine"), nb::arg("gradient"), nb::arg("outside"),
-        nb::arg("scale"), "outside = gradient * scale, from the engine's layout to that of channels-last weights.");
+        nb::arg("scale"), "outside = gradient * scale[channel], from the engine's layout to that of channels-last weights.");
   m.def("max_magnitude", &bound_max_magnitude, nb::arg("x"), "Largest |x|; infinity if any is not finite.");
   m.def("softmax_gradient", &bound_softmax_gradient, nb::arg("logits"), nb::arg("exponent"), nb::arg("labels"),
         nb::arg("out"), nb::arg("classes"), nb::arg("rounding") = 0);

@@ -285,6 +285,23 @@ def channel_sums(
 ) -> None:
     """Write per channel, as int64, the sums of a and of a * b; a counts as 0 where `gate` is not positive."""
 
+def channel_largest(engine: Engine, a: _Array, gate: _Array | None, largest: _Array) -> None:
+    """Write per channel, as int32, the largest |a| of int8 values whose `gate` is positive."""
+
+def channel_moments(
+    engine: Engine,
+    acc: _Array,
+    shift: int,
+    sum: _Array,
+    squares: _Array,
+    least: _Array,
+    most: _Array,
+) -> None:
+    """Write per channel the sum and the sum of squares of acc / 2^shift, rounded to nearest, and the ends of acc.
+
+    The rounded numbers are below 2^21; sums are int64, `least` and `most` int32.
+    """
+
 class MatrixProducts:
     """Products of small matrices in activations, `batches` for each of `samples` samples: int8, added in int32.
 
@@ -422,13 +439,13 @@ def descend(
     values: _Array,
     velocity: _Array | None,
     gradient: _Array,
-    scale: float,
+    scale: _Array,
     inverse: float,
     learning_rate: float,
     momentum: float = 0.0,
     weight_decay: float = 0.0,
 ) -> float:
-    """Do a step of torch.optim.SGD on float32 values in place, for the gradient int32 * scale * inverse.
+    """Do a step of torch.optim.SGD on float32 values in place, for the gradient int32 * scale[channel] * inverse.
 
     `velocity` is updated unless it is None. Returns the largest magnitude of the values; infinity if any is not finite.
     """
@@ -461,14 +478,36 @@ def patch_images_bytes(convolution: Convolution) -> int:
 def quantise(engine: Engine, x: _Array, out: _Array, exponent: int) -> None:
     """Write the nearest int8 of x / 2^exponent, half to even, saturated at +-127."""
 
-def round_weights(engine: Engine, outside: _Array, out: _Array, exponent: int, seed: int) -> None:
-    """Write float32 weights (outs, kernel height, kernel width, in) / 2^exponent as an int8 weight.
+def quantise_by_channel(engine: Engine, x: _Array, inverse: _Array, out: _Array) -> None:
+    """Write the nearest int8 of x * inverse[channel], a product in float32, saturated at +-127."""
+
+def round_by_channel_at_random(
+    engine: Engine,
+    acc: _Array,
+    inverse: _Array,
+    out: _Array,
+    seed: int,
+    batch: int,
+    total: int,
+    first: int,
+) -> None:
+    """Write int32 accumulators * inverse[channel], products in float32, as int8.
+
+    Each is rounded down or up at random, so that its expectation is exact; `seed` and its place in the whole batch of
+    `total` images, in which the `batch` images of this share begin at `first`, decide which.
+    """
+
+def largest_by_channel(x: _Array, largest: _Array) -> None:
+    """Write the largest magnitude of each channel; infinity if any value of the channel is not finite."""
+
+def round_weights(engine: Engine, outside: _Array, out: _Array, inverse: _Array, seed: int) -> None:
+    """Write float32 weights (outs, kernel height, kernel width, in) * inverse[channel] as an int8 weight.
 
     Each is rounded down or up at random, so that its expectation is exact; `seed` and its index decide which.
     """
 
-def export_gradient(engine: Engine, gradient: _Array, outside: _Array, scale: float) -> None:
-    """Write an int32 weight gradient times `scale` as float32 (outs, kernel height, kernel width, in)."""
+def export_gradient(engine: Engine, gradient: _Array, outside: _Array, scale: _Array) -> None:
+    """Write an int32 weight gradient * scale[channel] as float32 (outs, kernel height, kernel width, in)."""
 
 def max_magnitude(x: _Array) -> float:
     """Return the largest magnitude of float32 values; infinity if any is not finite."""

@@ -3,9 +3,9 @@
 
 namespace socflower::int8 {
 
-// The mean gradient is an int32 times `scale` times `inverse`, in float32.
+// The mean gradient is an int32 times the scale of its channel times `inverse`, in float32.
 struct Descent {
-  float scale, inverse, learning_rate, momentum, weight_decay;
+  float inverse, learning_rate, momentum, weight_decay;
 };
 
 }  // namespace socflower::int8

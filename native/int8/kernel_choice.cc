@@ -112,20 +112,31 @@ std::string check_elementwise(const Path& path, std::mt19937& random) {
   path.affine_real8(a.data(), by_image.data(), shift.data(), shift.data(), nullptr, nullptr, got.data(),
                     by_image.data(), nullptr, kRows, kCs, kBatch, 0, false);
   if (want != got) return "affine real of int8";
+  const std::vector<float> by_channel(kCs, 1e-3f);
   for (const float momentum : {0.0f, 0.9f}) {
     std::vector<float> want_values(factor), want_velocity(shift), got_values(factor), got_velocity(shift);
-    const Descent by{1e-3f, 0.125f, 0.05f, momentum, momentum == 0.0f ? 0.0f : 5e-4f};
+    const Descent by{0.125f, 0.05f, momentum, momentum == 0.0f ? 0.0f : 5e-4f};
     float* const none = nullptr;
     const float want_largest = reference::descend(
-        want_values.data(), momentum == 0.0f ? none : want_velocity.data(), acc.data(), kCs, by);
+        want_values.data(), momentum == 0.0f ? none : want_velocity.data(), acc.data(), by_channel.data(), 1, kCs, by);
     const float got_largest =
-        path.descend(got_values.data(), momentum == 0.0f ? none : got_velocity.data(), acc.data(), kCs, by);
+        path.descend(got_values.data(), momentum == 0.0f ? none : got_velocity.data(), acc.data(), by_channel.data(), 1,
+                     kCs, by);
     if (want_values != got_values || want_velocity != got_velocity || want_largest != got_largest) return "descent";
   }
   std::vector<std::int64_t> want_a(kCs), want_ab(kCs), got_a(kCs), got_ab(kCs);
   reference::channel_sums(a.data(), b.data(), b.data(), want_a.data(), want_ab.data(), kRows, kCs);
   path.channel_sums(a.data(), b.data(), b.data(), got_a.data(), got_ab.data(), kRows, kCs);
-  return want_a == got_a && want_ab == got_ab ? "" : "channel sums";
+  if (want_a != got_a || want_ab != got_ab) return "channel sums";
+  std::vector<std::int32_t> want_ends(2 * kCs), got_ends(2 * kCs);
+  reference::channel_moments(acc.data(), 5, {want_a.data(), want_ab.data(), want_ends.data(), want_ends.data() + kCs},
+                             kRows, kCs);
+  path.channel_moments(acc.data(), 5, {got_a.data(), got_ab.data(), got_ends.data(), got_ends.data() + kCs}, kRows,
+                       kCs);
+  if (want_a != got_a || want_ab != got_ab || want_ends != got_ends) return "channel moments";
+  reference::channel_largest(a.data(), b.data(), want_ends.data(), kRows, kCs);
+  path.channel_largest(a.data(), b.data(), got_ends.data(), kRows, kCs);
+  return want_ends == got_ends ? "" : "channel largest";
 }
 
 std::string check_rows(const Path& path, std::mt19937& random) {

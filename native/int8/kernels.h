@@ -107,6 +107,9 @@ struct Path {
                       float* largest, std::size_t rows, int cs, int batch, int image, bool relu);
   void (*channel_sums)(const std::int8_t* a, const std::int8_t* b, const std::int8_t* gate, std::int64_t* sum_a,
                        std::int64_t* sum_ab, std::size_t rows, int cs);
+  void (*channel_largest)(const std::int8_t* a, const std::int8_t* gate, std::int32_t* largest, std::size_t rows,
+                          int cs);
+  void (*channel_moments)(const std::int32_t* acc, int shift, const ChannelMoments& to, std::size_t rows, int cs);
 
   // Rows of `cs` channels, each with numbers of its own (rows.h). All double arithmetic is exact or rounded as
   // reference.h says. sum_a, sum_ab: a number for each row. `scratch`: cs int32.
@@ -133,8 +136,9 @@ struct Path {
   void (*update_weight)(std::int8_t* weight, const std::int32_t* gradient, std::size_t size, int shift,
                         Rounding rounding);
   // Returns the largest magnitude of the new values; infinity if any is not finite. velocity: null without momentum.
-  float (*descend)(float* values, float* velocity, const std::int32_t* gradient, std::size_t size,
-                   const Descent& by);
+  // scale: one for each channel.
+  float (*descend)(float* values, float* velocity, const std::int32_t* gradient, const float* scale, std::size_t rows,
+                   int cs, const Descent& by);
   // dst[i] = nearest int8 of src[i] * scale, half to even, saturated at +-127.
   void (*quantise)(const float* src, std::int8_t* dst, std::size_t size, float scale);
   // dst[i] = src[i] * scale rounded up if random24(index + i, seed) / 2^24 is below its fraction, else down;

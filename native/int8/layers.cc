@@ -143,6 +143,43 @@ void channel_sums(const Path& path, ThreadPool& pool, const std::int8_t* a, cons
   }
 }
 
+void channel_largest(const Path& path, ThreadPool& pool, const std::int8_t* a, const std::int8_t* gate,
+                     std::int32_t* largest, std::size_t rows, int cs) {
+  const int parts = pool.size();
+  std::vector<std::int32_t> own(std::size_t(parts) * cs);
+  pool.run(parts, [&](int part, int) {
+    const std::size_t first = rows * part / parts, last = rows * (part + 1) / parts;
+    path.channel_largest(a + first * cs, at(gate, first * cs), own.data() + std::size_t(part) * cs, last - first, cs);
+  });
+  for (int c = 0; c < cs; ++c) {
+    largest[c] = 0;
+    for (int part = 0; part < parts; ++part) largest[c] = std::max(largest[c], own[std::size_t(part) * cs + c]);
+  }
+}
+
+void channel_moments(const Path& path, ThreadPool& pool, const std::int32_t* acc, int shift, const ChannelMoments& to,
+                     std::size_t rows, int cs, std::int64_t* sums) {
+  const int parts = pool.size();
+  std::vector<std::int32_t> ends(std::size_t(parts) * 2 * cs);
+  pool.run(parts, [&](int part, int) {
+    const std::size_t first = rows * part / parts, last = rows * (part + 1) / parts;
+    std::int64_t* mine = sums + std::size_t(part) * 2 * cs;
+    std::int32_t* own_ends = ends.data() + std::size_t(part) * 2 * cs;
+    path.channel_moments(acc + first * cs, shift, {mine, mine + cs, own_ends, own_ends + cs}, last - first, cs);
+  });
+  for (int c = 0; c < cs; ++c) {
+    to.sum[c] = to.squares[c] = 0;
+    to.least[c] = ends[c], to.most[c] = ends[cs + c];
+    for (int part = 0; part < parts; ++part) {
+      const std::size_t own = std::size_t(part) * 2 * cs + c;
+      to.sum[c] += sums[own];
+      to.squares[c] += sums[own + cs];
+      to.least[c] = std::min(to.least[c], ends[own]);
+      to.most[c] = std::max(to.most[c], ends[own + cs]);
+    }
+  }
+}
+
 void update_weight(const Path& path, ThreadPool& pool, std::int8_t* weight, const std::int32_t* gradient,
                    std::size_t size, int shift, Rounding rounding) {
   over_chunks(pool, size, kChannelBlock, [&](std::size_t from, std::size_t count, int) {
@@ -152,10 +189,10 @@ void update_weight(const Path& path, ThreadPool& pool, std::int8_t* weight, cons
 }
 
 float descend(const Path& path, ThreadPool& pool, float* values, float* velocity, const std::int32_t* gradient,
-              std::size_t size, const Descent& by) {
+              const float* scale, std::size_t rows, int cs, const Descent& by) {
   std::vector<float> largest(pool.size(), 0.0f);
-  over_chunks(pool, size, kChannelBlock, [&](std::size_t from, std::size_t count, int thread) {
-    const float own = path.descend(values + from, at(velocity, from), gradient + from, count, by);
+  over_chunks(pool, rows * cs, cs, [&](std::size_t from, std::size_t count, int thread) {
+    const float own = path.descend(values + from, at(velocity, from), gradient + from, scale, count / cs, cs, by);
     largest[thread] = std::max(largest[thread], own);
     return 0u;
   });
@@ -267,6 +304,56 @@ void quantise(const Path& path, ThreadPool& pool, const float* x, std::int8_t* o
     path.quantise(x + from, out + from, count, scale);
     return 0u;
   });
+}
+
+void round_by_channel_at_random(const Path& path, ThreadPool& pool, const std::int32_t* acc, const float* inverse,
+                                std::int8_t* out, std::size_t rows, int cs, const Dither& dither) {
+  over_chunks(pool, rows * cs, cs, [&](std::size_t from, std::size_t count, int) {
+    constexpr int kAtOnce = 512;
+    alignas(64) float scaled[kAtOnce];
+    for (std::size_t at = from; at < from + count; at += cs) {
+      const std::uint32_t index = dither.index_of(at / cs, cs);
+      for (int c = 0; c < cs; c += kAtOnce) {
+        const int here = std::min(kAtOnce, cs - c);
+        for (int i = 0; i < here; ++i) scaled[i] = static_cast<float>(acc[at + c + i]) * inverse[c + i];
+        path.quantise_at_random(scaled, out + at + c, here, 1.0f, index + c, dither.seed);
+      }
+    }
+    return 0u;
+  });
+}
+
+void quantise_by_channel(const Path& path, ThreadPool& pool, const float* x, const float* inverse, std::int8_t* out,
+                         std::size_t rows, int cs) {
+  over_chunks(pool, rows * cs, cs, [&](std::size_t from, std::size_t count, int) {
+    constexpr int kAtOnce = 512;
+    alignas(64) float scaled[kAtOnce];
+    for (std::size_t row = from; row < from + count; row += cs) {
+      for (int c = 0; c < cs; c += kAtOnce) {
+        const int here = std::min(kAtOnce, cs - c);
+        for (int i = 0; i < here; ++i) scaled[i] = x[row + c + i] * inverse[c + i];
+        path.quantise(scaled, out + row + c, here, 1.0f);
+      }
+    }
+    return 0u;
+  });
+}
+
+void largest_by_channel(const float* x, float* largest, std::size_t rows, int cs) {
+  // As in max_magnitude, bit patterns in place of magnitudes.
+  std::vector<std::int32_t> bits(cs, 0);
+  for (std::size_t r = 0; r < rows; ++r) {
+    for (int c = 0; c < cs; ++c) {
+      std::int32_t own;
+      std::memcpy(&own, x + r * cs + c, sizeof(own));
+      own &= 0x7fffffff;
+      bits[c] = own > bits[c] ? own : bits[c];
+    }
+  }
+  for (int c = 0; c < cs; ++c) {
+    if (bits[c] >= 0x7f800000) largest[c] = std::numeric_limits<float>::infinity();
+    else std::memcpy(largest + c, &bits[c], sizeof(float));
+  }
 }
 
 float max_magnitude(const float* x, std::size_t size) {

@@ -38,11 +38,16 @@ void channel_sums(const Path& path, ThreadPool& pool, const std::int8_t* a, cons
                   const std::int8_t* gate, std::int64_t* sum_a, std::int64_t* sum_ab, std::size_t rows, int cs,
                   std::int64_t* sums);
 std::size_t channel_sums_size(const ThreadPool& pool, int cs);
+void channel_largest(const Path& path, ThreadPool& pool, const std::int8_t* a, const std::int8_t* gate,
+                     std::int32_t* largest, std::size_t rows, int cs);
+// sums: as for channel_sums.
+void channel_moments(const Path& path, ThreadPool& pool, const std::int32_t* acc, int shift, const ChannelMoments& to,
+                     std::size_t rows, int cs, std::int64_t* sums);
 void update_weight(const Path& path, ThreadPool& pool, std::int8_t* weight, const std::int32_t* gradient,
                    std::size_t size, int shift, Rounding rounding);
 
 float descend(const Path& path, ThreadPool& pool, float* values, float* velocity, const std::int32_t* gradient,
-              std::size_t size, const Descent& by);
+              const float* scale, std::size_t rows, int cs, const Descent& by);
 
 // out (h,w,batch,cs) from float32 (batch,channels,h,w).
 void quantise_images(const Path& path, ThreadPool& pool, const float* x, std::int8_t* out, int batch, int channels,
@@ -56,6 +61,15 @@ void quantise_patches(const Path& path, ThreadPool& pool, const ConvShape& shape
 std::size_t patch_images_bytes(const ConvShape& shape);
 // out = nearest int8 of x / 2^exponent, half to even, saturated at +-127.
 void quantise(const Path& path, ThreadPool& pool, const float* x, std::int8_t* out, std::size_t size, int exponent);
+// out = acc * inverse[channel], a product in float32, rounded at random as quantise_at_random, saturated at +-127. The
+// number of an element is that of its place in the whole batch (Dither), counted over padded channels.
+void round_by_channel_at_random(const Path& path, ThreadPool& pool, const std::int32_t* acc, const float* inverse,
+                                std::int8_t* out, std::size_t rows, int cs, const Dither& dither);
+// The same of x * inverse[channel], a product in float32.
+void quantise_by_channel(const Path& path, ThreadPool& pool, const float* x, const float* inverse, std::int8_t* out,
+                         std::size_t rows, int cs);
+// Largest |x| of each channel; infinity if an element of the channel is not finite.
+void largest_by_channel(const float* x, float* largest, std::size_t rows, int cs);
 // Largest |x|; infinity if an element is not finite.
 float max_magnitude(const float* x, std::size_t size);
 

@@ -345,6 +345,29 @@ void channel_sums(const std::int8_t* a, const std::int8_t* b, const std::int8_t*
   }
 }
 
+void channel_largest(const std::int8_t* a, const std::int8_t* gate, std::int32_t* largest, std::size_t rows, int cs) {
+  std::fill(largest, largest + cs, 0);
+  for (std::size_t i = 0; i < rows * cs; ++i) {
+    if (gate == nullptr || gate[i] > 0) largest[i % cs] = std::max(largest[i % cs], std::abs(int(a[i])));
+  }
+}
+
+void channel_moments(const std::int32_t* acc, int shift, const ChannelMoments& to, std::size_t rows, int cs) {
+  for (int c = 0; c < cs; ++c) {
+    to.sum[c] = to.squares[c] = 0;
+    to.least[c] = std::numeric_limits<std::int32_t>::max();
+    to.most[c] = std::numeric_limits<std::int32_t>::min();
+  }
+  for (std::size_t i = 0; i < rows * cs; ++i) {
+    const std::int64_t half = shift == 0 ? 0 : std::int64_t(1) << (shift - 1);
+    const std::int64_t v = (acc[i] + half) >> shift;
+    to.sum[i % cs] += v;
+    to.squares[i % cs] += v * v;
+    to.least[i % cs] = std::min(to.least[i % cs], acc[i]);
+    to.most[i % cs] = std::max(to.most[i % cs], acc[i]);
+  }
+}
+
 void max_pool(const PoolShape& s, const std::int8_t* x, std::int8_t* y, std::uint8_t* argmax) {
   const std::size_t pixel = std::size_t(s.batch) * channel_stride(s.channels);
   for (int oh = 0; oh < s.out_h(); ++oh)
@@ -425,10 +448,11 @@ void update_weight(std::int8_t* weight, const std::int32_t* gradient, std::size_
   }
 }
 
-float descend(float* values, float* velocity, const std::int32_t* gradient, std::size_t size, const Descent& by) {
+float descend(float* values, float* velocity, const std::int32_t* gradient, const float* scale, std::size_t rows,
+              int cs, const Descent& by) {
   float largest = 0.0f;
-  for (std::size_t i = 0; i < size; ++i) {
-    const float scaled = static_cast<float>(gradient[i] * static_cast<double>(by.scale));
+  for (std::size_t i = 0; i < rows * cs; ++i) {
+    const float scaled = static_cast<float>(gradient[i] * static_cast<double>(scale[i % cs]));
     float step = scaled * by.inverse;
     if (by.weight_decay != 0.0f) {
       const float decay = values[i] * by.weight_decay;

@@ -115,6 +115,13 @@ std::uint32_t table_gradient(const std::int8_t* dy, const std::int8_t* x, const 
 void channel_sums(const std::int8_t* a, const std::int8_t* b, const std::int8_t* gate, std::int64_t* sum_a,
                   std::int64_t* sum_ab, std::size_t rows, int cs);
 
+// largest = maximum of |a| over the rows of each channel, where gate (may be null) is positive.
+void channel_largest(const std::int8_t* a, const std::int8_t* gate, std::int32_t* largest, std::size_t rows, int cs);
+
+// Of each channel: sum and sum of squares of acc / 2^shift, rounded to nearest (half up), of magnitude at most 2^21;
+// least and largest acc.
+void channel_moments(const std::int32_t* acc, int shift, const ChannelMoments& to, std::size_t rows, int cs);
+
 // y = maximum over the window, padding left out; argmax (as y) = index of the first tap that attains it.
 void max_pool(const PoolShape& shape, const std::int8_t* x, std::int8_t* y, std::uint8_t* argmax);
 
@@ -132,10 +139,11 @@ std::uint32_t average_pool_gradient(const PoolShape& shape, const std::int8_t* d
 void update_weight(std::int8_t* weight, const std::int32_t* gradient, std::size_t size, int shift,
                    Rounding rounding);
 
-// torch.optim.SGD in float32: g = float(gradient * scale, exactly) * inverse, + weight_decay * value; then, unless
+// torch.optim.SGD in float32: g = float(gradient * scale[channel], exactly) * inverse, + weight_decay * value; then, unless
 // velocity is null, velocity = momentum * velocity + g and g = velocity; value = value - learning_rate * g.
 // Returns the largest magnitude of the values; infinity if any is not finite.
-float descend(float* values, float* velocity, const std::int32_t* gradient, std::size_t size, const Descent& by);
+float descend(float* values, float* velocity, const std::int32_t* gradient, const float* scale, std::size_t rows,
+              int cs, const Descent& by);
 
 // out (h,w,batch,cs) = nearest int8 of x / 2^exponent (half to even), saturated at +-127, from float32
 // images (batch,channels,h,w). NaN becomes 0; so do the channels of padding.

@@ -2,8 +2,15 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace socflower::int8 {
+
+// What channel_moments finds, a number for each channel.
+struct ChannelMoments {
+  std::int64_t *sum, *squares;
+  std::int32_t *least, *most;
+};
 
 // Normalisation of each row by numbers of its own, as of a LayerNorm. gamma and beta: one for each of cs channels, 0
 // for those of padding. slope and mean: one for each row.

@@ -26,28 +26,27 @@ void over_tiles(ThreadPool& pool, int outs, std::int64_t depth, Body body) {
 }  // namespace
 
 void round_weights(const Path& path, ThreadPool& pool, const float* src, std::int8_t* dst, int outs,
-                   std::int64_t depth, int stride, int exponent, std::uint32_t seed) {
-  const float scale = std::ldexp(1.0f, -exponent);
+                   std::int64_t depth, int stride, const float* inverse, std::uint32_t seed) {
   over_tiles(pool, outs, depth, [=, &path](int o, int count, std::int64_t k, int ks) {
     float tile[kTileDepth][kTileOuts] = {};
     for (int j = 0; j < count; ++j) {
       const float* row = src + (o + j) * depth + k;
-      for (int i = 0; i < ks; ++i) tile[i][j] = row[i];
+      for (int i = 0; i < ks; ++i) tile[i][j] = row[i] * inverse[o + j];
     }
     for (int i = 0; i < ks; ++i) {
       const std::int64_t index = (k + i) * stride + o;
-      path.quantise_at_random(tile[i], dst + index, kTileOuts, scale, static_cast<std::uint32_t>(index), seed);
+      path.quantise_at_random(tile[i], dst + index, kTileOuts, 1.0f, static_cast<std::uint32_t>(index), seed);
     }
   });
 }
 
 void export_gradient(ThreadPool& pool, const std::int32_t* gradient, float* out, int outs, std::int64_t depth,
-                     int stride, float scale) {
+                     int stride, const float* scale) {
   over_tiles(pool, outs, depth, [=](int o, int count, std::int64_t k, int ks) {
     float tile[kTileOuts][kTileDepth];
     for (int i = 0; i < ks; ++i) {
       const std::int32_t* row = gradient + (k + i) * stride + o;
-      for (int j = 0; j < kTileOuts; ++j) tile[j][i] = static_cast<float>(row[j]) * scale;
+      for (int j = 0; j < count; ++j) tile[j][i] = static_cast<float>(row[j]) * scale[o + j];
     }
     for (int j = 0; j < count; ++j) std::copy(tile[j], tile[j] + ks, out + (o + j) * depth + k);
   });

@@ -36,6 +36,9 @@ void round(const Path& path, Checker& check) {
       for (const int exponent : {-9, 0, 4}) {
         const int stride = channel_stride(outs);
         const auto seed = static_cast<std::uint32_t>(random.next());
+        // Exact products: a power of two for each channel.
+        Buffer<float> inverse(stride);
+        for (float& one : inverse) one = std::ldexp(1.0f, random.between(0, 3) - exponent);
         Buffer<float> src(std::size_t(outs) * depth);
         for (float& v : src) {
           const float plain = static_cast<float>(random.between(-127 * 4096, 127 * 4096)) / 4096;
@@ -45,14 +48,14 @@ void round(const Path& path, Checker& check) {
         for (int o = 0; o < outs; ++o)
           for (int k = 0; k < depth; ++k) {
             const float v = src[std::size_t(o) * depth + k];
-            const double x = std::isnan(v) ? 0.0 : std::clamp(std::ldexp(double(v), -exponent), -127.0, 127.0);
+            const double x = std::isnan(v) ? 0.0 : std::clamp(double(v) * inverse[o], -127.0, 127.0);
             const std::uint32_t index = k * stride + o;
             const double chance = random24(index, seed) / 16777216.0;
             expected[index] = static_cast<std::int8_t>(std::floor(x) + (chance < x - std::floor(x) ? 1 : 0));
           }
         for (const auto& pool : pools()) {
           Buffer<std::int8_t> got(expected.size(), 99);
-          round_weights(path, *pool, src.data(), got.data(), outs, depth, stride, exponent, seed);
+          round_weights(path, *pool, src.data(), got.data(), outs, depth, stride, inverse.data(), seed);
           check.equal("round_weights", expected.data(), got.data(), got.size(),
                       "outs %d, depth %d, exponent %d, threads %d", outs, depth, exponent, pool->size());
         }
@@ -66,14 +69,16 @@ void give_out(const Path&, Checker& check) {
       for (const float scale : {1.0f, -0.0f, 0x1p-20f, 3.7e-5f, 1e-38f, 1e30f}) {
         const int stride = channel_stride(outs);
         const Buffer<std::int32_t> gradient = accumulators(random, std::size_t(depth) * stride);  // the padding too
+        Buffer<float> scales(stride);
+        for (float& one : scales) one = scale * static_cast<float>(random.between(1, 7));
         Buffer<float> expected(std::size_t(outs) * depth);
         for (int o = 0; o < outs; ++o)
           for (int k = 0; k < depth; ++k) {
-            expected[std::size_t(o) * depth + k] = static_cast<float>(gradient[std::size_t(k) * stride + o]) * scale;
+            expected[std::size_t(o) * depth + k] = static_cast<float>(gradient[std::size_t(k) * stride + o]) * scales[o];
           }
         for (const auto& pool : pools()) {
           Buffer<float> got(expected.size(), 99.0f);
-          export_gradient(*pool, gradient.data(), got.data(), outs, depth, stride, scale);
+          export_gradient(*pool, gradient.data(), got.data(), outs, depth, stride, scales.data());
           check.equal("export_gradient", expected.data(), got.data(), got.size(),
                       "outs %d, depth %d, scale %g, threads %d", outs, depth, double(scale), pool->size());
         }

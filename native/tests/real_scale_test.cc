@@ -125,7 +125,54 @@ void real(const Path& path, Checker& check) {
   affine_real<std::int32_t>(check, "affine_real32", random, path.affine_real32);
 }
 
-const Register kAtRandom(at_random), kReal(real);
+// The numbers of one ChannelMoments.
+struct Moments {
+  explicit Moments(int cs) : sums(2 * cs, 99), ends(2 * cs, 99), cs(cs) {}
+  ChannelMoments at() { return {sums.data(), sums.data() + cs, ends.data(), ends.data() + cs}; }
+
+  Buffer<std::int64_t> sums;
+  Buffer<std::int32_t> ends;
+  int cs;
+};
+
+void moments(const Path& path, Checker& check) {
+  Random random(24);
+  for (const int cs : kColumns)
+    for (const int rows : {1, 2, 7, 64, 300, 1100})
+      for (const int bits : {1, 8, 21, 27, 31})
+        for (int fill = 0; fill < kFills; ++fill) {
+          const std::int64_t end = (std::int64_t(1) << bits) - 1;
+          const auto low = static_cast<std::int32_t>(-end), high = static_cast<std::int32_t>(end);
+          const auto acc = filled<std::int32_t>(random, std::size_t(rows) * cs, fill, low, high);
+          const int shift = bits <= 20 ? 0 : bits - 20;
+          Moments expected(cs), got(cs);
+          reference::channel_moments(acc.data(), shift, expected.at(), rows, cs);
+          path.channel_moments(acc.data(), shift, got.at(), rows, cs);
+          const char* sizes = "rows %d, cs %d, bits %d, fill %d";
+          check.equal("channel_moments", expected.sums.data(), got.sums.data(), 2 * cs, sizes, rows, cs, bits, fill);
+          check.equal("channel_moments ends", expected.ends.data(), got.ends.data(), 2 * cs, sizes, rows, cs, bits,
+                      fill);
+        }
+}
+
+void largest(const Path& path, Checker& check) {
+  Random random(25);
+  for (const int cs : kColumns)
+    for (const int rows : {1, 2, 7, 64, 300, 1100})
+      for (const bool gated : {false, true})
+        for (int fill = 0; fill < kFills; ++fill) {
+          const std::size_t size = std::size_t(rows) * cs;
+          const auto a = filled<std::int8_t>(random, size, fill), gate = filled<std::int8_t>(random, size, 0);
+          Buffer<std::int32_t> expected(cs, 99), got(cs, 99);
+          const std::int8_t* g = gated ? gate.data() : nullptr;
+          reference::channel_largest(a.data(), g, expected.data(), rows, cs);
+          path.channel_largest(a.data(), g, got.data(), rows, cs);
+          check.equal("channel_largest", expected.data(), got.data(), cs, "rows %d, cs %d, gate %d, fill %d", rows, cs,
+                      gated, fill);
+        }
+}
+
+const Register kAtRandom(at_random), kReal(real), kMoments(moments), kLargest(largest);
 
 }  // namespace
 }  // namespace socflower::int8::test

@@ -136,7 +136,9 @@ void softmaxes(const Path& path, Checker& check, Random& random, const Shape& s,
 }
 
 void descents(const Path& path, Checker& check, Random& random, ThreadPool& pool) {
-  constexpr std::size_t kSize = 16 * 65;
+  constexpr std::size_t kRows = 65;
+  constexpr int kChannels = 48;
+  constexpr std::size_t kSize = kRows * kChannels;
   for (const float momentum : {0.0f, 0.9f})
     for (const float decay : {0.0f, 5e-4f}) {
       const Buffer<std::int32_t> gradient = accumulators(random, kSize);
@@ -144,17 +146,21 @@ void descents(const Path& path, Checker& check, Random& random, ThreadPool& pool
       for (float& one : want) one = static_cast<float>(random.between(-1000000, 1000000)) * 1e-6f;
       for (float& one : want_velocity) one = static_cast<float>(random.between(-1000000, 1000000)) * 1e-7f;
       Buffer<float> got = want, got_velocity = want_velocity;
-      const Descent by{3e-7f, 1.0f / 48, 0.07f, momentum, decay};
+      Buffer<float> scale(kChannels);
+      for (float& one : scale) one = static_cast<float>(random.between(1, 1000)) * 1e-9f;
+      const Descent by{1.0f / 48, 0.07f, momentum, decay};
       const bool moves = momentum != 0.0f;
       const float most =
-          reference::descend(want.data(), moves ? want_velocity.data() : nullptr, gradient.data(), kSize, by);
-      const float seen =
-          descend(path, pool, got.data(), moves ? got_velocity.data() : nullptr, gradient.data(), kSize, by);
+          reference::descend(want.data(), moves ? want_velocity.data() : nullptr, gradient.data(), scale.data(), kRows,
+                             kChannels, by);
+      const float seen = descend(path, pool, got.data(), moves ? got_velocity.data() : nullptr, gradient.data(),
+                                 scale.data(), kRows, kChannels, by);
       check.equal("descend", want.data(), got.data(), kSize, "momentum %g, decay %g", momentum, decay);
       check.equal("descend velocity", want_velocity.data(), got_velocity.data(), kSize, "momentum %g", momentum);
       check.equal("descend largest", &most, &seen, 1, "momentum %g, decay %g", momentum, decay);
       want[7] = std::numeric_limits<float>::quiet_NaN();
-      const float lost = descend(path, pool, want.data(), nullptr, gradient.data(), kSize, by);
+      const float lost = descend(path, pool, want.data(), nullptr, gradient.data(), scale.data(), kRows, kChannels,
+                                 by);
       const float infinite = std::numeric_limits<float>::infinity();
       check.equal("descend without a number", &infinite, &lost, 1, "momentum %g", momentum);
     }

@@ -84,7 +84,6 @@ ROUNDINGS = (-1, 2, 7, 2**40, "nearest", None)
 ROUNDED = {"shift": SHIFTS, "rounding": ROUNDINGS}
 EXPONENTS = {"exponent": (-101, 101, 2**31, -(2**63), 0.5, "0", None)}
 SEEDS = (-1, 2**32, 2**70, 0.5, "0", None)
-SCALES = (float("nan"), float("inf"), -float("inf"), 1e39, -1e300, "1", None)
 MULTIPLIERS = (-1, 2**31 // (128 * 9) + 1, 2**31 - 1, -(2**31), 2**40, None)
 WORKSPACE = ((CONVOLUTION.workspace_bytes(ENGINE),), np.uint8)
 X = (6, 5, 4, 32)
@@ -222,17 +221,31 @@ CALLS = {
     ),
     "round_weights": Call(
         _int8.round_weights,
-        {"outside": RNG.standard_normal((33, 3, 3, 20)).astype(np.float32)},
+        {
+            "outside": RNG.standard_normal((33, 3, 3, 20)).astype(np.float32),
+            "inverse": np.full(48, 32.0, np.float32),
+        },
         {"out": (W, np.int8)},
-        {"exponent": -5, "seed": 2**32 - 1},
-        {**EXPONENTS, "seed": SEEDS},
+        {"seed": 2**32 - 1},
+        {"seed": SEEDS},
     ),
     "export_gradient": Call(
         _int8.export_gradient,
-        {"gradient": wide(2**30, *W)},
+        {"gradient": wide(2**30, *W), "scale": np.full(48, 2.0**-20, np.float32)},
         {"outside": ((33, 3, 3, 20), np.float32)},
-        {"scale": 2.0**-20},
-        {"scale": SCALES},
+        {},
+        {},
+    ),
+    "quantise_by_channel": Call(
+        _int8.quantise_by_channel,
+        {
+            "x": RNG.standard_normal(FLAT).astype(np.float32),
+            "inverse": np.full(48, 32.0, np.float32),
+        },
+        {"out": (FLAT, np.int8)},
+        {},
+        {},
+        any_shape=("x", "out", "inverse"),
     ),
     "softmax_gradient": Call(
         _int8.softmax_gradient,
@@ -432,6 +445,21 @@ def test_weights_of_another_shape_or_memory_order_are_refused(name, shape):
 def test_weights_of_no_depth_are_exchanged_for_nothing(name, empty):
     inside = "out" if name == "round_weights" else "gradient"
     CALLS[name].run(exchange(name, outside=(33, *empty), **{inside: (*empty, 48)}))
+
+
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [
+        ("round_weights", "inverse"),
+        ("quantise_by_channel", "inverse"),
+        ("export_gradient", "scale"),
+    ],
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_factors_of_channels_that_are_not_finite_are_refused(name, which, value):
+    arguments = CALLS[name].arguments()
+    arguments[which][5] = value
+    CALLS[name].refuses(arguments, which, "finite")
 
 
 @pytest.mark.parametrize(

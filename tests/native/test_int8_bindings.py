@@ -375,6 +375,66 @@ def test_quantise_equals_numpy_on_every_path(batch, channels, height, width, exp
         np.testing.assert_array_equal(out, nk.quantise(flat, exponent))
 
 
+@few
+@given(st.integers(1, 70), st.integers(1, 40), st.integers(1, 31), seeds)
+def test_moments_and_channels_equal_numpy_on_every_path(rows, channels, bits, seed):
+    rng = np.random.default_rng(seed)
+    shape = (rows, stride_of(channels))
+    acc = rng.integers(-(2**bits) + 1, 2**bits, shape).astype(np.int32)
+    shift = max(0, bits - 20)
+    exact = acc.astype(np.int64)
+    kept = (exact + (1 << shift >> 1)) >> shift
+    real = rng.standard_normal(shape).astype(np.float32)
+    largest = np.empty(shape[1], np.float32)
+    _int8.largest_by_channel(real, largest)
+    np.testing.assert_array_equal(largest, np.abs(real).max(axis=0))
+    inverse = np.float32(127.0) / largest
+    for which in all_engines():
+        sums = np.full((2, shape[1]), 9, np.int64)
+        ends = np.full((2, shape[1]), 9, np.int32)
+        _int8.channel_moments(which, acc, shift, *sums, *ends)
+        np.testing.assert_array_equal(sums, [kept.sum(axis=0), (kept * kept).sum(axis=0)])
+        np.testing.assert_array_equal(ends, [acc.min(axis=0), acc.max(axis=0)])
+        out = np.full(shape, 9, np.int8)
+        _int8.quantise_by_channel(which, real, inverse, out)
+        np.testing.assert_array_equal(out, np.clip(np.rint(real * inverse), -127, 127))
+
+
+@few
+@given(st.integers(1, 20), st.integers(1, 5), st.integers(1, 40), st.booleans(), seeds)
+def test_rounding_by_channel_is_of_the_whole_batch_on_every_path(
+    pixels, batch, channels, gated, seed
+):
+    rng = np.random.default_rng(seed)
+    total = batch + int(rng.integers(0, 4))
+    first = int(rng.integers(0, total - batch + 1))
+    stride = stride_of(channels)
+    acc = rng.integers(-(2**20), 2**20, (pixels, total, stride)).astype(np.int32)
+    inverse = (rng.random(stride) * 2.0**-12).astype(np.float32)
+    real = np.clip(acc.astype(np.float32) * inverse, -127, 127).astype(np.float64)
+    down = np.floor(real)
+    chance = random24(np.arange(acc.size), seed % 2**32).reshape(acc.shape) / 2.0**24
+    expected = down + (chance < real - down)
+    own = np.ascontiguousarray(acc[:, first : first + batch])
+    a, gate = random_tensor(rng, (2, pixels, stride)).astype(np.int8)
+    kept = np.where(gate > 0, a, 0) if gated else a
+    for which in all_engines():
+        out = np.full(own.shape, 9, np.int8)
+        place = (seed % 2**32, batch, total, first)
+        _int8.round_by_channel_at_random(which, own, inverse, out, *place)
+        np.testing.assert_array_equal(out, expected[:, first : first + batch])
+        largest = np.full(stride, 9, np.int32)
+        _int8.channel_largest(which, a, gate if gated else None, largest)
+        np.testing.assert_array_equal(largest, np.abs(kept.astype(int)).max(axis=0))
+
+
+def test_moments_of_accumulators_beyond_the_exact_sums_are_refused():
+    acc = np.full((4, 16), 1 << 22, np.int32)
+    sums, ends = np.empty((2, 16), np.int64), np.empty((2, 16), np.int32)
+    with pytest.raises(ValueError, match="magnitudes"):
+        _int8.channel_moments(engine("portable"), acc, 1, *sums, *ends)
+
+
 def random24(index, seed):
     """Return the numbers of native/int8/random24.h, in 0..2^24 - 1, from integers that cannot overflow."""
     x = (np.asarray(index, np.uint64) * np.uint64(0x9E3779B1) + np.uint64(seed)) % np.uint64(2**32)
@@ -398,8 +458,13 @@ def rounded_at_random(real, exponent, seed):
 def round_weights(which, real, exponent, seed):
     """Return what `_int8.round_weights` writes over nines."""
     out = np.full((*real.shape[1:], stride_of(len(real))), 9, np.int8)
-    _int8.round_weights(which, real, out, exponent, seed)
+    _int8.round_weights(which, real, out, by_channel(len(real), 2.0**-exponent), seed)
     return out
+
+
+def by_channel(channels, value):
+    """Return a value for each channel of a weight."""
+    return np.full(stride_of(channels), value, np.float32)
 
 
 weight_shapes = st.tuples(
@@ -429,7 +494,7 @@ def test_random_rounding_has_the_value_as_its_expectation():
     out = np.empty((1, 1, 1, stride_of(len(real))), np.int8)
     total = np.zeros(len(values))
     for seed in range(num_seeds):
-        _int8.round_weights(engine("portable"), real, out, 0, seed)
+        _int8.round_weights(engine("portable"), real, out, by_channel(len(real), 1.0), seed)
         total += out[0, 0, 0, : len(values)]
     variance = (real - np.floor(real)) * (1 - (real - np.floor(real)))
     bound = np.sqrt(2 * variance * 15 / num_seeds) + 2 * 15 / (3 * num_seeds)
@@ -466,11 +531,13 @@ def test_an_exported_gradient_is_the_transposed_one_times_the_scale(shape, seed)
     """Bit for bit in float32, whatever the padding of the channels holds."""
     rng = np.random.default_rng(seed)
     gradient = rng.integers(-(2**31), 2**31, (*shape[1:], stride_of(shape[0]))).astype(np.int32)
-    scale = np.float32(rng.choice([2.0**-30, 1e-6, -0.3, 0.0, 1e28]))
-    expected = (gradient[..., : shape[0]].astype(np.float32) * scale).transpose(3, 0, 1, 2)
+    stride = stride_of(shape[0])
+    scale = rng.choice([2.0**-30, 1e-6, -0.3, 0.0, 1e28], stride).astype(np.float32)
+    real = gradient.astype(np.float32) * scale
+    expected = real[..., : shape[0]].transpose(3, 0, 1, 2)
     for which in all_engines():
         outside = np.full(shape, 9, np.float32)
-        _int8.export_gradient(which, gradient, outside, float(scale))
+        _int8.export_gradient(which, gradient, outside, scale)
         np.testing.assert_array_equal(outside, expected)
 
 

@@ -64,8 +64,54 @@ def at_real_scale(real, largest, *, relu):
     return q, exponent, factor
 
 
+def channel_units(master, exponent):
+    """Return the unit of each output channel of a weight, in 2^exponent."""
+    largest = np.abs(master).max(axis=(0, 1, 2))
+    return np.maximum(largest / np.float32(math.ldexp(127.0, exponent)), np.float32(2.0**-12))
+
+
 class NumpyRealTrainer(NumpyTrainer):
-    """Trains a graph by `REAL_SCALES`, step by step."""
+    """Trains a graph by `REAL_SCALES`, step by step.
+
+    A convolution that a BatchNorm alone reads hands on its accumulators and their scale, for each channel. If it is
+    depthwise its weight and its gradients have units for each channel, kept by the identity of the weight and by the
+    name of the value.
+    """
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.units = {}
+        self.gradient_units = {}
+        for node in self.graph.nodes:
+            if self.is_scaled(node):
+                weight = self.weights[f"{node.name}.weight"]
+                self.units[id(weight)] = None
+                self.round_master(weight)
+
+    def units_of(self, weight):
+        return self.units.get(id(weight), np.float32(1.0))
+
+    def is_scaled(self, node):
+        """Return whether the node is a depthwise convolution that a BatchNorm reads."""
+        if not isinstance(node, ir.Convolution) or not self.is_normalised(node):
+            return False
+        channels = self.graph.shape_of(node.inputs[0])[0]
+        return node.groups == channels == node.shape[0] > 1
+
+    def unit_of_gradient(self, name):
+        return self.gradient_units.get(name, 1.0)
+
+    def round_master(self, weight):
+        """Round the master weights to int8, each channel in its unit."""
+        units = channel_units(weight.master, weight.exponent)
+        self.units[id(weight)] = units
+        inverse = np.float32(2.0**-weight.exponent) / units
+        weight.q = np.rint(np.clip(weight.master * inverse, -127, 127)).astype(np.int64)
+
+    def update_weight(self, weight, gradient, exponent):
+        super().update_weight(weight, gradient, exponent)
+        if id(weight) in self.units:
+            self.round_master(weight)
 
     def round_forward(self, node, acc, exponent, factor=1.0):
         return (*super().round_forward(node, acc, exponent), factor)
@@ -87,39 +133,85 @@ class NumpyRealTrainer(NumpyTrainer):
         exponent = x[1] + weight.exponent
         if node.bias:
             bias = self.vectors[f"{node.name}.bias"].astype(np.float64)
+            bias = bias / self.units_of(weight)
             acc += np.rint(np.ldexp(bias, -exponent) / x[2]).astype(np.int64)
         acc = nk.kept(acc, node.relu)
         scale = math.ldexp(x[2], exponent)
         if self.is_normalised(node):
-            memory["sums of", node.name] = acc, scale
-            return self.round_forward(node, acc, exponent, x[2])
+            memory["sums of", node.name] = acc, scale * self.units_of(weight).astype(np.float64)
+            return acc, 0, 1.0
         real = affine_real(acc, 1.0, scale, 0.0, relu=node.relu)
         return at_real_scale(real, nk.largest_magnitude(acc) * scale, relu=node.relu)
 
+    def track(self, node, mean, variance, rows):
+        unbiased = variance * (rows / max(rows - 1, 1))
+        for part, new in (("mean", mean), ("var", unbiased)):
+            name = f"{node.name}.running_{part}"
+            kept = np.float32(1.0 - node.momentum) * self.vectors[name]
+            self.vectors[name] = (kept + node.momentum * new).astype(np.float32)
+
+    def forward_accumulators(self, node, memory, acc, unit):
+        """Normalise accumulators; keep them normalised, as int8, for the backward pass."""
+        axes = (0, 1, 2)
+        rows = acc.size // acc.shape[3]
+        bits = min(20, (53 - rows.bit_length()) // 2)
+        shift = max(0, nk.largest_magnitude(acc).bit_length() - bits)
+        kept = (acc + ((1 << shift) >> 1)) >> shift
+        mean = kept.sum(axis=axes) / rows
+        variance = np.maximum((kept * kept).sum(axis=axes) / rows - mean * mean, 0.0)
+        mean, variance = mean * 2.0**shift, variance * 2.0 ** (2 * shift)
+        self.track(node, mean * unit, variance * unit**2, rows)
+        inverse_deviation = 1.0 / np.sqrt(variance * unit**2 + node.eps)
+        slope = unit * inverse_deviation
+        least, most = acc.min(axis=axes), acc.max(axis=axes)
+        per_step = 127.0 / np.maximum(np.maximum(most - mean, mean - least), 0.5)
+        real = affine_real(acc, 1.0, per_step, -mean * per_step, relu=False)
+        q = np.rint(np.clip(real, -127, 127)).astype(np.int64)
+        memory[node.name] = q, 0.0, slope / per_step, inverse_deviation
+        scale = self.vectors[f"{node.name}.weight"] * slope
+        offset = self.vectors[f"{node.name}.bias"] - scale * mean
+        ends = np.array([scale * most + offset, scale * least + offset])
+        largest = (np.maximum(ends, 0.0) if node.relu else np.abs(ends)).max()
+        real = affine_real(acc, 1.0, scale, offset, relu=node.relu)
+        return at_real_scale(real, float(largest), relu=node.relu)
+
     def forward_batch_norm(self, node, memory, x):
+        sums = memory.get(("sums of", node.inputs[0]))
+        if sums is not None:
+            return self.forward_accumulators(node, memory, *sums)
         q, step = x[0], scale_of(x)
         rows = q.size // q.shape[3]
         mean = q.sum(axis=(0, 1, 2)) / rows
         variance = np.maximum((q * q).sum(axis=(0, 1, 2)) / rows - mean * mean, 0.0)
-        slope = step / np.sqrt(variance * step**2 + node.eps)
-        unbiased = variance * step**2 * (rows / max(rows - 1, 1))
-        for part, new in (("mean", mean * step), ("var", unbiased)):
-            name = f"{node.name}.running_{part}"
-            kept = np.float32(1.0 - node.momentum) * self.vectors[name]
-            self.vectors[name] = (kept + node.momentum * new).astype(np.float32)
-        memory[node.name] = mean, slope
+        deviation = np.sqrt(variance * step**2 + node.eps)
+        slope = step / deviation
+        self.track(node, mean * step, variance * step**2, rows)
+        memory[node.name] = q, mean, slope, 1.0 / deviation
         scale = self.vectors[f"{node.name}.weight"] * slope
         offset = self.vectors[f"{node.name}.bias"] - scale * mean
-        sums = memory.get(("sums of", node.inputs[0]))
-        if sums is None:
-            acc_exponent, (scale, offset) = per_channel_integers((21, 28), scale, offset)
-            return self.round_forward(node, nk.kept(scale * q + offset, node.relu), acc_exponent)
-        acc, acc_scale = sums
-        ends = [scale * (q.max(axis=(0, 1, 2)) + 0.5), scale * (q.min(axis=(0, 1, 2)) - 0.5)]
-        ends = np.array(ends) + offset
-        largest = (np.maximum(ends, 0.0) if node.relu else np.abs(ends)).max()
-        real = affine_real(acc, 1.0, scale * (acc_scale / step), offset, relu=node.relu)
-        return at_real_scale(real, float(largest), relu=node.relu)
+        acc_exponent, (scale, offset) = per_channel_integers((21, 28), scale, offset)
+        return self.round_forward(node, nk.kept(scale * q + offset, node.relu), acc_exponent)
+
+    def round_by_channel(self, node, acc, exponent, weight):
+        """Round the input gradient of a depthwise convolution at random, for a BatchNorm in units of channels."""
+        largest = np.abs(acc).max(axis=(0, 1, 2)).astype(np.float64)
+        unit = self.units_of(weight) * self.gradient_units[node.name]
+        own_exponent = exponent_for((largest * unit).max())
+        source = next((one for one in self.graph.nodes if one.name == node.inputs[0]), None)
+        if isinstance(source, ir.BatchNorm) and self.graph.consumers(source.name) == (node,):
+            per_step = 127.0 / np.maximum(largest, 1.0)
+            self.gradient_units[source.name] = np.ldexp(unit / per_step, -own_exponent)
+        else:
+            per_step = np.ldexp(unit, -own_exponent)
+        real = acc.astype(np.float32) * per_step.astype(np.float32)
+        real = np.clip(real, -127, 127).astype(np.float64)
+        down = np.floor(real)
+        seed = zlib.crc32(nk.padded(largest, np.float64).tobytes())
+        *pixels, channels = acc.shape
+        first = np.arange(math.prod(pixels), dtype=np.uint64).reshape(*pixels, 1)
+        index = first * np.uint64(nk.stride_of(channels)) + np.arange(channels, dtype=np.uint64)
+        chance = (random32(index, seed) >> np.uint64(8)) / 2.0**24
+        return (down + (chance < real - down)).astype(np.int64), exponent + own_exponent
 
     def forward_relu(self, node, memory, x):
         return (*super().forward_relu(node, memory, x), x[2])
@@ -156,36 +248,57 @@ class NumpyRealTrainer(NumpyTrainer):
         if node.inputs[0] != ir.INPUT:
             acc = nk.input_gradient(dy, weight.q, x[0].shape, **geometry)
             acc = nk.kept(acc, mask=read[node.inputs[0]])
-            dx = self.round_backward(node, acc, exponent + weight.exponent)
+            if self.is_scaled(node):
+                dx = self.round_by_channel(node, acc, exponent + weight.exponent, weight)
+            else:
+                dx = self.round_backward(node, acc, exponent + weight.exponent)
         gradient = nk.weight_gradient(x[0], dy, node.kernel, **geometry)
-        scale = float(np.float32(math.ldexp(scale_of(x), exponent)))
-        self.update_weight(weight, gradient * scale, 0)
+        units = self.unit_of_gradient(node.name)
+        scale = (math.ldexp(scale_of(x), exponent) * np.asarray(units)).astype(np.float32)
+        self.update_weight(weight, gradient * scale.astype(np.float64), 0)
         if node.bias:
-            self.update_vector(f"{node.name}.bias", dy.sum(axis=(0, 1, 2)) * 2.0**exponent)
+            self.update_vector(f"{node.name}.bias", dy.sum(axis=(0, 1, 2)) * units * 2.0**exponent)
         return [dx]
 
     def backward_batch_norm(self, node, memory, values, read, dy, exponent):
         """Return gamma / sigma * (dy - mean(dy) - xhat * mean(dy * xhat)), rounded at random."""
-        x = values[node.inputs[0]]
-        q, step = x[0], scale_of(x)
-        mean, slope = memory[node.name]
+        q, mean, slope, inverse_deviation = memory[node.name]
         if node.relu:
             dy = nk.kept(dy, mask=values[node.name][0])
         rows = dy.size // dy.shape[3]
         sums = np.array([dy.sum(axis=(0, 1, 2)), (dy * q).sum(axis=(0, 1, 2))], np.float64)
+        units = self.unit_of_gradient(node.name)
+        sums *= units
         sum_dy, sum_dy_x = sums * 2.0**exponent
         sum_dy_xhat = slope * (sum_dy_x - mean * sum_dy)
-        gain = self.vectors[f"{node.name}.weight"] * (slope / step)
+        gain = self.vectors[f"{node.name}.weight"] * inverse_deviation
         scale_x = -gain * slope * sum_dy_xhat / rows
         offset = -gain * sum_dy / rows - scale_x * mean
+        coefficients = [gain * 2.0**exponent * units, scale_x, offset]
+        seed = zlib.crc32(nk.padded(sums, np.float64).tobytes())
+        read = next(one for one in self.graph.nodes if one.name == node.inputs[0])
+        by_channel = self.is_scaled(read)
+        if by_channel:
+            largest = np.abs(dy).max(axis=(0, 1, 2))
+            bound = sum(
+                np.abs(c) * top for c, top in zip(coefficients, (largest, 127, 1), strict=True)
+            )
+            # Zeros need no unit.
+            units = np.maximum(bound, (bound.max() or 127.0) * 2.0**-20) / 127.0
+            coefficients[0] = coefficients[0] * (largest > 0)
+            coefficients = [each / units for each in coefficients]
         acc_exponent, (int_dy, int_x, int_offset) = per_channel_integers(
-            (21, 21, 28), gain * 2.0**exponent, scale_x, offset
+            (21, 21, 28), *coefficients
         )
         acc = int_dy * dy + int_x * q + int_offset
-        seed = zlib.crc32(nk.padded(sums, np.float64).tobytes())
-        dx = self.tracker(node.name, "backward").round(
-            acc, acc_exponent, lambda acc, shift: round_at_random(acc, shift, seed)
-        )
+        if by_channel:
+            exponent = math.frexp(bound.max() / 127.0)[1]
+            self.gradient_units[read.name] = np.ldexp(units, -exponent)
+            dx = round_at_random(acc, -acc_exponent, seed), exponent
+        else:
+            dx = self.tracker(node.name, "backward").round(
+                acc, acc_exponent, lambda acc, shift: round_at_random(acc, shift, seed)
+            )
         self.update_vector(f"{node.name}.weight", sum_dy_xhat)
         self.update_vector(f"{node.name}.bias", sum_dy)
         return [dx]

@@ -37,7 +37,7 @@ class BatchPeers(Protocol):
         ...
 
 
-def gather(peers: BatchPeers, own: Sequence[float]) -> DoubleArray:
+def gather(peers: BatchPeers, own: Sequence[float] | DoubleArray) -> DoubleArray:
     """Return the numbers of all members, (members, numbers), by rank."""
     table = np.zeros((peers.size, len(own)))
     table[peers.rank] = own
@@ -61,6 +61,10 @@ class BatchShare:
 
     def most(self, own: float) -> float:
         """Return the maximum over the batch of a number that is 0 or more."""
+        return own
+
+    def each_most(self, own: DoubleArray) -> DoubleArray:
+        """Return the maximum over the batch of each element."""
         return own
 
     def saturates(self, own: bool) -> bool:
@@ -114,6 +118,14 @@ class JointShare(BatchShare):
     def most(self, own: float) -> float:
         """Return the maximum over all members."""
         return float(gather(self._peers, [0.0 if self.is_empty else own]).max())
+
+    def each_most(self, own: DoubleArray) -> DoubleArray:
+        """Return the maxima over all members that have samples."""
+        table = gather(
+            self._peers, np.full(own.size, -np.inf) if self.is_empty else own.reshape(-1)
+        )
+        most: DoubleArray = table.max(axis=0)
+        return most.reshape(own.shape)
 
     def saturates(self, own: bool) -> bool:
         """Return whether it saturates at any member; unless cautious, note it and return False."""

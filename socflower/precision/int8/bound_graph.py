@@ -58,7 +58,9 @@ from socflower.precision.int8.operators.weighted import (
     TransposedConvolutionOperator,
     WideLinearOperator,
     convolution_plan,
+    is_depthwise,
     is_wide,
+    read_by_batch_norm,
 )
 from socflower.precision.int8.region_cache import RegionCache
 
@@ -435,22 +437,20 @@ def _tensors(graph: ir.Graph, batch: int, patched: ir.Convolution | None) -> dic
         taps = patched.kernel[0] * patched.kernel[1]
         input_shape = (taps * input_shape[0], *patched.shape[1:])
     tensors = {ir.INPUT: Tensor(shape=input_shape, batch=batch)}
-    previous: ir.Node | None = None
+    normalised = read_by_batch_norm(graph)
     for node in graph.nodes:
         tensor = tensors[node.name] = Tensor(shape=node.shape, batch=batch)
         read = [tensors[value] for value in node.inputs]
         keeps_sign = node.keeps_sign and all(x.activations for x in read)
         tensor.activations = node.non_negative or keeps_sign
-        follows = previous is not None and node.inputs == (previous.name,)
-        if (
-            follows
-            and isinstance(node, ir.BatchNorm)
-            and isinstance(previous, ir.Convolution)
-            and not previous.relu
-            and len(graph.consumers(previous.name)) == 1
-        ):
-            read[0].normalised = True
-        previous = node
+        tensor.normalised = node.name in normalised
+        readers = [reader.name for reader in graph.consumers(node.name)]
+        tensor.takes_gradient_units = (
+            isinstance(node, ir.BatchNorm)
+            and len(readers) == 1
+            and readers[0] in normalised
+            and is_depthwise(graph, readers[0])
+        )
         match node:
             case ir.Convolution(relu=True) | ir.Add(relu=True) | ir.Relu():
                 tensor.activations = tensor.masked = True

@@ -45,6 +45,7 @@ from socflower.precision.int8.fixed_point import (
 from socflower.precision.int8.network import Convolution, Dropout, Fp32, Graph, Shape
 from socflower.precision.int8.operators.base import StepContext
 from socflower.precision.int8.operators.embedding import Embedding
+from socflower.precision.int8.operators.weighted import scaled_by_channel
 from socflower.precision.int8.parameters import (
     Parameters,
     array_of,
@@ -228,7 +229,11 @@ class Int8Model:
         )
         keep_master = isinstance(algorithm.update, Fp32Update)
         parameters = import_parameters(
-            captured.graph, captured.state, keep_master=keep_master, exponents=exponents
+            captured.graph,
+            captured.state,
+            keep_master=keep_master,
+            scaled_by_channel=scaled_by_channel(captured.graph, algorithm),
+            exponents=exponents,
         )
         model = cls(
             captured.graph,
@@ -526,7 +531,7 @@ class Int8Model:
         return export_parameters(self.graph, self.parameters)
 
     def weight_exponents(self) -> dict[str, int]:
-        """Return the exponents of the int8 weights by their names: a weight is its int8 value times 2^exponent."""
+        """Return the exponents of the int8 weights by their names (see `Weight`)."""
         return self.parameters.exponents
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -547,7 +552,11 @@ class Int8Model:
         arrays = {name: np.asarray(value, dtype=np.float32) for name, value in state.items()}
         keep_master = isinstance(self.algorithm.update, Fp32Update)
         parameters = import_parameters(
-            self.graph, arrays, keep_master=keep_master, frozen=self.parameters.weights
+            self.graph,
+            arrays,
+            keep_master=keep_master,
+            scaled_by_channel=scaled_by_channel(self.graph, self.algorithm),
+            frozen=self.parameters.weights,
         )
         for name, array in self.parameters.fp32.items():
             array_of(parameters.fp32, name, array.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +28,9 @@ from socflower.precision.int8.stalling import StallWatch
 class Weight:
     """Weight of a convolution, (kh, kw, in/groups, channel stride of out) int8 with one exponent.
 
+    `channel_units`, (channel stride,), are finer: a real value is then the int8 times 2^exponent times the unit of its
+    channel, between 2^-12 and 1. A weight of a depthwise convolution has them (`scaled_by_channel`).
+
     `master` and `velocity` (same shape, float32) exist under algorithms with FP32 weights, `gradient` under an
     outside update, and has the shape (out, kh, kw, in/groups). A frozen weight has none of them: the module keeps the
     original values.
@@ -38,6 +41,20 @@ class Weight:
     master: FloatArray | None = None
     velocity: FloatArray | None = None
     gradient: FloatArray | None = None
+    channel_units: FloatArray | None = None
+
+    def fit(self, name: str, largest: FloatArray) -> FloatArray:
+        """Take the exponent and the units that fit these largest magnitudes; return what int8 is per real value.
+
+        `largest` has one number for each channel. Raises TrainingFailed, with `name`, if one is beyond float32.
+        """
+        self.exponent = exponent_within_float32(name, float(largest.max()))
+        if self.channel_units is not None:
+            units = largest / np.float32(math.ldexp(127.0, self.exponent))
+            # A channel of zeros would have none.
+            self.channel_units = np.maximum(units, np.float32(2.0**-12))
+        inverse = np.full(self.data.shape[-1], 2.0**-self.exponent, dtype=np.float32)
+        return inverse if self.channel_units is None else inverse / self.channel_units
 
 
 @dataclass(slots=True)
@@ -91,15 +108,16 @@ def import_parameters(
     state: Mapping[str, FloatArray],
     *,
     keep_master: bool,
+    scaled_by_channel: Collection[str] = (),
     exponents: Mapping[str, int] | None = None,
     frozen: Mapping[str, Weight] | None = None,
 ) -> Parameters:
     """Return the parameters of a graph from the arrays of a torch state_dict.
 
-    Frozen weights that the state lacks are taken from `frozen`.
+    Frozen weights that the state lacks are taken from `frozen`. The nodes of `scaled_by_channel` get channel units.
 
-    A weight gets the smallest exponent that fits it, or that of `exponents` if it is larger: an integer update steps
-    by units of the exponent, so keeping it keeps the step. Raises ConfigError if an array is missing, has a wrong
+    Another weight gets the smallest exponent that fits it, or that of `exponents` if it is larger: an integer update
+    steps by units of the exponent, so keeping it keeps the step. Raises ConfigError if an array is missing, has a wrong
     shape or is unknown, and if values are not finite.
     """
     parameters = Parameters()
@@ -115,7 +133,10 @@ def import_parameters(
                 kept_exponent = (exponents or {}).get(name)
                 shaped = real.reshape(graph.weight_shape(node))
                 keep = keep_master and not is_frozen
-                parameters.weights[name] = _import_weight(shaped, keep, kept_exponent)
+                weight = _import_weight(shaped, keep, kept_exponent)
+                if node.name in scaled_by_channel:
+                    _scale_by_channel(name, weight, shaped)
+                parameters.weights[name] = weight
         elif isinstance(node, Fp32):
             for name in _of_node(node, left):
                 parameters.fp32[name] = left.pop(name)
@@ -135,7 +156,7 @@ def import_parameters(
 def export_parameters(graph: Graph, parameters: Parameters) -> dict[str, AnyArray]:
     """Return float32 arrays (and int64 counters) by their names and shapes in the module's state_dict.
 
-    A weight is its int8 value times 2^exponent, exactly, or its master weight if there is one. Frozen weights are left
+    A weight is its int8 value times its unit, exactly, or its master weight if there is one. Frozen weights are left
     out: the module has them, more precisely.
     """
     state: dict[str, AnyArray] = {}
@@ -145,6 +166,8 @@ def export_parameters(graph: Graph, parameters: Parameters) -> dict[str, AnyArra
             real = weight.master
             if real is None:
                 real = np.ldexp(weight.data.astype(np.float32), weight.exponent)
+                if weight.channel_units is not None:
+                    real *= weight.channel_units
             state[f"{node.name}.weight"] = _to_module(graph, node, real)
         elif isinstance(node, Fp32):
             for name in _of_node(node, parameters.fp32):
@@ -244,7 +267,26 @@ def _import_weight(real: FloatArray, keep_master: bool, kept_exponent: int | Non
     return Weight(data=data, exponent=exponent, master=padded if keep_master else None)
 
 
-def array_shapes(graph: Graph, *, keep_master: bool) -> dict[str, tuple[type, tuple[int, ...]]]:
+def _scale_by_channel(name: str, weight: Weight, real: FloatArray) -> None:
+    """Give a weight channel units, and the nearest int8 of real values (out, in, kh, kw) in these."""
+    padded = np.zeros(weight.data.shape, dtype=np.float32)
+    padded[..., : len(real)] = real.transpose(2, 3, 1, 0)
+    largest = largest_by_channel(padded)
+    weight.channel_units = np.ones_like(largest)
+    inverse = weight.fit(name, largest)
+    weight.data[...] = np.rint(np.clip(padded * inverse, -127, 127))
+
+
+def largest_by_channel(values: FloatArray) -> FloatArray:
+    """Return the largest magnitude in each channel, the last dimension; infinity if one is not finite."""
+    largest = np.empty(values.shape[-1], dtype=np.float32)
+    _int8.largest_by_channel(values, largest)
+    return largest
+
+
+def array_shapes(
+    graph: Graph, *, keep_master: bool, scaled_by_channel: Collection[str] = ()
+) -> dict[str, tuple[type, tuple[int, ...]]]:
     """Return type and shape of the arrays that a file of the graph's parameters must have (`saving`)."""
     needed: dict[str, tuple[type, tuple[int, ...]]] = {}
     for node in graph.nodes:
@@ -255,6 +297,8 @@ def array_shapes(graph: Graph, *, keep_master: bool) -> dict[str, tuple[type, tu
             needed[f"weight/{node.name}.weight"] = (np.int8, shape)
             if keep_master and "weight" in node.trained:
                 needed[f"master/{node.name}.weight"] = (np.float32, shape)
+            if node.name in scaled_by_channel:
+                needed[f"units/{node.name}.weight"] = (np.float32, (stride,))
         for name in _vector_names(node):
             needed[f"vector/{name}"] = (np.float32, (stride,))
     return needed
@@ -290,12 +334,15 @@ def take_weights(
             weight = parameters.weights[name]
             array = array_of(state, name, graph.module_weight_shape(node))
             outside = as_channels_last(array, graph.weight_shape(node))
-            weight.exponent = exponent_within_float32(name, _int8.max_magnitude(outside))
+            inverse = weight.fit(name, _largest_by_out(outside, weight))
             if seed is None:
-                _round_to_nearest(outside, weight)
+                nearest = np.rint(
+                    np.clip(outside.transpose(1, 2, 3, 0) * inverse[: len(outside)], -127, 127)
+                )
+                weight.data[..., : len(outside)] = nearest
             else:
                 own_seed = (seed + index * _SEED_STEP) % 2**32
-                _int8.round_weights(engine, outside, weight.data, weight.exponent, own_seed)
+                _int8.round_weights(engine, outside, weight.data, inverse, own_seed)
         elif isinstance(node, Fp32):
             own = {f"{node.name}.{part}" for part in node.parameters}
             for name in _of_node(node, parameters.fp32):
@@ -312,10 +359,15 @@ def take_weights(
                 parameters.vectors[name].data[: node.shape[0]] = array
 
 
-def _round_to_nearest(outside: FloatArray, weight: Weight) -> None:
-    """Write the nearest int8 of (out, kh, kw, in) float32 to a weight, at its exponent."""
-    num_outs = len(outside)
-    quantise(outside.transpose(1, 2, 3, 0), weight.exponent, weight.data[..., :num_outs])
+def _largest_by_out(outside: FloatArray, weight: Weight) -> FloatArray:
+    """Return what `Weight.fit` takes of (out, kh, kw, in) float32; without channel units the maximum is enough."""
+    largest = np.zeros(weight.data.shape[-1], dtype=np.float32)
+    if weight.channel_units is None:
+        largest[0] = _int8.max_magnitude(outside)
+    else:
+        for index, own in enumerate(outside):
+            largest[index] = _int8.max_magnitude(own)
+    return largest
 
 
 def start_gradients(graph: Graph, parameters: Parameters) -> dict[str, FloatArray]:

@@ -196,24 +196,16 @@ def round_product(
     out: Int8Array,
     accumulators: Int32Array,
     rounding: Rounding,
-    *,
-    keeps_accumulators: bool = False,
 ) -> int:
     """Store the result of `run(destination, shift)` in `out` and return the exponent of the stored values.
 
     A product is too costly to compute twice: without a known exponent its int32 values go to `accumulators`
-    (shaped as `out`); this is the cost of the search for a new exponent (Mandheling §3.4). If `run` always writes
-    `accumulators` (`keeps_accumulators`), it runs once.
+    (shaped as `out`); this is the cost of the search for a new exponent (Mandheling §3.4).
     """
     known = _known_shift(tracker, acc_exponent)
-    own_largest: int | None = None
-    if known is not None:
-        own_largest = run(out, known)
-        if not share.saturates(_saturates(own_largest, known)):
-            return _use_known_exponent(tracker, acc_exponent + known)
-    if own_largest is None or not keeps_accumulators:
-        own_largest = run(accumulators, 0)
-    largest = int(share.most(own_largest))
+    if known is not None and not share.saturates(_saturates(run(out, known), known)):
+        return _use_known_exponent(tracker, acc_exponent + known)
+    largest = int(share.most(run(accumulators, 0)))
     shift = shift_for(largest)
     _int8.requantise(engine, accumulators, out, shift, rounding)
     return _record_exponent(name, tracker, acc_exponent + shift, largest)

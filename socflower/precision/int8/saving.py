@@ -22,6 +22,7 @@ from socflower.precision.algorithm import (
 )
 from socflower.precision.int8.fixed_point import AnyArray, require_finite
 from socflower.precision.int8.network import BatchNorm, Graph
+from socflower.precision.int8.operators.weighted import scaled_by_channel
 from socflower.precision.int8.parameters import Parameters, Vector, Weight, array_shapes
 from socflower.wire.saved_state import atomic_file
 
@@ -63,6 +64,7 @@ def save(
         arrays[f"weight/{name}"] = weight.data
         arrays[f"master/{name}"] = weight.master
         arrays[f"velocity/{name}"] = weight.velocity
+        arrays[f"units/{name}"] = weight.channel_units
     for name, vector in parameters.vectors.items():
         arrays[f"vector/{name}"] = vector.data
         arrays[f"velocity/{name}"] = vector.velocity
@@ -87,7 +89,9 @@ def load(path: Path) -> tuple[Graph, TrainingAlgorithm, Parameters, list[Any]]:
         graph = Graph.from_json(header["graph"])
         algorithm = _algorithm(header["algorithm"])
         keep_master = isinstance(algorithm.update, Fp32Update)
-        _require_arrays(arrays, array_shapes(graph, keep_master=keep_master))
+        scaled = scaled_by_channel(graph, algorithm)
+        needed = array_shapes(graph, keep_master=keep_master, scaled_by_channel=scaled)
+        _require_arrays(arrays, needed)
         trackers = [[str(name), str(role), values] for name, role, values in header["trackers"]]
         return graph, algorithm, _parameters(graph, header, arrays), trackers
     except FileNotFoundError:
@@ -163,11 +167,15 @@ def _parameters(graph: Graph, header: dict[str, Any], arrays: dict[str, Any]) ->
             exponent = int(header["exponents"][name])
             if abs(exponent) > MAX_WEIGHT_EXPONENT:
                 raise ConfigError(f"{name}: an exponent of {exponent} is beyond float32")
+            units = arrays.get(f"units/{name}")
+            if units is not None and not (units > 0.0).all():
+                raise ConfigError(f"units/{name}: need units above 0")
             parameters.weights[name] = Weight(
                 data=np.ascontiguousarray(array),
                 exponent=exponent,
                 master=arrays.get(f"master/{name}"),
                 velocity=velocity,
+                channel_units=units,
             )
         elif role == "vector":
             parameters.vectors[name] = Vector(data=array, velocity=velocity)

@@ -15,7 +15,7 @@ from socflower.precision.algorithm import (
     TrainingAlgorithm,
 )
 from socflower.precision.int8.fixed_point import FloatArray, Int32Array, shift_for
-from socflower.precision.int8.parameters import Vector, Weight
+from socflower.precision.int8.parameters import Vector, Weight, largest_by_channel
 from socflower.precision.int8.requantisation import MAX_SHIFT, exponent_within_float32
 from socflower.precision.int8.stalling import StallWatch
 
@@ -41,12 +41,12 @@ def update_weight(
     gradient: Int32Array,
     *,
     largest: int,
-    gradient_scale: float,
+    gradient_scale: FloatArray,
     rate: Rate,
     progress: float,
     stalls: StallWatch,
 ) -> None:
-    """Update `weight` with an int32 gradient whose real value is gradient * gradient_scale.
+    """Update `weight` with an int32 gradient whose real value is gradient * gradient_scale, one for each channel.
 
     Under an outside update only `weight.gradient` changes: it becomes the gradient times the rate.
 
@@ -65,7 +65,8 @@ def update_weight(
         return
     if isinstance(rule, OutsideUpdate):
         assert weight.gradient is not None
-        _int8.export_gradient(engine, gradient, weight.gradient, gradient_scale * rate.of_sum)
+        scale = gradient_scale * np.float32(rate.of_sum)
+        _int8.export_gradient(engine, gradient, weight.gradient, scale)
         return
     assert weight.master is not None
     if rule.momentum and weight.velocity is None:
@@ -77,7 +78,7 @@ def update_weight(
     )
     if rule.gradient_bits is not None:
         gradient, shift = _rounded(engine, gradient, largest, rule.gradient_bits)
-        gradient_scale *= 2.0**shift
+        gradient_scale = gradient_scale * np.float32(2.0**shift)
     largest_weight = _int8.descend(
         engine,
         weight.master,
@@ -89,6 +90,10 @@ def update_weight(
         rule.momentum,
         rule.weight_decay,
     )
+    if weight.channel_units is not None:
+        per_real = weight.fit(name, largest_by_channel(weight.master))
+        _int8.quantise_by_channel(engine, weight.master, per_real, weight.data)
+        return
     weight.exponent = exponent_within_float32(name, largest_weight)
     # After that check: the range of the rounded masters would hide that they have diverged.
     if rule.weight_bits is not None:

@@ -46,8 +46,13 @@ class Tensor:
 
     A value is `factor` * 2^`exponent` times its int8; a gradient has an exponent only. The values of `activations` are
     all in 0..127. The only reader of a `masked` tensor sets the gradient of elements that are not positive to 0. A
-    tensor is `normalised` if a BatchNorm reads it next, and nothing else does: under real scales it then also has
-    `accumulators`, which are valid until the next operator has run.
+    tensor is `normalised` if a BatchNorm reads it next, and nothing else does. Under real scales it then has
+    `accumulators`, which are valid until the next operator has run, in place of data and scale: in training the
+    BatchNorm writes the normalised values to `data`, for its backward pass.
+
+    Around a depthwise convolution (`scaled_by_channel`) accumulators and gradients have `channel_units` and
+    `gradient_units`, by which a channel's values are multiplied. A gradient gets them if its reader is a BatchNorm that
+    only such a convolution follows (`takes_gradient_units`), or such a convolution itself.
 
     In evaluation a value is `by_image` times its int8, one float32 for each image, so that no image depends on the
     others; accumulators are in the same units, without `bias`. The last value of a pass has `exact` real values
@@ -64,6 +69,10 @@ class Tensor:
     normalised: bool = False
     accumulators: Int32Array | None = None
     accumulator_scale: float = 1.0
+    largest_accumulator: int = 0
+    channel_units: FloatArray | None = None
+    takes_gradient_units: bool = False
+    gradient_units: DoubleArray | None = None
     by_image: FloatArray = field(init=False)
     bias: FloatArray | None = None
     is_result: bool = False
@@ -202,14 +211,15 @@ class Operator(ABC, Generic[NodeT]):
         accumulators: Int32Array,
         scale: FloatArray,
         offset: FloatArray,
+        out: Int8Array,
+        unit: float,
         *,
         relu: bool,
     ) -> None:
-        """Round scale * accumulator + offset to the output, at the output's scale."""
+        """Write scale * accumulator + offset in the given unit to `out`."""
         batch = self.output.batch
         by_image = np.ones(batch, dtype=np.float32)
-        inverse = np.full(batch, 1.0 / self.output.scale, dtype=np.float32)
-        out = self.output.data
+        inverse = np.full(batch, 1.0 / unit, dtype=np.float32)
         _int8.affine_real(
             step.engine, accumulators, by_image, scale, offset, None, None, out, inverse, None, relu
         )
@@ -358,6 +368,9 @@ class WeightedOperator(Operator[WeightedT]):
     ) -> Int32Array:
         """Return the bias at the accumulator's scale; TrainingFailed if its magnitude is above `room`."""
         real = step.parameters.vectors[f"{self.node.name}.bias"].data.astype(np.float64)
+        units = self._weight(step).channel_units
+        if units is not None:
+            real = real / units
         scaled = np.rint(np.ldexp(real, -acc_exponent) / factor)
         if not np.abs(scaled).max() <= room:
             worst = float(np.abs(real).max())
@@ -386,12 +399,13 @@ class WeightedOperator(Operator[WeightedT]):
     def _update_bias(self, step: StepContext) -> None:
         dy = self.gradient
         exponent = self.output.gradient_exponent
+        units = self.output.gradient_units
         _int8.channel_sums(step.engine, dy, dy, None, self._sums[0], self._sums[1])
         bias = step.parameters.vectors[f"{self.node.name}.bias"]
 
         def update(sums: DoubleArray) -> None:
-            gradient = np.ldexp(sums, exponent).astype(np.float32)
-            update_vector(step.algorithm, bias, gradient, step.rate)
+            gradient = np.ldexp(sums if units is None else sums * units, exponent)
+            update_vector(step.algorithm, bias, gradient.astype(np.float32), step.rate)
 
         step.share.add(self._sums[0].astype(np.float64), update)
 
@@ -410,6 +424,9 @@ class WeightedOperator(Operator[WeightedT]):
         except OverflowError as error:
             own_largest = step.share.overflowed(error)
         scale = math.ldexp(self._input_scale(), self.output.gradient_exponent + drop)
+        scales = np.full(self._weight_shape[-1], scale)
+        if self.output.gradient_units is not None:
+            scales *= self.output.gradient_units
 
         def update(total: Int32Array, largest: int) -> None:
             if largest:
@@ -421,7 +438,7 @@ class WeightedOperator(Operator[WeightedT]):
                 weight,
                 total.reshape(weight.data.shape),
                 largest=largest,
-                gradient_scale=scale,
+                gradient_scale=scales.astype(np.float32),
                 rate=step.rate,
                 progress=step.progress,
                 stalls=step.parameters.stalls,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -22,6 +23,7 @@ from socflower.precision.int8.operators.base import (
     StepContext,
     Tensor,
 )
+from socflower.precision.int8.requantisation import ZERO_EXPONENT, require_exponent
 from socflower.precision.int8.updates import update_vector
 
 
@@ -30,33 +32,36 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
 
     Forward and input gradient are, element by element, sums of int8 values times per-channel integers of 21 bits,
     so they round like any product. The statistics are exact sums; the per-channel arithmetic on them is IEEE and the
-    same on every machine. Under real scales the forward pass is instead float32 per element, on the accumulators of
-    the convolution; statistics and backward pass read the int8 that they were rounded to.
+    same on every machine. Under real scales statistics and forward pass read the accumulators of the convolution
+    instead, and the forward pass is float32 per element. The backward pass reads the normalised values as int8, each
+    channel in its own unit: a channel of small deviation or of a large mean is as precise as any other.
     """
 
     def __init__(self, node: ir.BatchNorm, inputs: Sequence[Tensor], output: Tensor) -> None:
         super().__init__(node, inputs, output)
         self._sums = np.zeros((2, output.array_shape[3]), dtype=np.int64)
-        # The mean of the batch in units of 2^exponent, and d(normalised) / d(x.data).
+        # What the backward pass needs of each channel: the mean of x.data, d(normalised) / d(x.data), and 1 / sigma.
         self._mean: DoubleArray
         self._slope: DoubleArray
+        self._inverse_deviation: DoubleArray
 
     def forward(self, step: StepContext) -> None:
         """Normalise with the statistics of the batch."""
         x = self.inputs[0]
         node = self.node
         vectors = step.parameters.vectors
+        if x.accumulators is not None:
+            self._from_accumulators(step, x.accumulators)
+            x.accumulators = None
+            return
         mean, variance = self._batch_statistics(step)
         deviation = np.sqrt(variance * x.scale**2 + node.eps)
         slope: DoubleArray = x.scale / deviation
         self._mean = mean
         self._slope = slope
+        self._inverse_deviation = 1.0 / deviation
         scale = vectors[f"{node.name}.weight"].data * slope
         offset = vectors[f"{node.name}.bias"].data - scale * mean
-        if x.accumulators is not None:
-            self._from_accumulators(step, x.accumulators, scale, offset)
-            x.accumulators = None
-            return
         self.output.factor = 1.0
         acc_exponent, (int_scale, int_offset) = scaled_integers(21, (scale, 0), (offset, 7))
         rounding = step.algorithm.forward.rounding
@@ -84,6 +89,8 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
             mean = mean - x.bias
             x.accumulators = None
         offset = bias - gain * mean
+        if x.channel_units is not None:
+            gain = gain * x.channel_units
         self._round_by_image(
             step,
             values,
@@ -93,26 +100,70 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
             relu=self.node.relu,
         )
 
-    def _from_accumulators(
+    def _from_accumulators(self, step: StepContext, accumulators: Int32Array) -> None:
+        """Normalise accumulators, and store the normalised values in the input's data for the backward pass."""
+        x = self.inputs[0]
+        relu = self.node.relu
+        mean, variance, least, most = self._accumulator_statistics(step, accumulators)
+        unit = np.full(self._sums.shape[1], x.accumulator_scale)
+        if x.channel_units is not None:
+            unit *= x.channel_units
+        self._update_running(step, mean * unit, variance * unit**2)
+        inverse_deviation = 1.0 / np.sqrt(variance * unit**2 + self.node.eps)
+        # Normalised values are slope * (accumulator - mean).
+        slope = unit * inverse_deviation
+        self._keep_normalised(
+            step, accumulators, slope, mean, np.maximum(most - mean, mean - least)
+        )
+        self._inverse_deviation = inverse_deviation
+        vectors = step.parameters.vectors
+        scale = vectors[f"{self.node.name}.weight"].data * slope
+        offset = vectors[f"{self.node.name}.bias"].data - scale * mean
+        ends = np.array([scale * most + offset, scale * least + offset])
+        largest = float((np.maximum(ends, 0.0) if relu else np.abs(ends)).max())
+        if self._set_real_scale(largest):
+            out, out_unit = self.output.data, self.output.scale
+            by_channel = scale.astype(np.float32), offset.astype(np.float32)
+            self._affine_real(step, accumulators, *by_channel, out, out_unit, relu=relu)
+
+    def _keep_normalised(
         self,
         step: StepContext,
         accumulators: Int32Array,
-        scale: DoubleArray,
-        offset: DoubleArray,
+        slope: DoubleArray,
+        mean: DoubleArray,
+        farthest: DoubleArray,
     ) -> None:
-        """Normalise accumulators; `scale` and `offset` are those of the int8 that they were rounded to."""
-        x = self.inputs[0]
-        relu = self.node.relu
-        # An accumulator is within half a quantum of its int8, so the ends of a channel bound the results.
-        by_pixel = x.data.reshape(-1, x.batch * len(scale))
-        highest = by_pixel.max(axis=0).reshape(x.batch, -1).max(axis=0) + 0.5
-        lowest = by_pixel.min(axis=0).reshape(x.batch, -1).min(axis=0) - 0.5
-        ends = np.array([scale * highest + offset, scale * lowest + offset])
-        own_largest = float((np.maximum(ends, 0.0) if relu else np.abs(ends)).max())
-        if not self._set_real_scale(step.share.most(own_largest)):
-            return
-        of_accumulator = (scale * (x.accumulator_scale / x.scale)).astype(np.float32)
-        self._affine_real(step, accumulators, of_accumulator, offset.astype(np.float32), relu=relu)
+        """Write slope * (accumulator - mean) to the input's data; `farthest` is the largest |accumulator - mean|."""
+        # A channel that is constant has no unit; its values are 0 in any.
+        per_step = 127.0 / np.maximum(farthest, 0.5)
+        scale, offset = per_step.astype(np.float32), (-mean * per_step).astype(np.float32)
+        data = self.inputs[0].data
+        self._affine_real(step, accumulators, scale, offset, data, 1.0, relu=False)
+        self._mean = np.zeros_like(mean)
+        self._slope = slope / per_step
+
+    def _accumulator_statistics(
+        self, step: StepContext, accumulators: Int32Array
+    ) -> tuple[DoubleArray, DoubleArray, DoubleArray, DoubleArray]:
+        """Return mean, variance, least and largest accumulator of each channel of the batch.
+
+        Mean and variance are of accumulators that have lost low bits where sums of squares could leave 2^53.
+        """
+        share = step.share
+        rows = self._rows(step)
+        bits = min(20, (53 - rows.bit_length()) // 2)
+        largest = int(share.most(self.inputs[0].largest_accumulator))
+        shift = max(0, largest.bit_length() - bits)
+        ends = np.empty((2, self._sums.shape[1]), dtype=np.int32)
+        _int8.channel_moments(step.engine, accumulators, shift, *self._sums, *ends)
+        sums = share.total(self._sums)
+        mean = sums[0] / rows
+        variance = np.maximum(sums[1] / rows - mean * mean, 0.0)
+        # The largest of the negatives is the least.
+        ends_of_batch = share.each_most(np.array([-ends[0].astype(np.float64), ends[1]]))
+        unit = math.ldexp(1.0, shift)
+        return mean * unit, variance * unit**2, -ends_of_batch[0], ends_of_batch[1]
 
     def _batch_statistics(self, step: StepContext) -> tuple[DoubleArray, DoubleArray]:
         """Return mean and variance of the batch, in units of the input; update the running statistics."""
@@ -122,11 +173,14 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
         sums = step.share.total(self._sums)
         mean = sums[0] / rows
         variance = np.maximum(sums[1] / rows - mean * mean, 0.0)
-        if not step.replay:
-            real_mean = mean * x.scale
-            real_variance = variance * x.scale**2
-            step.share.change(lambda: self._track(step, rows, real_mean, real_variance))
+        self._update_running(step, mean * x.scale, variance * x.scale**2)
         return mean, variance
+
+    def _update_running(self, step: StepContext, mean: DoubleArray, variance: DoubleArray) -> None:
+        """Update the running statistics with real ones of the batch, once for each batch."""
+        if not step.replay:
+            rows = self._rows(step)
+            step.share.change(lambda: self._track(step, rows, mean, variance))
 
     def _rows(self, step: StepContext) -> int:
         """Return the number of values of a channel in the whole batch."""
@@ -159,6 +213,8 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
         gate = self.output.data if node.relu else None
         _int8.channel_sums(step.engine, dy, x.data, gate, self._sums[0], self._sums[1])
         sums = step.share.total(self._sums)
+        if self.output.gradient_units is not None:
+            sums *= self.output.gradient_units
         sum_dy = np.ldexp(sums[0], dy_exponent)
         sum_dy_x = np.ldexp(sums[1], dy_exponent)
         sum_dy_xhat = self._slope * (sum_dy_x - self._mean * sum_dy)
@@ -185,18 +241,36 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
     ) -> int:
         """Write the gradient of the input and return its exponent; `seed` is that of dithering."""
         x = self.inputs[0]
-        dy = self.gradient
         rows = self._rows(step)
         gamma = step.parameters.vectors[f"{self.node.name}.weight"].data
         # gamma / sigma
-        gain = gamma * (self._slope / x.scale)
+        gain = gamma * self._inverse_deviation
         scale_dy = np.ldexp(gain, self.output.gradient_exponent)
+        if self.output.gradient_units is not None:
+            scale_dy *= self.output.gradient_units
         scale_x = -gain * self._slope * sum_dy_xhat / rows
         offset = -gain * sum_dy / rows - scale_x * self._mean
+        coefficients = scale_dy, scale_x, offset
+        x.gradient_units = None
+        if x.channel_units is not None:
+            return self._input_gradient_by_channel(step, into, gate, coefficients, seed)
+        acc_exponent, run = self._rounded_gradient(step, gate, coefficients, seed)
+        return self._round(step, "backward", acc_exponent, run, into)
+
+    def _rounded_gradient(
+        self,
+        step: StepContext,
+        gate: Int8Array | None,
+        coefficients: tuple[DoubleArray, DoubleArray, DoubleArray],
+        seed: int,
+    ) -> tuple[int, Callable[[Int8Array | None, int], int]]:
+        """Return the exponent of scale_dy * dy + scale_x * x + offset, and how it is rounded."""
+        x = self.inputs[0]
+        scale_dy, scale_x, offset = coefficients
         acc_exponent, integers = scaled_integers(21, (scale_dy, 0), (scale_x, 0), (offset, 7))
         int_dy, int_x, int_offset = integers
+        operands = (step.engine, self.gradient, x.data, gate, int_dy, int_x, int_offset)
         rounding = step.algorithm.backward.rounding
-        operands = (step.engine, dy, x.data, gate, int_dy, int_x, int_offset)
 
         def run(out: Int8Array | None, shift: int) -> int:
             return _int8.affine_gradient(*operands, out, shift, rounding)
@@ -209,5 +283,34 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
                 *operands, out, shift, seed, x.batch, max(share.num_samples, x.batch), share.first
             )
 
-        dithered = step.algorithm.backward.dithered
-        return self._round(step, "backward", acc_exponent, run_dithered if dithered else run, into)
+        return acc_exponent, run_dithered if step.algorithm.backward.dithered else run
+
+    def _input_gradient_by_channel(
+        self,
+        step: StepContext,
+        into: Int8Array,
+        gate: Int8Array | None,
+        coefficients: tuple[DoubleArray, DoubleArray, DoubleArray],
+        seed: int,
+    ) -> int:
+        """Write the gradient of a depthwise convolution's result, each channel in a unit that its bound fits."""
+        x = self.inputs[0]
+        scale_dy, scale_x, offset = coefficients
+        own_largest = np.empty(len(offset), dtype=np.int32)
+        _int8.channel_largest(step.engine, self.gradient, gate, own_largest)
+        largest = step.share.each_most(own_largest.astype(np.float64))
+        # The sums of the batch are small beside a single element, so the bound is close.
+        bound = np.abs(scale_dy) * largest + np.abs(scale_x) * 127.0 + np.abs(offset)
+        top = float(bound.max())
+        if top == 0.0:
+            into[...] = 0
+            return ZERO_EXPONENT
+        units = np.maximum(bound, top * 2.0**-20) / 127.0
+        # The coefficient of a channel of zeros has no bound.
+        in_units = scale_dy * (largest > 0.0) / units, scale_x / units, offset / units
+        acc_exponent, run = self._rounded_gradient(step, gate, in_units, seed)
+        run(into, -acc_exponent)
+        exponent = math.frexp(top / 127.0)[1]
+        require_exponent(self.node.name, f"{top:.3g}", exponent)
+        x.gradient_units = np.ldexp(units, -exponent)
+        return exponent

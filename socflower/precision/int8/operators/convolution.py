@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from socflower.precision.int8 import network as ir
 from socflower.precision.int8.fixed_point import (
     Int8Array,
     Int32Array,
+    exponent_for,
 )
 from socflower.precision.int8.operators.base import (
     StepContext,
@@ -22,7 +24,9 @@ from socflower.precision.int8.operators.base import (
 )
 from socflower.precision.int8.parameters import Weight
 from socflower.precision.int8.requantisation import (
+    ZERO_EXPONENT,
     fit_int32,
+    require_exponent,
     round_product,
 )
 
@@ -54,12 +58,9 @@ class ConvolutionOperator(WeightedOperator[ir.Convolution]):
         bias = self._integer_bias(step, acc_exponent, x.factor, self._room) if node.bias else None
         rounding = step.algorithm.forward.rounding
         self.output.factor = x.factor
-        tracker = step.tracker(node.name, "forward")
         accumulators = step.wide(self.output.array_shape)
 
-        def run(
-            destination: Int8Array | Int32Array, shift: int, wide: Int32Array | None = None
-        ) -> int:
+        def run(destination: Int8Array | Int32Array, shift: int) -> int:
             return self._plan.forward(
                 step.engine,
                 x.data,
@@ -71,37 +72,24 @@ class ConvolutionOperator(WeightedOperator[ir.Convolution]):
                 shift,
                 rounding,
                 node.relu,
-                wide,
             )
 
         if step.has_real_scales:
             acc_scale = math.ldexp(x.factor, acc_exponent)
+            largest = run(accumulators, 0)
             if not self.output.normalised:
-                largest = run(accumulators, 0)
                 self._round_real(step, accumulators, acc_scale, largest, relu=node.relu)
                 return
             self.output.accumulators = accumulators
             self.output.accumulator_scale = acc_scale
-            self.output.exponent = round_product(
-                node.name,
-                step.engine,
-                step.share,
-                tracker,
-                acc_exponent,
-                lambda destination, shift: run(
-                    destination, shift, None if destination is accumulators else accumulators
-                ),
-                self.output.data,
-                accumulators,
-                rounding,
-                keeps_accumulators=True,
-            )
+            self.output.largest_accumulator = largest
+            self.output.channel_units = weight.channel_units
             return
         self.output.exponent = round_product(
             node.name,
             step.engine,
             step.share,
-            tracker,
+            step.tracker(node.name, "forward"),
             acc_exponent,
             run,
             self.output.data,
@@ -129,6 +117,7 @@ class ConvolutionOperator(WeightedOperator[ir.Convolution]):
             self._store_products(step, accumulators, relu=node.relu)
             return
         output.accumulators = accumulators
+        output.channel_units = weight.channel_units
         output.by_image = x.by_image * np.float32(2.0**weight.exponent)
         output.bias = self._bias(step)
 
@@ -146,7 +135,8 @@ class ConvolutionOperator(WeightedOperator[ir.Convolution]):
             channels = self.output.array_shape[3]
             scale = np.full(channels, acc_scale, dtype=np.float32)
             zeros = np.zeros(channels, dtype=np.float32)
-            self._affine_real(step, accumulators, scale, zeros, relu=relu)
+            out, unit = self.output.data, self.output.scale
+            self._affine_real(step, accumulators, scale, zeros, out, unit, relu=relu)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Compute the input gradient with the weights of the forward pass, then the weight gradient, then update."""
@@ -200,6 +190,9 @@ class ConvolutionOperator(WeightedOperator[ir.Convolution]):
         """Write the gradient of the input and return its exponent."""
         x = self.inputs[0]
         node = self.node
+        x.gradient_units = None
+        if self.output.gradient_units is not None:
+            return self._input_gradient_by_channel(step, weight, into)
         rounding = step.algorithm.backward.rounding
         weight_data = weight.data.reshape(self._weight_shape)
 
@@ -226,3 +219,55 @@ class ConvolutionOperator(WeightedOperator[ir.Convolution]):
             step.wide(x.array_shape),
             rounding,
         )
+
+    def _input_gradient_by_channel(self, step: StepContext, weight: Weight, into: Int8Array) -> int:
+        """Write the gradient of a depthwise convolution's input from one with channel units; return its exponent.
+
+        It has channel units itself if its reader takes them, and is rounded at random.
+        """
+        x = self.inputs[0]
+        share = step.share
+        assert weight.channel_units is not None
+        assert self.output.gradient_units is not None
+        accumulators = step.wide(x.array_shape)
+        own_largest = self._plan.input_gradient(
+            step.engine,
+            self.gradient,
+            weight.data.reshape(self._weight_shape),
+            accumulators,
+            step.workspace,
+            0,
+            step.algorithm.backward.rounding,
+            x.mask,
+        )
+        ends = np.empty((2, self._sums.shape[1]), dtype=np.int32)
+        # Of the moments only the ends count.
+        shift = max(0, own_largest.bit_length() - 20)
+        _int8.channel_moments(step.engine, accumulators, shift, *self._sums, *ends)
+        # Of integers, which have no negative zero: the seed below follows from their bits.
+        magnitudes = np.maximum(-ends[0].astype(np.int64), ends[1])
+        largest = share.each_most(magnitudes.astype(np.float64))
+        unit = weight.channel_units * self.output.gradient_units
+        top = float((largest * unit).max())
+        if top == 0.0:
+            into[...] = 0
+            return ZERO_EXPONENT
+        exponent = self.output.gradient_exponent + weight.exponent
+        own_exponent = exponent_for(top)
+        require_exponent(self.node.name, f"{top:.3g} * 2^{exponent}", exponent + own_exponent)
+        if x.takes_gradient_units:
+            per_step = 127.0 / np.maximum(largest, 1.0)
+            x.gradient_units = np.ldexp(unit / per_step, -own_exponent)
+        else:
+            per_step = np.ldexp(unit, -own_exponent)
+        _int8.round_by_channel_at_random(
+            step.engine,
+            accumulators,
+            per_step.astype(np.float32),
+            into,
+            zlib.crc32(largest.tobytes()),
+            x.batch,
+            max(share.num_samples, x.batch),
+            share.first,
+        )
+        return exponent + own_exponent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from socflower import _int8
+from socflower.precision.algorithm import TrainingAlgorithm
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.fixed_point import DoubleArray, Int8Array, Int32Array
 from socflower.precision.int8.operators.base import (
@@ -66,6 +68,37 @@ def is_wide(graph: ir.Graph, node: ir.Convolution) -> bool:
     """Return whether a layer over the whole image adds more products than int32 can hold."""
     read = graph.shape_of(node.inputs[0])
     return covers(node, read) and max(sum_depths(node, read)) > _int8.MAX_EXACT_DEPTH
+
+
+def read_by_batch_norm(graph: ir.Graph) -> frozenset[str]:
+    """Return the convolutions whose accumulators a BatchNorm reads next, and nothing else."""
+    found = set()
+    for node, after in itertools.pairwise(graph.nodes):
+        reads = isinstance(after, ir.BatchNorm) and after.inputs == (node.name,)
+        if not reads or not isinstance(node, ir.Convolution) or node.relu:
+            continue
+        if len(graph.consumers(node.name)) == 1 and not is_wide(graph, node):
+            found.add(node.name)
+    return frozenset(found)
+
+
+def scaled_by_channel(graph: ir.Graph, algorithm: TrainingAlgorithm) -> frozenset[str]:
+    """Return the convolutions whose weights and gradients have channel units.
+
+    These are the depthwise convolutions that a BatchNorm reads. Their channels never mix, so any unit of a channel
+    costs nothing; and they have few weights, whose magnitudes differ from channel to channel.
+    """
+    if algorithm.forward.scales != "real":
+        return frozenset()
+    return frozenset(name for name in read_by_batch_norm(graph) if is_depthwise(graph, name))
+
+
+def is_depthwise(graph: ir.Graph, name: str) -> bool:
+    """Return whether the node is a convolution of several channels, each of which it makes from one of its own."""
+    node = next((node for node in graph.nodes if node.name == name), None)
+    if not isinstance(node, ir.Convolution):
+        return False
+    return node.groups == graph.shape_of(node.inputs[0])[0] == node.shape[0] > 1
 
 
 class TransposedConvolutionOperator(WeightedOperator[ir.TransposedConvolution]):
