@@ -64,7 +64,9 @@ def run(
             for pair in zip(results, gradients, strict=True)
             if pair[0].requires_grad and pair[1] is not None
         ]
-        torch.autograd.backward(*(list(each) for each in zip(*pairs, strict=True)))
+        # A piece may make a mask only.
+        if pairs:
+            torch.autograd.backward(*(list(each) for each in zip(*pairs, strict=True)))
         gradients = [leaf.grad for leaf in leaves]
     return output, gradients_of(model)
 

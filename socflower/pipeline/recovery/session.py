@@ -36,7 +36,7 @@ from socflower.pipeline.recovery.backups import (
 from socflower.pipeline.replanning import remaining_plan, with_new_shares
 from socflower.pipeline.runtime.channels import Channels, QueueChannels, run_script
 from socflower.pipeline.runtime.gloo_channels import GlooChannels
-from socflower.pipeline.runtime.group import outcome_of, span_of
+from socflower.pipeline.runtime.group import LabelledSource, outcome_of, span_of
 from socflower.pipeline.runtime.grpc_channels import GrpcChannels
 from socflower.pipeline.runtime.member import Member, Mini, StageMember, refuse_unfit
 from socflower.pipeline.runtime.messages import CONTROL, END, STATE, Receive
@@ -121,8 +121,8 @@ class _Session:
             heartbeat_s=member.ring.heartbeat_s,
             rendezvous_s=member.ring.rendezvous_s,
         )
-        self._names = frozenset(trainable_state(member.model))
         read = member.read
+        self._names = frozenset(trainable_state(member.model)) - read.aliases.keys()
         self._of_layers = [
             self._names & read.tensor_names(layer, layer) for layer in range(read.model.num_layers)
         ]
@@ -133,9 +133,9 @@ class _Session:
         # States by step.
         self._kept: dict[int, StageState] = {}
         if member.has_model:
-            weights = trainable_state(member.model).items()
+            own = trainable_state(member.model)
             self._kept[0] = StageState(
-                weights={name: tensor.detach().cpu().clone() for name, tensor in weights},
+                weights={name: own[name].detach().cpu().clone() for name in sorted(self._names)},
                 optimizer={} if member.state is None else from_bytes(member.state),
             )
         # By step, the SoCs whose backups have not arrived yet.
@@ -154,7 +154,8 @@ class _Session:
         config, group = self._config, self._group
         refuse_unfit(config.trainer)
         if not group.first_step:
-            config.trainer.require_divisible_loss(config.model, (), config.data, group.batch_size)
+            data = LabelledSource(config.data)
+            config.trainer.require_divisible_loss(config.model, (), data, group.batch_size)
         while True:
             try:
                 self._form()
@@ -296,7 +297,8 @@ class _Session:
     def _make_stage(self) -> Member:
         config, state = self._config, self._kept[self._step]
         model = copied(config.model)
-        load_trainable_state(model, {**trainable_state(model), **state.weights})
+        weights = config.read.with_aliases(state.weights)
+        load_trainable_state(model, {**trainable_state(model), **weights})
         return Member(
             self._plan,
             self._soc,
@@ -448,7 +450,8 @@ class _Session:
                 end=None,
             )
         own = trainable_state(self._config.model)
-        load_trainable_state(self._config.model, {**own, **end.weights})
+        weights = self._config.read.with_aliases(end.weights)
+        load_trainable_state(self._config.model, {**own, **weights})
         first = self._group.first_step
         steps = range(first, first + self._group.num_steps)
         num_samples = sum(len(self._schedule.batch(step)[0]) for step in steps)
