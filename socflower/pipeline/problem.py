@@ -79,6 +79,8 @@ class PipelineModel:
     cuts: str = "layers"
     # Shape of one sample of the example that the model was read with; (): unknown.
     sample_shape: tuple[int, ...] = ()
+    # The name of its torch type.
+    sample_type: str = "float32"
     ties: tuple[Tie, ...] = ()
     # Whether the lengths of batches differ; the layers' costs are those of the example.
     free_lengths: bool = False

@@ -111,6 +111,7 @@ def read_model(
             label_bytes=label_bytes,
             cuts=granularity.value,
             sample_shape=(inputs[0].shape or ())[1:] if len(inputs) == 1 else (),
+            sample_type=str(inputs[0].dtype).removeprefix("torch."),
             ties=_ties(module, chain),
             free_lengths=bool(getattr(module, "meta", {}).get(FREE)),
         ),

@@ -58,7 +58,7 @@ from socflower.wire.message_keys import (
     RingOutcome,
     RingTask,
 )
-from socflower.workloads.data_source import DataSource
+from socflower.workloads.data_source import AbsentSamples, DataSource
 
 # The part of a stage's time that new shares must save.
 _SHARE_TOLERANCE = 0.1
@@ -140,6 +140,7 @@ class _Session:
             )
         # By step, the SoCs whose backups have not arrived yet.
         self._awaited: dict[int, list[int]] = {}
+        self._has_samples = not isinstance(member.data, AbsentSamples)
         self._schedule = BatchSchedule(member.group, [len(member.data)])
         self._channels: Channels | None = None
         self._stage: Member | None = None
@@ -153,7 +154,7 @@ class _Session:
         """Form the pipeline and train; repeat both after each loss of a device."""
         config, group = self._config, self._group
         refuse_unfit(config.trainer)
-        if not group.first_step:
+        if not group.first_step and self._has_samples:
             data = LabelledSource(config.data)
             config.trainer.require_divisible_loss(config.model, (), data, group.batch_size)
         while True:
@@ -202,7 +203,8 @@ class _Session:
                 self._ring.heartbeat_s,
             )
         held = {step: sorted(state.weights) for step, state in self._kept.items()}
-        decision = self._agree(sorted(held.items()), self._decide)
+        own = {"held": sorted(held.items()), "has_samples": self._has_samples}
+        decision = self._agree(own, self._decide)
         if decision["step"] is None:
             self._log.append(decision["why"])
             self._membership.finish()
@@ -237,9 +239,13 @@ class _Session:
     def _next_control(self, soc: int) -> Any:
         return json.loads(bytes(self._open_channels.receive(Receive(soc, CONTROL), self._poll)))
 
-    def _decide(self, reports: dict[int, list[tuple[int, list[str]]]]) -> dict[str, Any]:
+    def _decide(self, reports: dict[int, dict[str, Any]]) -> dict[str, Any]:
         """Return a plan, the step to continue from, and the parts of the state that must move."""
-        socs, held = self._socs, {soc: dict(report) for soc, report in reports.items()}
+        socs, held = self._socs, {soc: dict(report["held"]) for soc, report in reports.items()}
+        sources = {each.samples_on for each in self._config.plan.pipelines} - {None}
+        has_samples = all(report["has_samples"] for report in reports.values())
+        if not has_samples and not sources <= {*socs}:
+            return {"step": None, "why": "the device with the samples was lost"}
         step = newest_common(held, self._names)
         if step is None:
             return {"step": None, "why": "a stage and its backup were lost together"}

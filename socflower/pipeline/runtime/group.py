@@ -27,7 +27,7 @@ from socflower.training.fp32 import FP32Trainer
 from socflower.training.group import GroupOutcome
 from socflower.training.trainer import SessionResult, Trainer, TrainingSpan, training_device
 from socflower.wire.message_keys import GroupTask
-from socflower.workloads.data_source import DataSource, Indices
+from socflower.workloads.data_source import AbsentSamples, DataSource, Indices
 
 PEAK_BYTES, PEAK_IN_FLIGHT = "pipeline-peak-bytes", "pipeline-peak-in-flight"
 """Metrics of a reply, by device in the order of the plan: memory of its stage, and micro-batches in flight."""
@@ -177,12 +177,17 @@ def read_like(
     cuts: str,
     layers_sha256: str,
     sample_shape: tuple[int, ...] = (),
+    *,
+    sample_type: str = "float32",
 ) -> ReadModel:
     """Return the layers of a node's model for samples of the planned shape, or else of the data's first sample.
 
-    Raises `ConfigError` if they are not the planned layers.
+    A node without samples has those of the planned shape and type, or of the model's own example. Raises `ConfigError`
+    if they are not the planned layers.
     """
     inputs = getattr(model, "meta", {}).get(EXAMPLE)
+    if inputs is None and isinstance(data, AbsentSamples) and sample_shape:
+        inputs = torch.zeros(1, *sample_shape, dtype=getattr(torch, sample_type))
     if inputs is None:
         inputs = _first_sample(data, sample_shape)
     read = read_model(model, inputs, type(model).__name__, granularity=Granularity(cuts))
