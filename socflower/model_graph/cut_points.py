@@ -273,12 +273,12 @@ def capture_split(
 ) -> SplitModel:
     """Return the cuts of `model`: after an activation, a norm, a pooling, a recurrent layer or a residual block.
 
-    There is none inside branches. `example` is a batch, whose first sample is used, or the shape of one float32 sample. Every module or function of
-    those kinds is a separate cut: a normalisation as well as the activation and the pooling behind it. Operations that
-    follow (dropout, flattening) belong to the back half. A residual block ends with its sum, or with the activation or
-    norm of the sum. A cut needs weights on both sides, and no weight on both; only one float32 tensor, whose first
-    dimension is the batch, may cross it: no shortcut, and no size that was read from the input. The model is captured
-    in training mode.
+    There is none inside branches. `example` is a batch, whose first sample is used, or the shape of one float32 sample.
+    Every module or function of those kinds is a separate cut: a normalisation as well as the activation and the pooling
+    behind it. Operations that follow (dropout, flattening) belong to the back half. A residual block ends with its sum,
+    or with the activation or norm of the sum. A cut needs weights on both sides, and no weight on both; only one
+    float32 tensor, whose first dimension is the batch, may cross it: no shortcut, and no size that was read from the
+    input. The model is captured in training mode.
 
     `frozen` is the number of a cut, or the path of a cut, layer or block. No layer up to it is trained (transfer
     learning): the weights stop requiring gradients, and the layers stay in evaluation mode.

@@ -16,7 +16,6 @@ from socflower.workloads.models.classifiers import BUILDERS, build_model
 from socflower.workloads.sources import data_names, data_shape
 from tests.one_line import refused
 
-
 # One of the data sets for each form of images; all have ten classes.
 DATA = {(data_shape(name).channels, data_shape(name).size): name for name in data_names()}
 

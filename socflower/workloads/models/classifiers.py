@@ -1,9 +1,9 @@
 """Small image classifiers, by the names that scenarios use.
 
 LeNet-5 (LeCun et al. 1998) with ReLU and max-pooling, as trained today; VGG-11, VGG-16 and VGG-19 (Simonyan and
-Zisserman 2015, configurations A, D and E) and small variants for 32x32 images; ResNet-18, ResNet-34 and ResNet-8 (He et al. 2016) in the
-variant for small images, with a 3x3 stem and no max-pool; MobileNetV1 (Howard et al. 2017), whose first convolution has
-stride 1.
+Zisserman 2015, configurations A, D and E) and small variants for 32x32 images; ResNet-18, ResNet-34 and ResNet-8 (He et
+al. 2016) in the variant for small images, with a 3x3 stem and no max-pool; MobileNetV1 (Howard et al. 2017), whose
+first convolution has stride 1.
 """
 
 from collections.abc import Callable

@@ -125,8 +125,8 @@ def build_click_model(
 ) -> ClickModel:
     """Return the model for `click_data`: the bottom models of both parties, or of the viewing service, and the top.
 
-    The edge-cloud paper sends 1,024 features a sample. Equal seeds give equal weights; torch's global random state is neither read nor changed. Raises ConfigError for
-    another number of parties.
+    The edge-cloud paper sends 1,024 features a sample. Equal seeds give equal weights; torch's global random state is
+    neither read nor changed. Raises ConfigError for another number of parties.
     """
     if num_parties not in (1, 2):
         raise ConfigError(f"click model: num_parties must be 1 or 2, got {num_parties}")
