@@ -166,7 +166,12 @@ class ModelGraph:
         return tuple(one for one in self.operations[-1].inputs if one.shape)
 
     def name_of(self, operation: Operation) -> str:
-        """Return the module's path (with `@n` for its n-th call, n > 1), or fx's name of a function call."""
+        """Return the module's path (with `@n` for its n-th call, n > 1), or fx's name of a function call.
+
+        A value out of a module's tuple, such as the outputs of an LSTM, has the module's name.
+        """
+        if operation.function == "getitem" and operation.inputs[0].module is not None:
+            return self.name_of(operation.inputs[0])
         if operation.module is None:
             return operation.node.name
         earlier = self.operations[: operation.position + 1]
