@@ -17,6 +17,7 @@ from socflower.cli.options import (
     Set,
     Workers,
     mistakes_name_file,
+    refuse_all_but,
     refuse_unread,
     require_cluster,
     round_logging,
@@ -53,7 +54,7 @@ def run(
     scenario: Annotated[
         Path,
         scenario_argument(
-            "A scenario file (TOML), the name of a shipped scenario, or the folder of a Flower app."
+            "A scenario file (TOML), the name of a shipped scenario, a folder of scenarios, or that of a Flower app."
         ),
     ],
     engine: Engine = "local",
@@ -65,6 +66,12 @@ def run(
     ] = None,
     set_: Set = None,
     workers: Workers = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated: check all claims under each, those about other strategies too."
+        ),
+    ] = None,
     cluster: Annotated[
         Path | None, typer.Option(help="For an app folder: the cluster file it runs on.")
     ] = None,
@@ -129,6 +136,23 @@ def run(
     from socflower.engines.deployment.options import DeploymentOptions
 
     is_app = scenario.is_dir()
+    if seeds is not None or (is_app and cluster is None):
+        from socflower.cli.suite import run_files, suite_files
+
+        if files := suite_files(scenario, seeds):
+            read = ("scenario", "seeds", "out", "set_", "workers", "as_json")
+            refuse_all_but(context, *read, because=f"{scenario} runs as a suite")
+            require_count("--workers", workers, 1, MAX_WORKERS)
+            target = out or Path("out") / scenario.resolve().stem
+            run_files(
+                files,
+                target,
+                seeds=seeds,
+                overrides=set_ or (),
+                workers=workers,
+                as_json=as_json,
+            )
+            return
     if cluster is not None and not scenario.exists():
         raise ConfigError(f"{scenario}: no such folder; name that of a Flower app's pyproject.toml")
     require_engine(engine)
