@@ -159,8 +159,8 @@ def _started(file: Path, words: Sequence[str], out: Path, logs: Path, mark: str)
     with said.open("wb") as stdout, log.open("wb") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-c", "from socflower.cli.main import main; main()", *words],
-            # Ctrl-C is for the suite, which ends its processes.
-            start_new_session=True,
+            # Ctrl-C is for the suite, which ends its processes; a session of their own would lose its priority.
+            process_group=0,
             env=with_mark(os.environ, mark),
             stdin=subprocess.DEVNULL,
             stdout=stdout,
