@@ -1,6 +1,7 @@
 """`socflower plan`: a plan without training."""
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from socflower.cli.options import (
+    Deadline,
     Fusion,
     Json,
     Set,
@@ -70,6 +72,10 @@ def plan(
             "update over time into this folder."
         ),
     ] = None,
+    deadline: Deadline = None,
+    start: Annotated[
+        str | None, typer.Option(help="HH:MM at which --deadline's window opens; default now.")
+    ] = None,
     price_per_kwh: Annotated[
         float | None,
         typer.Option(
@@ -115,16 +121,38 @@ def plan(
         return
     _refuse_out(out, scenario)
     with mistakes_name_file(loaded.name, scenario):
-        _plan_cluster(loaded, as_json, price_per_kwh)
+        fits = _plan_cluster(loaded, as_json, price_per_kwh, _window(deadline, start))
+    if not fits:
+        raise typer.Exit(1)
 
 
-def _plan_cluster(scenario: "Scenario", as_json: bool, price_per_kwh: float | None) -> None:
-    """Print the plan of a scenario with groups or with a cloud, and the predicted effect of heat."""
+def _window(deadline: str | None, start: str | None) -> tuple[datetime, datetime] | None:
+    """Return when the window of `--start` and `--deadline` opens and closes."""
+    from socflower.engines.ending import next_time
+
+    if deadline is None:
+        if start is not None:
+            raise ConfigError(
+                f"--start {start}: belongs to a --deadline; give one, or leave it out"
+            )
+        return None
+    begins = datetime.now() if start is None else next_time("--start", start, datetime.now())
+    return begins, next_time("--deadline", deadline, begins)
+
+
+def _plan_cluster(
+    scenario: "Scenario",
+    as_json: bool,
+    price_per_kwh: float | None,
+    window: tuple[datetime, datetime] | None,
+) -> bool:
+    """Print the plan of a scenario with groups or with a cloud, and return whether its window is long enough."""
     from socflower.scenario.choices import with_choices
     from socflower.scenario.heat import predicted_heat
     from socflower.scenario.planning import plan_scenario
     from socflower.scenario.schema.file import scenario_cluster
     from socflower.scenario.split_planning import plan_split
+    from socflower.scenario.window import planned_window, window_lines
 
     with prints_to_stderr():
         cluster = scenario_cluster(scenario)
@@ -133,12 +161,20 @@ def _plan_cluster(scenario: "Scenario", as_json: bool, price_per_kwh: float | No
         else:
             planned = with_choices(scenario, cluster, plan_scenario(scenario))
         document = {**planned, "heat": predicted_heat(scenario, cluster)}
+        if window is not None:
+            document["window"] = planned_window(scenario, cluster, *window)
     if as_json:
         print_json(document)
     elif scenario.is_split:
         print_split_plan(OUT, document)
     else:
         print_plan(OUT, cluster, document, price_per_kwh)
+    if window is None:
+        return True
+    if not as_json:
+        for line in window_lines(document["window"], scenario.train.epochs):
+            print_text(line, OUT, "bold" if document["window"]["fits"] else "bold yellow")
+    return bool(document["window"]["fits"])
 
 
 def _refuse_out(out: Path | None, scenario: Path) -> None:
@@ -278,6 +314,8 @@ def _print_heat_and_notes(console: Console, document: Mapping[str, Any]) -> None
             f"{percent(heat['slowdown'])} slower than without{hottest}",
             console,
         )
+    for warning in document.get("warnings", ()):
+        print_text(f"warning: {warning}", console, "bold yellow")
     for note in document["notes"]:
         print_text(f"note: {note}", console, "dim")
 

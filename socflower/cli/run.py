@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from socflower.cli.options import (
+    Deadline,
     Engine,
     Json,
     Log,
@@ -45,6 +47,7 @@ from socflower.report.quality import quality_of
 # Importing pydantic and the planners takes long, so only the command that needs them does.
 if TYPE_CHECKING:
     from socflower.engines.deployment.options import DeploymentOptions
+    from socflower.engines.ending import Ending
     from socflower.engines.run_log import RoundLogging
     from socflower.scenario.schema.config import Scenario
 
@@ -89,6 +92,7 @@ def run(
             "example, to price its clients' work."
         ),
     ] = None,
+    deadline: Deadline = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; by default an interrupted run is resumed.")
     ] = False,
@@ -195,7 +199,8 @@ def run(
         claims = _run_app_folder(scenario, cluster, out, settings, as_json, **shared)
     else:
         _require_model_file(save_model, out)
-        claims = _run_scenario(scenario, set_, engine, out, as_json, save_model, **shared)
+        ending = None if deadline is None else _ending_at(deadline)
+        claims = _run_scenario(scenario, set_, engine, out, as_json, save_model, ending, **shared)
     exit_on_failed_claims(claims)
 
 
@@ -206,6 +211,7 @@ def _run_scenario(
     out: Path | None,
     as_json: bool,
     save_model: Path | None,
+    ending: "Ending | None",
     *,
     deployment: "DeploymentOptions",
     fresh: bool,
@@ -218,6 +224,9 @@ def _run_scenario(
     is_remote = bool(deployment.superlink)
     loaded = load_scenario(path, overrides or ())
     target = out or Path("out") / loaded.name
+    if ending is not None:
+        # What was trained until then is to be used in the morning.
+        save_model = save_model or target / "model.npz"
     # Mistakes are found before the folder of --out is created.
     with mistakes_name_file(loaded.name, path):
         prepared = prepare(loaded, engine, trains_here=not is_remote)
@@ -243,6 +252,7 @@ def _run_scenario(
                 on_notice=print_notice,
                 deployment=deployment,
                 save_model=save_model,
+                ending=ending,
                 **settings,
             )
     except KeyboardInterrupt:
@@ -254,8 +264,22 @@ def _run_scenario(
         print_json(result)
     else:
         print_result(OUT, loaded, result, target)
+        if result["ended_after"] is not None:
+            kept = kept_line(runner.checkpoint_folder(target), fresh=fresh)
+            print_text(f"ended at the deadline with {save_model}; {kept}", OUT, "yellow")
     claims: list[dict[str, Any]] = result["expectations"]
     return claims
+
+
+def _ending_at(deadline: str) -> "Ending":
+    """Return the ending at a time of the day; `ConfigError` if not even its results could be written until then."""
+    from socflower.engines.ending import Ending, next_time
+
+    now = datetime.now()
+    ending = Ending(deadline_s=next_time("--deadline", deadline, now).timestamp())
+    if ending.leaves_no_round(now.timestamp(), 0.0):
+        raise ConfigError(f"--deadline {deadline}: is in seconds; name a later one")
+    return ending
 
 
 def _exit_interrupted(kept: str) -> NoReturn:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from socflower.cluster import Cluster
+from socflower.cluster.cluster_file import doubtful_figures
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.hierarchy import default_candidates
 from socflower.quantities import counted, human_ratio, human_seconds
@@ -45,7 +46,7 @@ def with_choices(
     A choice has `strategy`, `groups` (None without groups), `num_socs`, `step_samples` between two updates of a model,
     `epoch_s`, `epoch_energy_j`, `training_s` and `training_energy_j` of all epochs, `memory_bytes` of the SoC that
     needs most, `speedup` over one SoC (None if that cannot train), and `is_planned`. `choices_refused` has why a
-    method has none, by name.
+    method has none, by name; `warnings` what can hardly be meant of the cluster.
     """
     rows: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
@@ -67,6 +68,7 @@ def with_choices(
         **document,
         "choices": rows,
         "choices_refused": refused,
+        "warnings": doubtful_figures(cluster),
         "verdict": verdict and _verdict(verdict, rows, document),
     }
 

@@ -47,7 +47,7 @@ def test_a_claims_margin_is_that_of_the_worst_seed() -> None:
     assert lower["margin"] == pytest.approx(0.05) and lower["holds"]
     # Mean 0.9, standard deviation 0.06.
     assert lower["spreads"] == pytest.approx(0.1 / 0.06) and lower["is_tight"] == (
-        0.1 / 0.06 < TIGHT
+        TIGHT > 0.1 / 0.06
     )
     (upper,) = claims_of([claim("max_virtual_s", 34.0, value) for value in (30.0, 36.0)])
     assert upper["margin"] == pytest.approx(-2 / 34) and not upper["holds"]
