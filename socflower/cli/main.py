@@ -22,6 +22,7 @@ from socflower.cli.process import interrupted_by_signals
 from socflower.cli.profile import profile
 from socflower.cli.run import run
 from socflower.cli.scenarios import demo, scenarios
+from socflower.cli.status import status, watch
 from socflower.cli.terminal import ERR, OUT
 from socflower.cli.tune import tune
 from socflower.errors import SocflowerError, TrainingFailed
@@ -48,6 +49,8 @@ for _command in (
     bench,
     profile,
     doctor,
+    status,
+    watch,
     heat,
     fan,
     certificates,

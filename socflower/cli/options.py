@@ -59,6 +59,17 @@ Log = Annotated[
     ),
 ]
 
+Metrics = Annotated[
+    str,
+    typer.Option(
+        help="HOST:PORT of this machine for /metrics (Prometheus), /healthz, /readyz and /status."
+    ),
+]
+LogFormat = Annotated[
+    str,
+    typer.Option(help="text, or json: each line about progress is a JSON document, on stderr."),
+]
+
 _DEPLOYMENT_OPTIONS = ("superlink", "superlink_ca", "restarts", "checkpoint_folder", "warm")
 _APP_FOLDER_OPTIONS = ("cluster", "nodes", "training_flops", "expect")
 
@@ -89,12 +100,16 @@ class PlainCommand(TyperCommand):
         return super().get_help(ctx).replace("\\[", "[")
 
 
-def round_logging(log: str) -> "RoundLogging":
-    """Return what `--log` asks for; `ConfigError` for a logger that is unknown, named twice or not installed."""
+def round_logging(log: str, metrics: str = "") -> "RoundLogging":
+    """Return what `--log` and `--metrics` ask for.
+
+    Raises `ConfigError` for a logger that is unknown, named twice or not installed, and for an address that is public.
+    """
     from socflower.cli.terminal import print_notice
     from socflower.engines.run_log import RoundLogging
 
-    return RoundLogging(tuple(name.strip() for name in log.split(",")) if log else (), print_notice)
+    names = tuple(name.strip() for name in log.split(",")) if log else ()
+    return RoundLogging(names, print_notice, metrics)
 
 
 def require_cluster(cluster: Path | None, app: Path) -> Path:

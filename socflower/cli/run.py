@@ -14,6 +14,8 @@ from socflower.cli.options import (
     Engine,
     Json,
     Log,
+    LogFormat,
+    Metrics,
     Set,
     Workers,
     mistakes_name_file,
@@ -35,6 +37,7 @@ from socflower.cli.terminal import (
     print_text,
     run_progress,
     share_of,
+    use_log_format,
 )
 from socflower.engines.names import MAX_WORKERS, require_count, require_engine
 from socflower.errors import ConfigError
@@ -122,6 +125,8 @@ def run(
         ),
     ] = None,
     log: Log = "",
+    metrics: Metrics = "",
+    log_format: LogFormat = "text",
     as_json: Json = False,
 ) -> None:
     """Run a scenario, write result, trace and report, and check its claims."""
@@ -132,6 +137,7 @@ def run(
     if cluster is not None and not scenario.exists():
         raise ConfigError(f"{scenario}: no such folder; name that of a Flower app's pyproject.toml")
     require_engine(engine)
+    use_log_format(log_format)
     if is_app and superlink:
         raise ConfigError(
             f"--superlink {superlink}: is for scenarios; submit an app by `flwr run app NAME`, where NAME "
@@ -158,7 +164,7 @@ def run(
         "num_workers": workers,
         "fresh": fresh,
         "deployment": deployment,
-        "logging": round_logging(log),
+        "logging": round_logging(log, metrics),
     }
     if is_app:
         settings: dict[str, Any] = {
@@ -207,7 +213,10 @@ def _run_scenario(
     from socflower.scenario.jobs import kept_line, remotely_kept_line
 
     try:
-        with mistakes_name_file(loaded.name, path), run_progress(as_json) as bar:
+        with (
+            mistakes_name_file(loaded.name, path),
+            run_progress(as_json, prints_rounds=True) as bar,
+        ):
             result = runner.run_to_folder(
                 prepared,
                 target,
