@@ -15,6 +15,7 @@ from socflower.cli.doctor import doctor
 from socflower.cli.fan import fan
 from socflower.cli.heat import heat
 from socflower.cli.new import new
+from socflower.cli.node import node
 from socflower.cli.options import PlainCommand
 from socflower.cli.paper import paper
 from socflower.cli.plan import plan
@@ -51,6 +52,7 @@ for _command in (
     doctor,
     status,
     watch,
+    node,
     heat,
     fan,
     certificates,

@@ -70,7 +70,22 @@ LogFormat = Annotated[
     typer.Option(help="text, or json: each line about progress is a JSON document, on stderr."),
 ]
 
-_DEPLOYMENT_OPTIONS = ("superlink", "superlink_ca", "restarts", "checkpoint_folder", "warm")
+FreshProcesses = Annotated[
+    bool,
+    typer.Option(
+        "--fresh-processes",
+        help="SuperNodes start a Python process for each message, as Flower does, instead of one client "
+        "that stays; also with a version of Flower that is not tested.",
+    ),
+]
+
+_DEPLOYMENT_OPTIONS = (
+    "superlink",
+    "superlink_ca",
+    "restarts",
+    "checkpoint_folder",
+    "fresh_processes",
+)
 _APP_FOLDER_OPTIONS = ("cluster", "nodes", "training_flops", "expect")
 
 
@@ -154,7 +169,7 @@ def unread_by_run(
             )
         if engine != "deployment":
             unread |= dict.fromkeys(
-                ("restarts", "warm"),
+                ("restarts", "fresh_processes"),
                 f"is for --engine deployment only, and this is --engine {engine}",
             )
         return unread
@@ -169,7 +184,9 @@ def unread_by_run(
             _DEPLOYMENT_OPTIONS, f"is for --engine deployment only, and this is --engine {engine}"
         )
     elif is_remote:
-        unread["warm"] = "is for SuperNodes that are started here (docs/guides/deployment.md)"
+        unread["fresh_processes"] = (
+            "is for SuperNodes that are started here (docs/guides/deployment.md)"
+        )
         if not keeps_checkpoints:
             unread |= dict.fromkeys(
                 ("fresh", "restarts"),

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from socflower.cli.options import (
     Engine,
+    FreshProcesses,
     Json,
     Log,
     LogFormat,
@@ -109,14 +110,7 @@ def run(
         str,
         typer.Option(help="With --superlink: folder on its machine for checkpoints; default none."),
     ] = "",
-    warm: Annotated[
-        bool,
-        typer.Option(
-            "--warm",
-            help="For --engine deployment: fork clients from processes that have "
-            "torch loaded; uses Flower's internals.",
-        ),
-    ] = False,
+    fresh_processes: FreshProcesses = False,
     save_model: Annotated[
         Path | None,
         typer.Option(
@@ -158,7 +152,7 @@ def run(
         restarts=restarts,
         checkpoint_folder=checkpoint_folder,
         fresh=fresh,
-        warm=warm,
+        resident=not fresh_processes,
     )
     shared: dict[str, Any] = {
         "num_workers": workers,

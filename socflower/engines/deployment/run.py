@@ -66,7 +66,8 @@ def _run_locally(
     )
     kept = checkpointing.kept
     kept.create()
-    with local_flower(folder.path, app.node_configs, on_notice, warm=deployment.warm) as flower:
+    resident = deployment.resident
+    with local_flower(folder.path, app.node_configs, on_notice, resident=resident) as flower:
         history.superlink_shared_because = flower.network.shared_because
         flwr = FlwrClient(flower.environment, CONNECTION, folder.path, flower.network)
         cloud = flower.start_cloud(app.document) if app.needs_cloud else None
