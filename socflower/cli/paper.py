@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def paper(
-    name: Annotated[str, typer.Argument(help="socflow, socflow-plus, asteroid or mandheling.")],
+    name: Annotated[
+        str, typer.Argument(help="socflow, socflow-plus, asteroid, edge-cloud or mandheling.")
+    ],
     table: Annotated[int | None, typer.Option(help="One table.")] = None,
     figure: Annotated[int | None, typer.Option(help="One figure.")] = None,
     item: Annotated[str | None, typer.Option(help="One by its name.")] = None,

@@ -12,7 +12,7 @@ from socflower.clients.node_training import (
     require_base_of,
     unchecked,
 )
-from socflower.clients.pipeline_client import train_stage
+from socflower.clients.pipeline_client import reads_samples, train_stage
 from socflower.clients.ring_client import (
     MemberWork,
     kept_model,
@@ -34,6 +34,7 @@ from socflower.wire.message_keys import (
     RingTask,
     decode,
 )
+from socflower.workloads.data_source import AbsentSamples
 
 
 def train_as_member(training: NodeTraining) -> Message:
@@ -45,7 +46,11 @@ def train_as_member(training: NodeTraining) -> Message:
     state = training.state(task, is_leader=is_leader)
     ledger = None if training.ring_ledger is None else training.ring_ledger(context)
     position = task.partitions.index(ring.participant)
-    data = training.group_data(task, ring.participant)
+    pipeline = decode(PipelineTask, records[PIPELINE], "pipeline") if PIPELINE in records else None
+    if pipeline is None or reads_samples(pipeline, task.members[position]):
+        data = training.group_data(task, ring.participant)
+    else:
+        data = AbsentSamples(task.num_samples)
     own = own_steps(task, data)
     work = MemberWork(
         context=context,
@@ -59,8 +64,7 @@ def train_as_member(training: NodeTraining) -> Message:
         departs_at=departures_of(message, own).get(position),
         on_step=step_ledger(ledger, message),
     )
-    if PIPELINE in records:
-        pipeline = decode(PipelineTask, records[PIPELINE], "pipeline")
+    if pipeline is not None:
         end = train_stage(replace(work, trainer=unchecked(training.trainer)), pipeline)
     else:
         files = training.state_files
