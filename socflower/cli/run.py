@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -11,12 +12,17 @@ from rich.console import Console
 from rich.table import Table
 
 from socflower.cli.options import (
+    Deadline,
     Engine,
+    FreshProcesses,
     Json,
     Log,
+    LogFormat,
+    Metrics,
     Set,
     Workers,
     mistakes_name_file,
+    refuse_all_but,
     refuse_unread,
     require_cluster,
     round_logging,
@@ -35,6 +41,7 @@ from socflower.cli.terminal import (
     print_text,
     run_progress,
     share_of,
+    use_log_format,
 )
 from socflower.engines.names import MAX_WORKERS, require_count, require_engine
 from socflower.errors import ConfigError
@@ -44,6 +51,7 @@ from socflower.report.quality import quality_of
 # Importing pydantic and the planners takes long, so only the command that needs them does.
 if TYPE_CHECKING:
     from socflower.engines.deployment.options import DeploymentOptions
+    from socflower.engines.ending import Ending
     from socflower.engines.run_log import RoundLogging
     from socflower.scenario.schema.config import Scenario
 
@@ -53,7 +61,7 @@ def run(
     scenario: Annotated[
         Path,
         scenario_argument(
-            "A scenario file (TOML), the name of a shipped scenario, or the folder of a Flower app."
+            "A scenario file (TOML), the name of a shipped scenario, a folder of scenarios, or that of a Flower app."
         ),
     ],
     engine: Engine = "local",
@@ -65,6 +73,12 @@ def run(
     ] = None,
     set_: Set = None,
     workers: Workers = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated: check all claims under each, those about other strategies too."
+        ),
+    ] = None,
     cluster: Annotated[
         Path | None, typer.Option(help="For an app folder: the cluster file it runs on.")
     ] = None,
@@ -82,6 +96,7 @@ def run(
             "example, to price its clients' work."
         ),
     ] = None,
+    deadline: Deadline = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; by default an interrupted run is resumed.")
     ] = False,
@@ -106,14 +121,7 @@ def run(
         str,
         typer.Option(help="With --superlink: folder on its machine for checkpoints; default none."),
     ] = "",
-    warm: Annotated[
-        bool,
-        typer.Option(
-            "--warm",
-            help="For --engine deployment: fork clients from processes that have "
-            "torch loaded; uses Flower's internals.",
-        ),
-    ] = False,
+    fresh_processes: FreshProcesses = False,
     save_model: Annotated[
         Path | None,
         typer.Option(
@@ -122,6 +130,8 @@ def run(
         ),
     ] = None,
     log: Log = "",
+    metrics: Metrics = "",
+    log_format: LogFormat = "text",
     as_json: Json = False,
 ) -> None:
     """Run a scenario, write result, trace and report, and check its claims."""
@@ -129,9 +139,27 @@ def run(
     from socflower.engines.deployment.options import DeploymentOptions
 
     is_app = scenario.is_dir()
+    if seeds is not None or (is_app and cluster is None):
+        from socflower.cli.suite import run_files, suite_files
+
+        if files := suite_files(scenario, seeds):
+            read = ("scenario", "seeds", "out", "set_", "workers", "as_json")
+            refuse_all_but(context, *read, because=f"{scenario} runs as a suite")
+            require_count("--workers", workers, 1, MAX_WORKERS)
+            target = out or Path("out") / scenario.resolve().stem
+            run_files(
+                files,
+                target,
+                seeds=seeds,
+                overrides=set_ or (),
+                workers=workers,
+                as_json=as_json,
+            )
+            return
     if cluster is not None and not scenario.exists():
         raise ConfigError(f"{scenario}: no such folder; name that of a Flower app's pyproject.toml")
     require_engine(engine)
+    use_log_format(log_format)
     if is_app and superlink:
         raise ConfigError(
             f"--superlink {superlink}: is for scenarios; submit an app by `flwr run app NAME`, where NAME "
@@ -152,13 +180,13 @@ def run(
         restarts=restarts,
         checkpoint_folder=checkpoint_folder,
         fresh=fresh,
-        warm=warm,
+        resident=not fresh_processes,
     )
     shared: dict[str, Any] = {
         "num_workers": workers,
         "fresh": fresh,
         "deployment": deployment,
-        "logging": round_logging(log),
+        "logging": round_logging(log, metrics),
     }
     if is_app:
         settings: dict[str, Any] = {
@@ -171,7 +199,8 @@ def run(
         claims = _run_app_folder(scenario, cluster, out, settings, as_json, **shared)
     else:
         _require_model_file(save_model, out)
-        claims = _run_scenario(scenario, set_, engine, out, as_json, save_model, **shared)
+        ending = None if deadline is None else _ending_at(deadline)
+        claims = _run_scenario(scenario, set_, engine, out, as_json, save_model, ending, **shared)
     exit_on_failed_claims(claims)
 
 
@@ -182,6 +211,7 @@ def _run_scenario(
     out: Path | None,
     as_json: bool,
     save_model: Path | None,
+    ending: "Ending | None",
     *,
     deployment: "DeploymentOptions",
     fresh: bool,
@@ -194,6 +224,9 @@ def _run_scenario(
     is_remote = bool(deployment.superlink)
     loaded = load_scenario(path, overrides or ())
     target = out or Path("out") / loaded.name
+    if ending is not None:
+        # What was trained until then is to be used in the morning.
+        save_model = save_model or target / "model.npz"
     # Mistakes are found before the folder of --out is created.
     with mistakes_name_file(loaded.name, path):
         prepared = prepare(loaded, engine, trains_here=not is_remote)
@@ -207,7 +240,10 @@ def _run_scenario(
     from socflower.scenario.jobs import kept_line, remotely_kept_line
 
     try:
-        with mistakes_name_file(loaded.name, path), run_progress(as_json) as bar:
+        with (
+            mistakes_name_file(loaded.name, path),
+            run_progress(as_json, prints_rounds=True) as bar,
+        ):
             result = runner.run_to_folder(
                 prepared,
                 target,
@@ -219,6 +255,7 @@ def _run_scenario(
                 on_notice=print_notice,
                 deployment=deployment,
                 save_model=save_model,
+                ending=ending,
                 **settings,
             )
     except KeyboardInterrupt:
@@ -230,8 +267,22 @@ def _run_scenario(
         print_json(result)
     else:
         print_result(OUT, loaded, result, target)
+        if result["ended_after"] is not None:
+            kept = kept_line(runner.checkpoint_folder(target), fresh=fresh)
+            print_text(f"ended at the deadline with {save_model}; {kept}", OUT, "yellow")
     claims: list[dict[str, Any]] = result["expectations"]
     return claims
+
+
+def _ending_at(deadline: str) -> "Ending":
+    """Return the ending at a time of the day; `ConfigError` if not even its results could be written until then."""
+    from socflower.engines.ending import Ending, next_time
+
+    now = datetime.now()
+    ending = Ending(deadline_s=next_time("--deadline", deadline, now).timestamp())
+    if ending.leaves_no_round(now.timestamp(), 0.0):
+        raise ConfigError(f"--deadline {deadline}: is in seconds; name a later one")
+    return ending
 
 
 def _exit_interrupted(kept: str) -> NoReturn:

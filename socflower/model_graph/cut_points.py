@@ -241,7 +241,8 @@ class SplitModel:
         """Return a batch of identical inputs that the model accepts; `ConfigError` if no example is known."""
         if self.example is None:
             raise ConfigError(f"model {self.name}: is a back half, without an example of features")
-        return first_samples(self.model, self.example, self.name, num_samples)
+        samples: torch.Tensor = first_samples(self.model, self.example, self.name, num_samples)
+        return samples
 
     def copy(self) -> "SplitModel":
         """Return a copy with its own weights, for one half of a training.
@@ -271,14 +272,14 @@ def capture_split(
     name: str | None = None,
     frozen: int | str | None = None,
 ) -> SplitModel:
-    """Return the cuts of `model`: after an activation, a norm, a pooling or a residual block, not inside branches.
+    """Return the cuts of `model`: after an activation, a norm, a pooling, a recurrent layer or a residual block.
 
-    `example` is a batch, whose first sample is used, or the shape of one float32 sample. Every module or function of
-    those kinds is a separate cut: a normalisation as well as the activation and the pooling behind it. Operations that
-    follow (dropout, flattening) belong to the back half. A residual block ends with its sum, or with the activation or
-    norm of the sum. A cut needs weights on both sides, and no weight on both; only one float32 tensor, whose first
-    dimension is the batch, may cross it: no shortcut, and no size that was read from the input. The model is captured
-    in training mode.
+    There is none inside branches. `example` is a batch, whose first sample is used, or the shape of one float32 sample.
+    Every module or function of those kinds is a separate cut: a normalisation as well as the activation and the pooling
+    behind it. Operations that follow (dropout, flattening) belong to the back half. A residual block ends with its sum,
+    or with the activation or norm of the sum. A cut needs weights on both sides, and no weight on both; only one
+    float32 tensor, whose first dimension is the batch, may cross it: no shortcut, and no size that was read from the
+    input. The model is captured in training mode.
 
     `frozen` is the number of a cut, or the path of a cut, layer or block. No layer up to it is trained (transfer
     learning): the weights stop requiring gradients, and the layers stay in evaluation mode.
@@ -358,6 +359,10 @@ def whole_back(
 def _is_place(model: nn.Module, operation: Operation) -> bool:
     if operation.module is not None:
         return isinstance(model.get_submodule(operation.module), _MODULES)
+    if operation.function == "getitem":
+        # The outputs of a recurrent layer, which come with its last state.
+        layer = operation.inputs[0].module
+        return layer is not None and isinstance(model.get_submodule(layer), nn.RNNBase)
     return operation.function in _NAMES
 
 

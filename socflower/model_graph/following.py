@@ -180,7 +180,12 @@ class _Tracer(fx.Tracer):
 
 def _followed(own: nn.Module, name: str, tracer: _Tracer) -> tuple[fx.Node, ...]:
     try:
-        return tuple(tracer.trace(own).nodes)
+        graph = tracer.trace(own)
+        for node in reversed(graph.nodes):
+            # `outputs, _ = lstm(inputs)` also takes what it does not use, which would cross every cut behind it.
+            if node.target is operator.getitem and not node.users:
+                graph.erase_node(node)
+        return tuple(graph.nodes)
     except Exception as error:
         # torch.fx raises many types, and a forward function may raise anything.
         where = ""

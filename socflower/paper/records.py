@@ -22,7 +22,7 @@ Value: TypeAlias = float | bool
 Compute: TypeAlias = Callable[[], Mapping[str, Value | str]]
 """Returns our value for each cell of an item by its key, or a text such as "out of memory"."""
 
-PAPERS = ("socflow", "socflow-plus", "asteroid", "mandheling")
+PAPERS = ("socflow", "socflow-plus", "asteroid", "edge-cloud", "mandheling")
 
 SCORED, OTHER_READING, NOT_COMPARABLE, UNPRINTED = (
     "scored",

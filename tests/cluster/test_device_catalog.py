@@ -42,6 +42,7 @@ def test_all_devices_of_the_design_are_there_and_can_be_made() -> None:
         "x86-core",
         "gpu-v100",
         "gpu-a100",
+        "gpu-rtx-2080-ti",
     )
     for name in device_names():
         made = device(name)

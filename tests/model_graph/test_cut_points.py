@@ -1,6 +1,5 @@
 """Where models can be cut: everywhere that the brute force finds, nowhere else, and the halves make up the whole."""
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
@@ -15,6 +14,7 @@ from socflower.model_graph.cut_points import SplitModel, capture_split, whole_ba
 from socflower.model_graph.layer_profile import profile_module
 from socflower.model_graph.random_state import forked_generator
 from socflower.workloads.models.classifiers import build_model
+from socflower.workloads.models.language_models import bi_lstm
 from tests.model_graph.small_models import Branching, Tied
 from tests.one_line import refused
 from tests.seeded import built
@@ -126,34 +126,18 @@ def test_a_chain_is_cut_after_each_activation_norm_or_pooling_with_weights_on_bo
         )
 
 
-def vgg19() -> nn.Sequential:
-    """Return VGG-19 for 32x32 images with the paper's three linear layers."""
-    layers: list[nn.Module] = []
-    channels = 3
-    for width, num_convolutions in ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4)):
-        for _ in range(num_convolutions):
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
-            channels = width
-        layers.append(nn.MaxPool2d(2))
-    layers += [nn.Flatten(), nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(4096, 10))
-
-
-def test_vgg_19_sends_after_each_layer_what_the_paper_measured() -> None:
-    """Table 3, in MB for 32 samples: 18 layers, of which those that a pooling follows are cut behind it."""
-    published = [8.0, 2.0, 4.0, 1.0, *[2.0] * 3, 0.5, *[1.0] * 3, *[0.25] * 4, 0.06, 0.5, 0.5]
-    with torch.device("meta"):
-        model = vgg19()
-    split = capture_split(model.to_empty(device="cpu"), (3, 32, 32))
-    layers = [
-        number for number, layer in enumerate(model) if isinstance(layer, (nn.Conv2d, nn.Linear))
-    ]
-    sizes = []
-    for before, after in itertools.pairwise(layers):
-        # The last cut before the next layer begins.
-        *_, last = [point for point in split.cuts if before <= int(point.name) < after]
-        sizes.append(round(last.feature_elements * 32 * 4 / 2**20, 2))
-    assert sizes == published
+def test_a_bidirectional_lstm_is_cut_behind_each_layer_and_its_halves_are_the_whole() -> None:
+    model = bi_lstm(vocabulary=50, seed=1)
+    tokens = torch.arange(24).reshape(2, 12)
+    split = capture_split(model, tokens)
+    assert {point.name: point.feature_shape for point in split.cuts} == {
+        "first": (12, 200),
+        "second": (12, 100),
+        "mean": (100,),
+        "relu": (128,),
+    }
+    for cut in range(split.num_cuts):
+        assert torch.equal(split.back(cut)(split.front(cut)(tokens)), model(tokens))
 
 
 class Functional(nn.Module):

@@ -10,8 +10,12 @@ from socflower.workloads.click_through import click_data
 from socflower.workloads.models.built_in import model_names
 from socflower.workloads.models.classifiers import build_model, mobilenet_v1
 from socflower.workloads.models.click_model import build_click_model
-from socflower.workloads.models.generator import build_generator
-from socflower.workloads.models.language_models import bert_small, gpt_small
+from socflower.workloads.models.generator import (
+    CHAIR_CODE_SIZE,
+    build_chair_generator,
+    build_generator,
+)
+from socflower.workloads.models.language_models import bert_small, bi_lstm, gpt_small
 from socflower.workloads.sample_tensors import generator_codes
 from tests.one_line import refused
 
@@ -33,6 +37,7 @@ PUBLISHED = {
     "lenet5": (1, 28, 61_706, 10),
     "vgg11": (3, 32, 9_225_610, 18),
     "vgg16": (3, 32, 14_719_818, 28),
+    "vgg19": (3, 32, 38_947_914, 38),
     "resnet18": (3, 32, 11_173_962, 62),
     "resnet34": (3, 32, 21_282_122, 110),
     "vgg-tiny": (3, 32, 63_258, 14),
@@ -41,12 +46,15 @@ PUBLISHED = {
     "resnet8": (3, 32, 78_042, 29),
     "mobilenet-v1": (3, 32, 3_217_226, 83),
     "mobilenet-v2": (3, 32, 2_236_682, 158),
+    # 5,483,032 with a thousand classes.
+    "mobilenet-v3": (3, 32, 4_214_842, 174),
     "efficientnet-b1": (3, 32, 6_525_994, 301),
     "resnet50": (3, 32, 23_520_842, 161),
     "inception-v3": (3, 32, 21_806_058, 284),
 }
 LEAVES = {
     *(nn.Conv2d, nn.Linear, nn.BatchNorm2d, nn.ReLU, nn.ReLU6, nn.SiLU, nn.Sigmoid),
+    *(nn.Hardswish, nn.Hardsigmoid),
     *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Dropout),
 }
 
@@ -75,6 +83,11 @@ BUILDERS: dict[str, tuple[Callable[[int], nn.Module], Callable[[], Any]]] = {
     "generator": (
         lambda seed: build_generator(seed=seed),
         lambda: generator_codes(range(2), range(2), num_classes=10),
+    ),
+    "chair": (build_chair_generator, partial(images_of, 2, CHAIR_CODE_SIZE)),
+    "bi-lstm": (
+        lambda seed: bi_lstm(vocabulary=50, seed=seed),
+        lambda: torch.arange(32).reshape(2, 16),
     ),
     "bert": (
         lambda seed: bert_small(length=16, num_classes=3, vocabulary=50, seed=seed),

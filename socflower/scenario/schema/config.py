@@ -140,10 +140,10 @@ class ModelConfig(Factory):
     name: str = Field(
         default_factory=lambda table: table.get("factory") or "lenet5",
         description=(
-            "`lenet5`, `vgg11`, `vgg16`, `resnet18`, `resnet34`, `mobilenet-v1`, or small relatives for 32×32 "
-            "images: `vgg-small` (six convolutions, 0.31 M parameters), `vgg-mini` (three, 69 "
+            "`lenet5`, `vgg11`, `vgg16`, `vgg19`, `resnet18`, `resnet34`, `mobilenet-v1`, or small relatives for "
+            "32×32 images: `vgg-small` (six convolutions, 0.31 M parameters), `vgg-mini` (three, 69 "
             "thousand), `vgg-tiny` (63 thousand) and `resnet8` (BatchNorm and residuals, 78 thousand), or `resnet50`, "
-            "`mobilenet-v2`, `efficientnet-b1`, `inception-v3`. With [a pipeline]"
+            "`mobilenet-v2`, `mobilenet-v3`, `efficientnet-b1`, `inception-v3`. With [a pipeline]"
             "(#pipeline) also `bert-small` and `gpt-small`, with [a cloud](#edgecloud) `click-model` and "
             "`digit-generator`. Default: `lenet5`, or the `factory`"
         ),
@@ -738,6 +738,10 @@ class CompareConfig(Table):
                     )
         if self.epochs_to_target and self.target_accuracy is self.target_loss is None:
             raise ConfigError("epochs_to_target: to which? give target_accuracy or target_loss")
+
+
+NEED_WORKERS = ("hang", "die")
+"""Faults that would end this process if the client ran in it."""
 
 
 class EventConfig(Table):
@@ -1352,3 +1356,8 @@ class Scenario(ScenarioFile):
     def factories(self) -> tuple[str, ...]:
         """The user's functions that it names."""
         return tuple(each.factory for each in (self.model, self.data) if each.factory)
+
+    @property
+    def needs_processes(self) -> bool:
+        """Whether some fault needs worker processes."""
+        return any(event.kind in NEED_WORKERS for event in self.events)

@@ -1,9 +1,9 @@
 """Small image classifiers, by the names that scenarios use.
 
-LeNet-5 (LeCun et al. 1998) with ReLU and max-pooling, as trained today; VGG-11 and VGG-16 (Simonyan and Zisserman 2015,
-configurations A and D) and small variants for 32x32 images; ResNet-18, ResNet-34 and ResNet-8 (He et al. 2016) in the
-variant for small images, with a 3x3 stem and no max-pool; MobileNetV1 (Howard et al. 2017), whose first convolution has
-stride 1.
+LeNet-5 (LeCun et al. 1998) with ReLU and max-pooling, as trained today; VGG-11, VGG-16 and VGG-19 (Simonyan and
+Zisserman 2015, configurations A, D and E) and small variants for 32x32 images; ResNet-18, ResNet-34 and ResNet-8 (He et
+al. 2016) in the variant for small images, with a 3x3 stem and no max-pool; MobileNetV1 (Howard et al. 2017), whose
+first convolution has stride 1.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,12 @@ from torch import nn
 
 from socflower.errors import require_known, require_range
 from socflower.plain_numbers import plain_numbers
-from socflower.workloads.models.deep_classifiers import efficientnet_b1, mobilenet_v2, resnet50
+from socflower.workloads.models.deep_classifiers import (
+    efficientnet_b1,
+    mobilenet_v2,
+    mobilenet_v3,
+    resnet50,
+)
 from socflower.workloads.models.inception import inception_v3
 from socflower.workloads.models.layers import (
     convolution_norm,
@@ -52,6 +57,9 @@ _VGG_STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 _VGG16_STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 """As above for VGG-16."""
 
+_VGG19_STAGES = ((64, 64), (128, 128), (256,) * 4, (512,) * 4, (512,) * 4)
+"""As above for VGG-19."""
+
 _VGG_SMALL_STAGES = ((32, 32), (64, 64), (128, 128))
 """As above for VGG-small, whose last stage leaves 4x4 pixels."""
 
@@ -77,6 +85,17 @@ def vgg16(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequenti
     One Linear replaces the three for ImageNet, as in `vgg11`. Raises ConfigError unless the image size is 28 or 32.
     """
     return _vgg("vgg16", _VGG16_STAGES, 1, in_channels, image_size, num_classes)
+
+
+def vgg19(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
+    """Return VGG-19 for (n, in_channels, image_size, image_size) inputs: 38 tensors, 38.9 M parameters.
+
+    It has three Linear layers, of 4096 units, as the edge-cloud paper trains it (Table 3). Raises ConfigError unless
+    the image size is 28 or 32.
+    """
+    return _vgg(
+        "vgg19", _VGG19_STAGES, 1, in_channels, image_size, num_classes, hidden=(4096, 4096)
+    )
 
 
 def vgg_small(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
@@ -117,6 +136,7 @@ def _vgg(
     num_classes: int,
     *,
     batch_norm: bool = False,
+    hidden: tuple[int, ...] = (),
 ) -> nn.Sequential:
     padding = 1 + padding_to_32(name, image_size)
     layers: list[nn.Module] = []
@@ -132,7 +152,12 @@ def _vgg(
             layers.append(nn.ReLU())
             in_channels, padding = channels, 1
         layers.append(nn.MaxPool2d(2))
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(in_channels * last_size**2, num_classes))
+    layers.append(nn.Flatten())
+    features = in_channels * last_size**2
+    for width in hidden:
+        layers += [nn.Linear(features, width), nn.ReLU()]
+        features = width
+    return nn.Sequential(*layers, nn.Linear(features, num_classes))
 
 
 _RESNET18_STAGES = ((64, 2, 1), (128, 2, 2), (256, 2, 2), (512, 2, 2))
@@ -249,11 +274,13 @@ BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
     "vgg-small": vgg_small,
     "vgg11": vgg11,
     "vgg16": vgg16,
+    "vgg19": vgg19,
     "resnet8": resnet8,
     "resnet18": resnet18,
     "resnet34": resnet34,
     "mobilenet-v1": mobilenet_v1,
     "mobilenet-v2": mobilenet_v2,
+    "mobilenet-v3": mobilenet_v3,
     "efficientnet-b1": efficientnet_b1,
     "resnet50": resnet50,
     "inception-v3": inception_v3,

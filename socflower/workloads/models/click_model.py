@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.plain_numbers import plain_numbers
 from socflower.workloads.click_through import (
     AGES,
@@ -24,7 +24,7 @@ from socflower.workloads.click_through import (
 from socflower.workloads.models.layers import drawn
 
 FEATURE_SIZE = 32
-"""Features that each party sends per sample."""
+"""Features that each party sends per sample, unless others are given."""
 
 _EMBEDDING = 16
 
@@ -50,14 +50,14 @@ class InterestPooling(nn.Module):
 class ViewingBottom(nn.Module):
     """The bottom model of the viewing service, whose features are movie ids."""
 
-    def __init__(self) -> None:
+    def __init__(self, feature_size: int = FEATURE_SIZE) -> None:
         super().__init__()
         self.movies = nn.Embedding(NUM_MOVIES, _EMBEDDING)
         self.interest = InterestPooling(_EMBEDDING)
-        self.features = nn.Sequential(nn.Linear(3 * _EMBEDDING, FEATURE_SIZE), nn.ReLU())
+        self.features = nn.Sequential(nn.Linear(3 * _EMBEDDING, feature_size), nn.ReLU())
 
     def forward(self, movies: torch.Tensor) -> torch.Tensor:
-        """Map movie ids (n, HISTORY + 1) int64, the candidate last, to features (n, FEATURE_SIZE)."""
+        """Map movie ids (n, HISTORY + 1) int64, the candidate last, to features (n, feature_size)."""
         embedded = self.movies(movies)
         history, candidate = embedded[:, :HISTORY], embedded[:, HISTORY]
         pooled = self.interest(history, candidate)
@@ -70,17 +70,17 @@ class ViewingBottom(nn.Module):
 class AccountBottom(nn.Module):
     """The bottom model of the account service, whose features are user attributes and movie genres."""
 
-    def __init__(self) -> None:
+    def __init__(self, feature_size: int = FEATURE_SIZE) -> None:
         super().__init__()
         self.genders = nn.Embedding(len(GENDERS), _EMBEDDING)
         self.ages = nn.Embedding(len(AGES), _EMBEDDING)
         self.occupations = nn.Embedding(NUM_OCCUPATIONS, _EMBEDDING)
         self.genres = nn.Embedding(NUM_GENRES + 1, _EMBEDDING, padding_idx=0)
         self.interest = InterestPooling(_EMBEDDING)
-        self.features = nn.Sequential(nn.Linear(5 * _EMBEDDING, FEATURE_SIZE), nn.ReLU())
+        self.features = nn.Sequential(nn.Linear(5 * _EMBEDDING, feature_size), nn.ReLU())
 
     def forward(self, attributes: torch.Tensor) -> torch.Tensor:
-        """Map attributes (n, USER_COLUMNS + (HISTORY + 1)·GENRE_SLOTS) int64 to features (n, FEATURE_SIZE)."""
+        """Map attributes (n, USER_COLUMNS + (HISTORY + 1)·GENRE_SLOTS) int64 to features (n, feature_size)."""
         slots = torch.unflatten(attributes[:, USER_COLUMNS:], 1, (HISTORY + 1, GENRE_SLOTS))
         # The mean over a movie's genres; unused slots have zero embeddings and are not counted.
         used = (slots > 0).sum(dim=2, keepdim=True).clamp(min=1)
@@ -100,11 +100,11 @@ class AccountBottom(nn.Module):
 class ClickModel(nn.Module):
     """Bottom models of the parties, and the top model, whose input is their features, concatenated in party order."""
 
-    def __init__(self, bottoms: Sequence[nn.Module]) -> None:
+    def __init__(self, bottoms: Sequence[nn.Module], feature_size: int = FEATURE_SIZE) -> None:
         super().__init__()
         self.bottoms = nn.ModuleList(bottoms)
         self.top = nn.Sequential(
-            nn.Linear(len(bottoms) * FEATURE_SIZE, 64),
+            nn.Linear(len(bottoms) * feature_size, 64),
             nn.ReLU(),
             nn.Linear(64, 32),
             nn.ReLU(),
@@ -120,12 +120,20 @@ class ClickModel(nn.Module):
 
 
 @plain_numbers
-def build_click_model(num_parties: int = 2, *, seed: int) -> ClickModel:
+def build_click_model(
+    num_parties: int = 2, *, seed: int, feature_size: int = FEATURE_SIZE
+) -> ClickModel:
     """Return the model for `click_data`: the bottom models of both parties, or of the viewing service, and the top.
 
-    Equal seeds give equal weights; torch's global random state is neither read nor changed. Raises ConfigError for
-    another number of parties.
+    The edge-cloud paper sends 1,024 features a sample. Equal seeds give equal weights; torch's global random state is
+    neither read nor changed. Raises ConfigError for another number of parties.
     """
     if num_parties not in (1, 2):
         raise ConfigError(f"click model: num_parties must be 1 or 2, got {num_parties}")
-    return drawn(lambda: ClickModel([ViewingBottom(), AccountBottom()][:num_parties]), seed)
+    require_range("click model", least=1, feature_size=feature_size)
+
+    def build() -> ClickModel:
+        bottoms = [ViewingBottom(feature_size), AccountBottom(feature_size)]
+        return ClickModel(bottoms[:num_parties], feature_size)
+
+    return drawn(build, seed)

@@ -1,4 +1,4 @@
-"""Image classifiers deep enough to be cut into a pipeline: ResNet-50, MobileNetV2, EfficientNet-B1.
+"""Image classifiers deep enough to be cut into a pipeline: ResNet-50, MobileNetV2 and V3, EfficientNet-B1.
 
 Layers and parameter counts are those of the papers and of torchvision. For images below 64 pixels the strides are those
 usual for CIFAR: with the strides for 224x224, the last third of a network would see a single pixel of a 32x32 input.
@@ -6,6 +6,7 @@ This changes no parameters except the stem of ResNet-50, whose kernel is then 3x
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -51,20 +52,20 @@ class InvertedResidual(nn.Module):
         in_channels: int,
         out_channels: int,
         *,
-        expansion: int,
+        expansion: float,
         kernel_size: int,
         stride: int,
         activation: type[nn.Module],
-        excited: bool,
+        excitation: Callable[[int, int], nn.Module] | None,
     ) -> None:
         super().__init__()
-        width = in_channels * expansion
+        width = round(in_channels * expansion)
         layers: list[nn.Module] = []
         if expansion != 1:
             layers += [*convolution_norm(in_channels, width, 1), activation()]
         layers += [*convolution_norm(width, width, kernel_size, stride, groups=width), activation()]
-        if excited:
-            layers.append(SqueezeExcitation(width, max(1, in_channels // 4), activation))
+        if excitation is not None:
+            layers.append(excitation(in_channels, width))
         self.residual = nn.Sequential(*layers, *convolution_norm(width, out_channels, 1))
         self.adds_input = stride == 1 and in_channels == out_channels
 
@@ -77,14 +78,20 @@ class InvertedResidual(nn.Module):
 class SqueezeExcitation(nn.Module):
     """Scale each channel by a gate in 0..1, computed from the means of all channels (Hu et al. 2018)."""
 
-    def __init__(self, channels: int, squeezed: int, activation: type[nn.Module]) -> None:
+    def __init__(
+        self,
+        channels: int,
+        squeezed: int,
+        activation: type[nn.Module],
+        gate: type[nn.Module] = nn.Sigmoid,
+    ) -> None:
         super().__init__()
         self.gate = nn.Sequential(
             nn.AdaptiveAvgPool2d(1),
             nn.Conv2d(channels, squeezed, 1),
             activation(),
             nn.Conv2d(squeezed, channels, 1),
-            nn.Sigmoid(),
+            gate(),
         )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -140,8 +147,53 @@ def mobilenet_v2(*, in_channels: int, image_size: int, num_classes: int) -> nn.S
     layers = [*convolution_norm(in_channels, 32, 3, 1 if is_small else 2), nn.ReLU6()]
     for number, stage in enumerate(_MOBILENET_V2_STAGES):
         stride = 1 if is_small and number == 1 else stage[-1]
-        layers += _inverted_residuals(layers, stage, stride, nn.ReLU6, excited=False)
+        layers += _inverted_residuals(layers, stage, stride, nn.ReLU6)
     return _classifier(layers, nn.ReLU6(), num_classes)
+
+
+_MOBILENET_V3_STAGES = (
+    (1, 3, 16, 1, 1), (4, 3, 24, 1, 2), (3, 3, 24, 1, 1), (3, 5, 40, 3, 2), (6, 3, 80, 1, 2), (2.5, 3, 80, 1, 1),
+    (2.3, 3, 80, 2, 1), (6, 3, 112, 2, 1), (6, 5, 160, 3, 2),
+)  # fmt: skip
+"""As above for MobileNetV3, whose blocks have excitation from 40 channels on, but not those of 80, and hard swish from
+80 channels on."""
+
+
+def mobilenet_v3(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
+    """Return MobileNetV3-large (Howard et al. 2019) for (n, in_channels, size, size) inputs; 5.48 M for ImageNet.
+
+    Strides for small images are as in `mobilenet_v2`. Raises ConfigError for images smaller than 16 pixels.
+    """
+    require_size("mobilenet-v3", image_size, 16)
+    is_small = image_size < _SMALL_IMAGE
+    layers = [*convolution_norm(in_channels, 16, 3, 1 if is_small else 2), nn.Hardswish()]
+    for number, stage in enumerate(_MOBILENET_V3_STAGES):
+        channels = stage[2]
+        layers += _inverted_residuals(
+            layers,
+            stage,
+            1 if is_small and number == 1 else stage[-1],
+            nn.Hardswish if channels >= 80 else nn.ReLU,
+            excitation=_hard_excitation if channels >= 40 and channels != 80 else None,
+        )
+    return nn.Sequential(
+        *layers,
+        *convolution_norm(160, 960, 1),
+        nn.Hardswish(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(960, 1280),
+        nn.Hardswish(),
+        nn.Dropout(0.2),
+        nn.Linear(1280, num_classes),
+    )
+
+
+def _hard_excitation(_: int, width: int) -> nn.Module:
+    # A quarter of the channels, rounded to a multiple of 8 and by at most a tenth down, as torchvision has it.
+    squeezed = max(8, int(width // 4 + 4) // 8 * 8)
+    squeezed += 8 if squeezed < 0.9 * (width // 4) else 0
+    return SqueezeExcitation(width, squeezed, nn.ReLU, nn.Hardsigmoid)
 
 
 _EFFICIENTNET_STAGES = (
@@ -164,19 +216,24 @@ def efficientnet_b1(*, in_channels: int, image_size: int, num_classes: int) -> n
     layers = [*convolution_norm(in_channels, 32, 3, stem_stride), nn.SiLU()]
     for stage in _EFFICIENTNET_STAGES:
         layers += _inverted_residuals(
-            layers, stage, stage[-1], nn.SiLU, depth=_B1_DEPTH, excited=True
+            layers,
+            stage,
+            stage[-1],
+            nn.SiLU,
+            depth=_B1_DEPTH,
+            excitation=lambda before, width: SqueezeExcitation(width, max(1, before // 4), nn.SiLU),
         )
     return _classifier(layers, nn.SiLU(), num_classes)
 
 
 def _inverted_residuals(
     before: list[nn.Module],
-    stage: tuple[int, int, int, int, int],
+    stage: tuple[float, int, int, int, int],
     stride: int,
     activation: type[nn.Module],
     *,
     depth: float = 1.0,
-    excited: bool,
+    excitation: Callable[[int, int], nn.Module] | None = None,
 ) -> list[nn.Module]:
     """Return the blocks of a stage behind the layers `before`; the first block has the stride."""
     expansion, kernel_size, out_channels, num_blocks, _ = stage
@@ -190,7 +247,7 @@ def _inverted_residuals(
             kernel_size=kernel_size,
             stride=1 if blocks else stride,
             activation=activation,
-            excited=excited,
+            excitation=excitation,
         )
         blocks.append(block)
         channels = out_channels

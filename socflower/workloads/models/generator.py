@@ -1,4 +1,6 @@
-"""An image generator (after Dosovitskiy et al. 2016) for reverse splits, in which images stay with the back half."""
+"""Image generators (after Dosovitskiy et al. 2016) for reverse splits, in which images stay with the back half."""
+
+from itertools import pairwise
 
 from torch import nn
 
@@ -37,4 +39,34 @@ def _generator(num_classes: int) -> nn.Sequential:
         nn.ReLU(),
         nn.Conv2d(16, 1, 3, padding=1),
         nn.Sigmoid(),
+    )
+
+
+CHAIR_CODE_SIZE = 825
+"""The code of a chair: its style, the view and the transformation of the image."""
+
+
+@plain_numbers
+def build_chair_generator(seed: int) -> nn.Sequential:
+    """Return the edge-cloud paper's generator: codes (n, CHAIR_CODE_SIZE) to colour images (n, 3, 128, 128) in 0..1.
+
+    Widths are those at which its Table 3 measures features; it prints no others. Equal seeds give equal weights.
+    """
+    return drawn(_chair_generator, seed)
+
+
+def _chair_generator() -> nn.Sequential:
+    layers: list[nn.Module] = []
+    widths = (CHAIR_CODE_SIZE, 384, 256, 256, 4096)
+    for before, width in pairwise(widths):
+        layers += [nn.Linear(before, width), nn.ReLU()]
+    layers.append(nn.Unflatten(1, (256, 4, 4)))
+    channels = 256
+    for width in (256, 92, 48):
+        layers.append(nn.Upsample(scale_factor=2))
+        for before in (channels, width):
+            layers += [nn.Conv2d(before, width, 3, padding=1), nn.ReLU()]
+        channels = width
+    return nn.Sequential(
+        *layers, nn.Upsample(scale_factor=4), nn.Conv2d(channels, 3, 3, padding=1), nn.Sigmoid()
     )

@@ -1,4 +1,4 @@
-"""Transformers for token ids, in plain torch: BERT-small and GPT. torch.fx can follow them, unlike those of a library.
+"""Models of token ids, in plain torch: BERT-small, GPT, a BiLSTM. torch.fx can follow them, unlike those of a library.
 
 A model is built for one length: a size that `forward` reads from the input would have to cross a cut.
 """
@@ -131,6 +131,37 @@ class Gpt(nn.Module):
         hidden = self.blocks(self.dropout(self.words(tokens) + self.positions.weight))
         logits: torch.Tensor = self.head(self.norm(hidden))
         return logits
+
+
+class BiLstm(nn.Module):
+    """Two bidirectional LSTMs (Graves et al. 2013) over words, the mean over them, and a perceptron.
+
+    Sizes are those at which the edge-cloud paper's Table 3 measures its features; it prints no others.
+    """
+
+    def __init__(self, *, vocabulary: int, num_classes: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, 100)
+        self.first = nn.LSTM(100, 100, batch_first=True, bidirectional=True)
+        self.second = nn.LSTM(200, 50, batch_first=True, bidirectional=True)
+        self.hidden, self.relu = nn.Linear(100, 128), nn.ReLU()
+        self.classifier = nn.Linear(128, num_classes)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Map token ids (n, length) int64 to logits (n, num_classes)."""
+        features, _ = self.first(self.words(tokens))
+        features, _ = self.second(features)
+        logits: torch.Tensor = self.classifier(self.relu(self.hidden(features.mean(1))))
+        return logits
+
+
+def bi_lstm(*, num_classes: int = 2, vocabulary: int = 20_000, seed: int) -> BiLstm:
+    """Return a BiLSTM for texts, of any length; 2.27 M parameters.
+
+    Equal seeds give equal weights; torch's global random state is neither read nor changed.
+    """
+    require_range("model bi-lstm", least=1, num_classes=num_classes, vocabulary=vocabulary)
+    return drawn(partial(BiLstm, vocabulary=vocabulary, num_classes=num_classes), seed)
 
 
 _BERT_LENGTH = 512

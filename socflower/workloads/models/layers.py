@@ -79,7 +79,8 @@ def draw_weights_(model: nn.Module, generator: torch.Generator) -> None:
     followed by a BatchNorm, which makes the forward pass independent of the gain, but a step changes the direction of
     large weights less. So its gain is 1/3, torch's default: at a rate of 0.01, MobileNet reaches a loss in 45 steps for
     which it needs 90 with gain 2. The last layer has the same gain: logits are small, and the first loss is close to
-    log(num_classes). Embeddings are small, so that their products start near zero; a padding row is zero.
+    log(num_classes). Embeddings are small, so that their products start near zero; a padding row is zero. LSTMs are
+    drawn as in torch.
     """
     last = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)][-1]
     for module in model.modules():
@@ -96,6 +97,10 @@ def draw_weights_(model: nn.Module, generator: torch.Generator) -> None:
         elif isinstance(module, nn.BatchNorm2d | nn.LayerNorm):
             # Weights of one, biases of zero, and the initial running statistics.
             module.reset_parameters()
+        elif isinstance(module, nn.LSTM):
+            for weight in module.parameters(recurse=False):
+                bound = 1.0 / math.sqrt(module.hidden_size)
+                nn.init.uniform_(weight, -bound, bound, generator=generator)
         else:
             has_weights = list(module.parameters(recurse=False))
             assert not has_weights, f"no rule for the weights of {module}"

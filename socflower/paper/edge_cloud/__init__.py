@@ -1,0 +1,1 @@
+"""The tables and figures of the edge-cloud paper (IMWUT 2021), beside ours."""
