@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.command_line import socflower  # noqa: F401 - a fixture
 from tests.few_digits import on_few_digits  # noqa: F401 - a fixture
+from tests.quick_plots import drawn, quick_plots, with_pictures  # noqa: F401 - fixtures
 
 # A test process has one core: threads of torch and OpenBLAS would take it, spinning, from the other test process, and
 # the models and racks of tests are too small to gain from them. What more threads compute is tested where a test sets
