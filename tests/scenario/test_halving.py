@@ -50,7 +50,7 @@ def test_each_rung_is_twice_as_long_and_the_last_one_whole() -> None:
 
 @pytest.mark.usefixtures("on_few_digits")
 def test_a_belief_is_sure_of_what_was_seen_and_doubts_what_is_far_from_it() -> None:
-    candidates, _ = candidates_of(small(epochs=4), ("socflow", "sgd"), ("fp32",))
+    candidates, _ = candidates_of(small(epochs=4), ("socflow", "sgd"), ("fp32", "int8"))
     model = EpochModel(candidates)
     first, *others = model.middles()
     assert others
