@@ -132,8 +132,7 @@ lint: setup ## ruff, its formatter, mypy and the import contracts
 proto: ## generate the messages of the streams anew, with code that old and new protobuf can run
 	$(PYTHON) -m venv build/proto
 	build/proto/bin/pip install -q grpcio-tools==1.67.1 setuptools
-	build/proto/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. socflower/wire/framing.proto \
-	  socflower/edgecloud/stream/split.proto
+	build/proto/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. socflower/edgecloud/stream/split.proto
 
 bench: setup ## every benchmark against its peer, but for the two _accuracy.py, which train for hours
 	@for file in $$(ls benchmarks/*.py | grep -v -e harness.py -e _accuracy.py -e int8_settings.py -e int8_step_isolated.py \
