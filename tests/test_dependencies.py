@@ -11,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+import socflower
 from socflower.cli.diagnosis import diagnose
 from socflower.engines import installed as known
 from socflower.engines.installed import Dependency, dependencies
@@ -59,6 +60,20 @@ def test_what_was_tested_is_pinned_and_allowed() -> None:
     assert {name: PINS[name] for name in TESTED} == TESTED
     for name, dependency in dependencies().items():
         assert all(map(dependency.allowed.contains, dependency.tested)), name
+
+
+def test_the_version_is_the_same_everywhere_and_in_the_changelog() -> None:
+    version = PROJECT["version"]
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"\nversion: {version}\n" in citation
+    assert f"\n## [{version}] - " in (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert socflower.__version__ == version
+
+
+def test_the_long_description_has_every_extra_of_users() -> None:
+    rows = re.findall(r"^\| (`.*`) \|", (ROOT / PROJECT["readme"]).read_text("utf-8"), re.MULTILINE)
+    ours = {"also-tested", "dev", "docs", "release", "tested"}
+    assert set(re.findall(r"`([\w-]+)`", " ".join(rows))) == set(EXTRAS) - ours
 
 
 def test_flower_is_bounded_by_the_minor_versions_that_were_tested() -> None:
