@@ -20,8 +20,9 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.harness import Row, less_is_better, main, measure_interleaved, repeated
-from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
+from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.mixed_precision import MixedPrecisionTrainer
+from socflower.training.schedules import cosine_annealing
 from socflower.training.trainer import Trainer, TrainingSpan
 from socflower.workloads.dataset import LabelledData
 from socflower.workloads.evaluation import evaluate

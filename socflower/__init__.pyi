@@ -67,14 +67,14 @@ from socflower.thermal.sensors.linux import LinuxSensors as LinuxSensors
 from socflower.thermal.sensors.recording import RecordedSource as RecordedSource, record as record
 from socflower.thermal.sensors.simulated import SensorFault as SensorFault, SimulatedSource as SimulatedSource
 from socflower.thermal.sensors.step_times import StepTiming as StepTiming, TimedSource as TimedSource
-from socflower.training.fp32 import FP32Trainer as FP32Trainer, cosine_annealing as cosine_annealing, sgd as sgd
+from socflower.training.fp32 import FP32Trainer as FP32Trainer, sgd as sgd
 from socflower.training.group import train_group as train_group
 from socflower.training.int8 import Int8Trainer as Int8Trainer
 from socflower.training.int8_module import int8_ as int8_
 from socflower.training.mixed_precision import MixedPrecisionTrainer as MixedPrecisionTrainer
 from socflower.training.model_state import frozen_digest as frozen_digest, load_trainable_state as load_trainable_state, trainable_state as trainable_state
 from socflower.training.muon import muon as muon
-from socflower.training.schedules import torch_schedule as torch_schedule
+from socflower.training.schedules import RateSchedule as RateSchedule, cosine_annealing as cosine_annealing, torch_schedule as torch_schedule
 from socflower.training.trainer import ExchangingSession as ExchangingSession, SessionResult as SessionResult, Trainer as Trainer, TrainingSession as TrainingSession, TrainingSpan as TrainingSpan
 from socflower.wire.message_keys import HEAT as HEAT, HeatReport as HeatReport
 from socflower.workloads.data_source import DataSource as DataSource

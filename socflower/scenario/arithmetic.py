@@ -23,13 +23,14 @@ from socflower.precision.algorithm import HANDED_OUT_GRADIENTS
 from socflower.precision.operator_costs import island_share
 from socflower.precision.processor_costs import MixedPricing
 from socflower.scenario.costs import mixing_note
-from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.config import Scenario, TrainConfig
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.workload import image_shape, initial_model, scenario_data
-from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
+from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.int8 import Int8Trainer
 from socflower.training.mixed_precision import MixedPrecisionTrainer
 from socflower.training.muon import muon
+from socflower.training.schedules import RateSchedule, scheduler_of
 from socflower.training.session import OptimizerFn
 from socflower.training.trainer import Trainer
 from socflower.workloads.data_source import DataSource
@@ -112,7 +113,7 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
         return Int8Trainer(
             algorithm=_algorithm(scenario),
             learning_rate=settings.learning_rate,
-            schedule=settings.schedule,
+            schedule=rate_schedule(settings),
             settings=EngineSettings(
                 rescaling=RescalingPolicy(adaptive=precision.adaptive_rescaling)
             ),
@@ -121,7 +122,9 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
         )
     fp32 = FP32Trainer(
         optimizer=optimizer(scenario),
-        scheduler=cosine_annealing if settings.schedule == "cosine" else None,
+        scheduler=None
+        if settings.schedule == "constant"
+        else partial(scheduler_of, rate_schedule(settings)),
         # The registry's models support it and are faster with it; tensors that cross cuts have torch's own layout.
         channels_last=not scenario.model.factory and not scenario.is_pipeline,
         reduction=settings.reduction,
@@ -186,9 +189,21 @@ def optimizer(scenario: Scenario) -> OptimizerFn:
             return partial(torch.optim.Adam, lr=rate, weight_decay=decay)
         case "adamw":
             return partial(torch.optim.AdamW, lr=rate, weight_decay=decay)
+        case "rmsprop":
+            return partial(torch.optim.RMSprop, lr=rate, weight_decay=decay)
         case "muon":
             return muon(rate, weight_decay=decay)
     return sgd(rate, scenario.momentum, decay)
+
+
+def rate_schedule(settings: TrainConfig) -> RateSchedule:
+    """Return the schedule of the learning rate."""
+    return RateSchedule(
+        kind=settings.schedule,
+        num_epochs=settings.epochs,
+        milestones=settings.milestones,
+        factor=settings.decay_factor,
+    )
 
 
 def training_data(scenario: Scenario) -> DataSource:

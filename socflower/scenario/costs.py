@@ -67,7 +67,8 @@ def pricing(scenario: Scenario) -> Pricing:
 
 def optimizer_copies(scenario: Scenario) -> float:
     """Return how many copies of the trained weights the optimiser keeps, at most: Muon keeps one of hidden layers."""
-    return float(scenario.momentum > 0) if scenario.optimizer == "sgd" else 2.0
+    of_optimizer = {"sgd": float(scenario.momentum > 0), "rmsprop": 1.0}
+    return of_optimizer.get(scenario.optimizer, 2.0)
 
 
 def mixing_note(rule: str) -> str:

@@ -34,6 +34,7 @@ from socflower.scenario.arithmetic import (
     evaluation_device,
     held_out_split,
     optimizer,
+    rate_schedule,
     trainer,
     unsupported,
 )
@@ -118,13 +119,8 @@ class SplitWorkload(ABC):
 
     def schedule(self, batch: int) -> float:
         """Return the factor on the learning rate for a batch."""
-        train = self.scenario.train
-        total = self.batches_per_epoch * train.epochs
-        return (
-            0.5 * (1.0 + math.cos(math.pi * min(batch, total) / total))
-            if train.schedule == "cosine"
-            else 1.0
-        )
+        total = self.batches_per_epoch * self.scenario.train.epochs
+        return rate_schedule(self.scenario.train).at(min(batch, total) / total)
 
     def _program(
         self,

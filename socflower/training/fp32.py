@@ -11,7 +11,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from socflower.errors import ConfigError, require_range
 from socflower.field_rules import OneOf, checked
@@ -66,12 +65,6 @@ def sgd(
     require_range("sgd", least=0.0, below=1.0, momentum=momentum)
     require_range("sgd", least=0.0, weight_decay=weight_decay)
     return partial(torch.optim.SGD, lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
-
-
-@plain_numbers
-def cosine_annealing(optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler:
-    """Anneal the learning rate to zero along a cosine over all steps, as SoCFlow+ does."""
-    return CosineAnnealingLR(optimizer, T_max=max(1, total_steps))
 
 
 @checked

@@ -1,6 +1,5 @@
 """Training in int8 on the CPU's integer kernels, for one device or a whole group."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import field
@@ -12,7 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from socflower.errors import ConfigError
-from socflower.field_rules import OneOf, checked
+from socflower.field_rules import checked
 from socflower.model_graph.batch_form import num_samples as num_samples_of
 from socflower.model_graph.batch_form import pair_of
 from socflower.model_graph.parts import layer_seed, random_streams
@@ -24,6 +23,7 @@ from socflower.precision.int8.network import UnsupportedOperator
 from socflower.precision.int8.parameters import export_velocities, import_velocities
 from socflower.training.batch_statistics import require_batch_statistics
 from socflower.training.saved_values import from_bytes, to_bytes
+from socflower.training.schedules import RateSchedule
 from socflower.training.session import PARAMETERS
 from socflower.training.trainer import (
     Part,
@@ -33,8 +33,6 @@ from socflower.training.trainer import (
     require_images,
     require_trained_parameters,
 )
-
-SCHEDULES = ("cosine", "constant")
 
 MOMENTUM = "momentum_buffer"
 """The key of a weight's momentum in a state, as in that of torch's SGD."""
@@ -67,7 +65,7 @@ class Int8Trainer:
     arithmetic: ClassVar[str] = "int8"
     algorithm: TrainingAlgorithm = REAL_SCALES
     learning_rate: Annotated[float, Field(gt=0.0)] = 0.01
-    schedule: Annotated[str, OneOf(SCHEDULES)] = "cosine"
+    schedule: Literal["cosine", "constant"] | RateSchedule = "cosine"
     settings: EngineSettings = field(default_factory=EngineSettings)
     fp32_operators: Sequence[str] = ()
     unsupported: Literal["refuse", "fp32"] = "fp32"
@@ -79,9 +77,10 @@ class Int8Trainer:
 
     def rate(self, progress: float) -> float:
         """Return the learning rate at a fraction of training in [0, 1]."""
-        if self.schedule == "constant":
-            return self.learning_rate
-        return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+        schedule = self.schedule
+        if isinstance(schedule, str):
+            schedule = RateSchedule(kind=schedule)
+        return self.learning_rate * schedule.at(progress)
 
     def model(
         self,

@@ -18,8 +18,9 @@ from socflower.clients.saved_training import TRAINER_STATE
 from socflower.errors import ConfigError
 from socflower.flower_adapter import begin_run
 from socflower.training.batches import local_batches
-from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
+from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.group import train_group
+from socflower.training.schedules import cosine_annealing
 from socflower.training.trainer import TrainingSpan
 from socflower.wire.message_keys import RESUMED, WARM_UP, GroupTask
 from socflower.workloads.dataset import LabelledData

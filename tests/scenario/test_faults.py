@@ -20,8 +20,9 @@ from socflower.scenario.schema.config import EventConfig, Scenario, TrainConfig
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.workload import initial_model
 from socflower.strategies.records import aggregate_records
-from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
+from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.group import train_group
+from socflower.training.schedules import cosine_annealing
 from socflower.wire.message_keys import GroupTask
 from socflower.workloads.sources import load_data
 from tests.one_line import one_line, refused

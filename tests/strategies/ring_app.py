@@ -26,7 +26,8 @@ from socflower.peers.leaders.model_exchange import GroupsModel
 from socflower.peers.ring.settings import RingSettings
 from socflower.peers.transports.port import RingPort
 from socflower.strategies.socflow import SoCFlow
-from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
+from socflower.training.fp32 import FP32Trainer, sgd
+from socflower.training.schedules import cosine_annealing
 from socflower.wire.message_keys import CONFIG, GROUP, SERVER_ROUND, GroupTask
 from socflower.wire.secure_channel import PeerUnreachable
 from socflower.workloads.dataset import LabelledData

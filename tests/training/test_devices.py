@@ -17,8 +17,9 @@ from torch.optim.lr_scheduler import StepLR
 
 from socflower.model_graph.random_state import RandomState, forked_generator, own_random_state
 from socflower.model_graph.torch_device import accelerator, resolve_device
-from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
+from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.group import GroupOutcome, train_group
+from socflower.training.schedules import cosine_annealing
 from socflower.training.trainer import TrainingSpan
 from socflower.wire.message_keys import METRICS
 from socflower.workloads.evaluation import evaluate

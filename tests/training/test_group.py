@@ -11,8 +11,9 @@ from torch import nn
 
 from socflower.training.batch_statistics import depends_on_batch
 from socflower.training.batches import group_batches
-from socflower.training.fp32 import FP32Session, FP32Trainer, cosine_annealing, sgd
+from socflower.training.fp32 import FP32Session, FP32Trainer, sgd
 from socflower.training.group import train_group
+from socflower.training.schedules import cosine_annealing
 from socflower.training.trainer import TrainingSpan
 from socflower.wire.message_keys import GroupTask
 from socflower.workloads.dataset import LabelledData

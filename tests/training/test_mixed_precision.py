@@ -24,8 +24,9 @@ from socflower.precision import NITI, Int8Backend, NativeInt8Backend
 from socflower.precision.cpu_share import accuracy_floor, cpu_samples, cpu_share
 from socflower.precision.int8.model import StepResult
 from socflower.training.exchange.group_sum import GroupSum
-from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
+from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.mixed_precision import MixedPrecisionTrainer
+from socflower.training.schedules import cosine_annealing
 from socflower.training.trainer import Part, SessionResult, TrainingSpan
 from tests.clients.test_app import fresh, group_task, make_app, message, metrics_of, node
 from tests.one_line import refused

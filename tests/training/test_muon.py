@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from socflower.training.fp32 import FP32Trainer, cosine_annealing
+from socflower.training.fp32 import FP32Trainer
 from socflower.training.muon import hidden_weights, muon
+from socflower.training.schedules import cosine_annealing
 from socflower.training.trainer import TrainingSpan
 from tests.one_line import refused
 from tests.seeded import built

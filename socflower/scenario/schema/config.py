@@ -61,7 +61,7 @@ from socflower.toml_file import Table
 from socflower.wire.message_keys import WIRES
 
 ARITHMETICS = ("fp32", "int8", "mixed")
-OPTIMIZERS = ("sgd", "adam", "adamw", "muon")
+OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop", "muon")
 _READ_BY_PIPELINES = (
     "name",
     "socs",
@@ -218,10 +218,20 @@ class TrainConfig(Table):
         ),
     )
     weight_decay: float = Field(
-        0.0, ge=0, description="of SGD and Adam in the gradient, else decoupled"
+        0.0, ge=0, description="of SGD, Adam and RMSprop in the gradient, else decoupled"
     )
-    schedule: Annotated[str, OneOf(("cosine", "constant"))] = Field(
-        "cosine", description=("of the learning rate; `cosine` is zero at the end")
+    schedule: Annotated[str, OneOf(("cosine", "constant", "multi-step", "exponential"))] = Field(
+        "cosine",
+        description=(
+            "of the learning rate; `cosine` is zero at the end, `multi-step` is multiplied by `decay_factor` at each "
+            "of `milestones`, `exponential` after every epoch"
+        ),
+    )
+    milestones: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (), description="epochs after which a `multi-step` rate falls"
+    )
+    decay_factor: float = Field(
+        0.1, gt=0, le=1, description="of `multi-step` and `exponential` schedules"
     )
     device: str = Field(
         "cpu",
@@ -250,11 +260,23 @@ class TrainConfig(Table):
     )
 
     def check(self) -> None:
-        """Refuse names of no device, momentum without SGD, and local epochs that do not divide the epochs."""
+        """Refuse names of no device, momentum without SGD, a schedule that cannot be, and local epochs."""
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device = {self.device!r}: write auto, cpu, cuda, cuda:1 or mps")
         if self.momentum and self.optimizer is not None:
             require_reader(self, "optimizer", {"momentum": ("sgd",)})
+        require_reader(
+            self,
+            "schedule",
+            {"milestones": ("multi-step",), "decay_factor": ("multi-step", "exponential")},
+        )
+        rises = list(self.milestones) == sorted(set(self.milestones))
+        if self.schedule == "multi-step" and (
+            not self.milestones or not rises or self.milestones[-1] >= self.epochs
+        ):
+            raise ConfigError(
+                f"{shown(self, 'milestones')}: a multi-step schedule needs rising epochs below epochs = {self.epochs}"
+            )
         if self.epochs % self.local_epochs:
             raise ConfigError(
                 f"epochs = {self.epochs} must be a multiple of local_epochs = {self.local_epochs}"

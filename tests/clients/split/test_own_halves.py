@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPl
 from socflower.edgecloud.samples import BatchOrder, PartyBatches
 from socflower.edgecloud.split_program import HalvesProgram, LayeredProgram
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.training.fp32 import cosine_annealing, sgd
-from socflower.training.schedules import torch_schedule
+from socflower.training.fp32 import sgd
+from socflower.training.schedules import cosine_annealing, torch_schedule
 from socflower.wire.message_keys import FROZEN_SHA256
 from socflower.workloads.map_dataset import as_data_source
 from tests.clients.split.clouds import Cloud, strategy_of

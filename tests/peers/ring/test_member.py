@@ -23,10 +23,11 @@ from socflower.peers.ring.member import AppliedStep, MemberResult, RingMember, o
 from socflower.peers.transports.port import RingPort
 from socflower.precision import EngineSettings, RescalingPolicy, int8_algorithm
 from socflower.training.batches import BatchSchedule
-from socflower.training.fp32 import FP32Session, FP32Trainer, LossFn, cosine_annealing, sgd
+from socflower.training.fp32 import FP32Session, FP32Trainer, LossFn, sgd
 from socflower.training.group import train_group
 from socflower.training.int8 import Int8Session, Int8Trainer
 from socflower.training.mixed_precision import MixedPrecisionSession, MixedPrecisionTrainer
+from socflower.training.schedules import cosine_annealing
 from socflower.training.trainer import TrainingSpan
 from socflower.wire.message_keys import COMPLETED, PREEMPTED, GroupTask, RingTask
 from socflower.workloads.data_source import DataSource
