@@ -13,6 +13,7 @@ WORKERS ?= $(if $(filter 1 2,$(CORES)),3,4)
 CONSTRAINTS := constraints.txt
 OTHER_FLOWER := $(shell sed -nE 's/^also-tested = .*"flwr==([0-9.]+)".*/\1/p' pyproject.toml)
 OLDEST_TORCH := $(shell sed -nE 's/^also-tested = .*"torch==([0-9.]+)".*/\1/p' pyproject.toml)
+DOCS := mkdocs-material==9.8.2 nbclient==0.11.0 ipykernel==7.4.0
 PURE_LAYERS := cluster edgecloud hierarchy pipeline sim thermal wire
 
 export FLWR_TELEMETRY_ENABLED := 0
@@ -21,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Else every process that a test starts compiles socflower anew, and every run the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo picture test coverage api test-random test-slow test-matrix other-flower test-flower test-torch test-arm test-sanitized lint proto bench clean
+.PHONY: help setup demo picture figures papers site notebooks test coverage api test-random test-slow test-matrix other-flower test-flower test-torch test-arm test-sanitized lint proto bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,6 +47,26 @@ demo: setup ## predict every method, train the front on the embedded digits: tab
 
 picture: setup ## draw the README's picture, light and dark, from docs/results/digits_seeds.json
 	$(BIN)/python docs/draw_picture.py
+
+figures: setup ## run what docs/draw_figures.py draws the figures of concepts from, and record the terminal
+	$(BIN)/python docs/draw_figures.py
+	$(BIN)/python docs/draw_figures.py terminal
+
+PAPERS := $(basename $(notdir $(wildcard docs/papers/*.md)))
+papers: setup ## write the pages of papers, from what `socflower paper` computes in an hour
+	@for paper in $(PAPERS); do \
+	  echo "== $$paper"; $(BIN)/socflower paper $$paper --json | $(BIN)/python docs/paper_pages.py; done
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) $(DOCS)
+	@touch $@
+
+# Its banner tells of a successor of the theme.
+site: $(VENV)/.docs ## build/site: the documentation as a site that also opens from disk
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+notebooks: $(VENV)/.docs ## execute the notebooks, and keep what they print and draw
+	cd docs/notebooks && PATH="$(CURDIR)/$(BIN):$$PATH" jupyter execute --inplace *.ipynb
 
 test: setup lint ## lint, then the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

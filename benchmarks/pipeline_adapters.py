@@ -10,11 +10,13 @@ device within 1e-3 nats a byte.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from torch import nn
 
 from benchmarks.harness import Row, less_is_better, main, more_is_better, note
 from benchmarks.pipeline import (
@@ -62,7 +64,13 @@ def run(quick: bool = False) -> list[Row]:
         return [
             row
             for seed in (SEEDS[:1] if quick else SEEDS)
-            for row in _rows(workload(base, seed), seed, num_updates)
+            for row in rows_of(
+                workload(base, seed),
+                seed,
+                num_updates,
+                test_loss,
+                f"{num_updates * MINI_BATCH * 128} tokens",
+            )
         ]
 
 
@@ -71,8 +79,15 @@ def peers() -> dict[str, object]:
     return dict(_told)
 
 
-def _rows(trained: Workload, seed: int, num_updates: int) -> list[Row]:
-    with Devices(rack(MBIT * 1_000_000), CORES) as devices:
+def rows_of(
+    trained: Workload,
+    seed: int,
+    num_updates: int,
+    loss_of: Callable[[nn.Module], float],
+    what: str,
+) -> list[Row]:
+    """Train by the plan and on the fastest device, and return rows of samples a second, losses and predictions."""
+    with Devices(rack(MBIT * 1_000_000), CORES, trained.prepared) as devices:
         profiled: dict[int, Profiled] = devices.do(
             Profile(workload=trained, batches=SIZES, repeats=3)
         )
@@ -87,12 +102,12 @@ def _rows(trained: Workload, seed: int, num_updates: int) -> list[Row]:
             key=lambda each: predicted_s(*each),
         )
         runs = [
-            _run(devices, trained, seed, num_updates, *each)
+            _run(devices, trained, seed, num_updates, loss_of, *each)
             for each in ((planned.problem, planned.plan), alone)
         ]
-    start = test_loss(trained.build())
+    start = loss_of(trained.build())
     (ours_s, ours_loss, ours_said, ok), (alone_s, alone_loss, alone_said, _) = runs
-    case = f"seed {seed}, {MBIT} Mbit/s, {num_updates * MINI_BATCH * 128} tokens"
+    case = f"seed {seed}, {MBIT} Mbit/s, {what}"
     ours, same = f"ours, {text_of(planned.plan)}", abs(ours_loss - alone_loss) < _LOSS_TOLERANCE
     return [
         more_is_better(
@@ -126,6 +141,7 @@ def _run(
     trained: Workload,
     seed: int,
     num_updates: int,
+    loss_of: Callable[[nn.Module], float],
     problem: PipelineProblem,
     plan: Plan,
 ) -> tuple[float, float, float, bool]:
@@ -141,7 +157,7 @@ def _run(
         },
         strict=False,
     )
-    update_s, loss = interval_s(answers), test_loss(model)
+    update_s, loss = interval_s(answers), loss_of(model)
     note(f"{text_of(plan)}: {update_s:.3f} s, predicted {said_s:.3f}, loss {loss:.4f}")
     return update_s, loss, said_s, is_right(work, answers)
 

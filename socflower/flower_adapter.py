@@ -31,7 +31,9 @@ from flwr.supercore.task_identity import TaskIdentity
 from socflower.errors import ConfigError
 from socflower.plain_numbers import plain_numbers
 from socflower.quantities import are_counted
+from socflower.wire.logs import use_log_format
 
+use_log_format()
 _LOGGER = logging.getLogger("flwr")
 log = _LOGGER.log
 

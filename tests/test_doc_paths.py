@@ -45,7 +45,7 @@ READERS_OWN = {
     "scenario.toml",
     "trace.json",
 }
-WRITTEN = ("/", "~", "$", "out/", "my_app/", "http:", "https:")
+WRITTEN = ("/", "~", "$", "out/", "my-app/", "my_app/", "http:", "https:")
 
 
 def lines_of(page: Path) -> Iterator[tuple[int, str]]:

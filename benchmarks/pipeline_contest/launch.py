@@ -1,8 +1,8 @@
 """Starts a rack of devices with CPU quotas, and gives them work.
 
-`python -m benchmarks.pipeline_contest.launch` is the first process inside the namespaces. It reads pickles: the rack
-and the folders of the devices' quotas, then pairs of a work and the SoCs that do it; it writes pickles of their
-answers.
+`python -m benchmarks.pipeline_contest.launch` is the first process inside the namespaces. It reads pickles: the rack,
+the folders of the devices' quotas and what to prepare for all of them, then pairs of a work and the SoCs that do it; it
+writes pickles of their answers.
 """
 
 import multiprocessing
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
@@ -33,8 +33,11 @@ _TIMEOUT_S = 300.0
 class Devices:
     """Processes of a rack, each with a CPU quota; a context that removes all of them at its end."""
 
-    def __init__(self, rack: Rack, cores: Sequence[float]) -> None:
+    def __init__(
+        self, rack: Rack, cores: Sequence[float], prepare: Callable[[], object] | None = None
+    ) -> None:
         self._rack, self._cores, self._stack = rack, tuple(cores), ExitStack()
+        self._prepare = prepare
         self._process: subprocess.Popen[bytes]
 
     def __enter__(self) -> "Devices":
@@ -53,7 +56,7 @@ class Devices:
                 env={**os.environ, **ONE_THREAD},
             )
             self._stack.callback(self._end)
-            self._send((self._rack, folders))
+            self._send((self._rack, folders, self._prepare))
             self._stack = self._stack.pop_all()
         return self
 
@@ -94,10 +97,12 @@ class Devices:
 
 def main() -> int:
     """Build the rack, fork the devices, and pass on work until the input ends."""
-    rack, folders = pickle.load(sys.stdin.buffer)
+    rack, folders, prepare = pickle.load(sys.stdin.buffer)
     rack.build()
     # Imports torch before the fork, once for all devices.
     import_module("benchmarks.pipeline_contest.device")
+    if prepare is not None:
+        prepare()
 
     fork = multiprocessing.get_context("fork")
     pipes: list[Connection] = []

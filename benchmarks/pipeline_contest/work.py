@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
-from socflower.model_graph.batch_form import pair_of
+from socflower.model_graph.batch_form import Batch, labelled
 from socflower.pipeline.plan import PipelinePlan, Plan
 from socflower.pipeline.profiler.layers import ReadModel, read_model
 from socflower.pipeline.runtime.member import Mini
@@ -41,14 +41,18 @@ class Workload:
     # Pairs of inputs and labels.
     data: Callable[[], DataSource]
     trainer: FP32Trainer
+    # Makes once what `build` copies and `read` returns, before the devices have their quotas.
+    prepared: Callable[[], tuple[nn.Module, ReadModel]] | None = None
 
     def read(self, module: nn.Module) -> ReadModel:
         """Return the layers of the model."""
+        if self.prepared is not None:
+            return self.prepared()[1]
         return read_model(module, self.example(), "model")
 
-    def example(self) -> Tensor:
+    def example(self) -> Batch:
         """Return the inputs of a batch of one."""
-        return pair_of(self.data().batch(torch.zeros(1, dtype=torch.int64)), "contest")[0]
+        return labelled(self.data().batch(torch.zeros(1, dtype=torch.int64)), "contest")[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from socflower.cli.options import Json, PlainCommand, refuse_unread
+from socflower.cli.options import Json, LogFormat, Metrics, PlainCommand, refuse_unread
 from socflower.cli.process import prints_to_stderr
-from socflower.cli.terminal import OUT, print_json, print_notice
+from socflower.cli.terminal import OUT, print_json, print_notice, use_log_format
 
 cloud = typer.Typer(
     no_args_is_help=True,
@@ -61,11 +61,14 @@ def serve(
     insecure: Insecure = False,
     threads: Annotated[int, typer.Option(help="Torch threads; 0: one a core.")] = 0,
     set_: SetOfScenario = None,
+    metrics: Metrics = "",
+    log_format: LogFormat = "text",
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON.")] = False,
 ) -> None:
     """Host the cloud's halves of a program's runs, until Ctrl-C. A missing token file is created."""
     plain = {"insecure": "is for plain text, and --certificate was given"}
     refuse_unread(context, plain if certificate else {})
+    use_log_format(log_format)
     from socflower.scenario.app.split_cloud import read_or_create_token, serve_until_signal
     from socflower.wire.secure_channel import Tls
 
@@ -88,6 +91,7 @@ def serve(
             insecure=insecure,
             folder=folder,
             num_threads=threads,
+            metrics=metrics,
             on_ready=on_ready,
             on_notice=print_notice,
         )

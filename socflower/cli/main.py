@@ -15,6 +15,7 @@ from socflower.cli.doctor import doctor
 from socflower.cli.fan import fan
 from socflower.cli.heat import heat
 from socflower.cli.new import new
+from socflower.cli.node import node
 from socflower.cli.options import PlainCommand
 from socflower.cli.paper import paper
 from socflower.cli.plan import plan
@@ -22,6 +23,7 @@ from socflower.cli.process import interrupted_by_signals
 from socflower.cli.profile import profile
 from socflower.cli.run import run
 from socflower.cli.scenarios import demo, scenarios
+from socflower.cli.status import status, watch
 from socflower.cli.terminal import ERR, OUT
 from socflower.cli.tune import tune
 from socflower.errors import SocflowerError, TrainingFailed
@@ -48,6 +50,9 @@ for _command in (
     bench,
     profile,
     doctor,
+    status,
+    watch,
+    node,
     heat,
     fan,
     certificates,

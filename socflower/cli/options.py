@@ -59,7 +59,33 @@ Log = Annotated[
     ),
 ]
 
-_DEPLOYMENT_OPTIONS = ("superlink", "superlink_ca", "restarts", "checkpoint_folder", "warm")
+Metrics = Annotated[
+    str,
+    typer.Option(
+        help="HOST:PORT of this machine for /metrics (Prometheus), /healthz, /readyz and /status."
+    ),
+]
+LogFormat = Annotated[
+    str,
+    typer.Option(help="text, or json: each line about progress is a JSON document, on stderr."),
+]
+
+FreshProcesses = Annotated[
+    bool,
+    typer.Option(
+        "--fresh-processes",
+        help="SuperNodes start a Python process for each message, as Flower does, instead of one client "
+        "that stays; also with a version of Flower that is not tested.",
+    ),
+]
+
+_DEPLOYMENT_OPTIONS = (
+    "superlink",
+    "superlink_ca",
+    "restarts",
+    "checkpoint_folder",
+    "fresh_processes",
+)
 _APP_FOLDER_OPTIONS = ("cluster", "nodes", "training_flops", "expect")
 
 
@@ -89,12 +115,16 @@ class PlainCommand(TyperCommand):
         return super().get_help(ctx).replace("\\[", "[")
 
 
-def round_logging(log: str) -> "RoundLogging":
-    """Return what `--log` asks for; `ConfigError` for a logger that is unknown, named twice or not installed."""
+def round_logging(log: str, metrics: str = "") -> "RoundLogging":
+    """Return what `--log` and `--metrics` ask for.
+
+    Raises `ConfigError` for a logger that is unknown, named twice or not installed, and for an address that is public.
+    """
     from socflower.cli.terminal import print_notice
     from socflower.engines.run_log import RoundLogging
 
-    return RoundLogging(tuple(name.strip() for name in log.split(",")) if log else (), print_notice)
+    names = tuple(name.strip() for name in log.split(",")) if log else ()
+    return RoundLogging(names, print_notice, metrics)
 
 
 def require_cluster(cluster: Path | None, app: Path) -> Path:
@@ -139,7 +169,7 @@ def unread_by_run(
             )
         if engine != "deployment":
             unread |= dict.fromkeys(
-                ("restarts", "warm"),
+                ("restarts", "fresh_processes"),
                 f"is for --engine deployment only, and this is --engine {engine}",
             )
         return unread
@@ -154,7 +184,9 @@ def unread_by_run(
             _DEPLOYMENT_OPTIONS, f"is for --engine deployment only, and this is --engine {engine}"
         )
     elif is_remote:
-        unread["warm"] = "is for SuperNodes that are started here (docs/guides/deployment.md)"
+        unread["fresh_processes"] = (
+            "is for SuperNodes that are started here (docs/guides/deployment.md)"
+        )
         if not keeps_checkpoints:
             unread |= dict.fromkeys(
                 ("fresh", "restarts"),

@@ -75,7 +75,7 @@ def paper(
         document = {"schema": 1, "paper": found.name, "items": documents}
         print_json({**document, "score": total.to_document()})
     elif len(items) > 1:
-        print_text(f"all: {_score_text(total)}", OUT, "bold")
+        print_text(f"all: {score_text(total)}", OUT, "bold")
 
 
 def _item_document(item: "Item") -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _print_item(console: Console, found: "Paper", item: "Item", rows: Sequence["
     if rows:
         table = Table(*heads, header_style="bold", title_justify="left", title=escape(title))
         for row in rows:
-            table.add_row(escape(row.cell.key), *_cells(row), row.cell.use)
+            table.add_row(escape(row.cell.key), *shown_cells(row), row.cell.use)
         console.print(table)
     else:
         print_text(f"{title}: {item.state}", console, "bold")
@@ -113,10 +113,10 @@ def _print_item(console: Console, found: "Paper", item: "Item", rows: Sequence["
     if not rows:
         return
     again = f"again: socflower paper {found.name} --item {item.id}"
-    print_text(f"{_score_text(_score(rows))}; {again}", console)
+    print_text(f"{score_text(_score(rows))}; {again}", console)
 
 
-def _cells(row: "Row") -> tuple[str, str, str]:
+def shown_cells(row: "Row") -> tuple[str, str, str]:
     """Return what the paper says, what was computed, and the ratio of both."""
     cell, ours = row.cell, row.ours
     if cell.says is not None:
@@ -142,7 +142,7 @@ def _score(rows: Sequence["Row"]) -> "PaperScore":
     return score(rows)
 
 
-def _score_text(own: "PaperScore") -> str:
+def score_text(own: "PaperScore") -> str:
     """Return a score as a sentence."""
     parts = []
     if own.typical_factor is not None:

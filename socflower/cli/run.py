@@ -12,8 +12,11 @@ from rich.table import Table
 
 from socflower.cli.options import (
     Engine,
+    FreshProcesses,
     Json,
     Log,
+    LogFormat,
+    Metrics,
     Set,
     Workers,
     mistakes_name_file,
@@ -35,6 +38,7 @@ from socflower.cli.terminal import (
     print_text,
     run_progress,
     share_of,
+    use_log_format,
 )
 from socflower.engines.names import MAX_WORKERS, require_count, require_engine
 from socflower.errors import ConfigError
@@ -106,14 +110,7 @@ def run(
         str,
         typer.Option(help="With --superlink: folder on its machine for checkpoints; default none."),
     ] = "",
-    warm: Annotated[
-        bool,
-        typer.Option(
-            "--warm",
-            help="For --engine deployment: fork clients from processes that have "
-            "torch loaded; uses Flower's internals.",
-        ),
-    ] = False,
+    fresh_processes: FreshProcesses = False,
     save_model: Annotated[
         Path | None,
         typer.Option(
@@ -122,6 +119,8 @@ def run(
         ),
     ] = None,
     log: Log = "",
+    metrics: Metrics = "",
+    log_format: LogFormat = "text",
     as_json: Json = False,
 ) -> None:
     """Run a scenario, write result, trace and report, and check its claims."""
@@ -132,6 +131,7 @@ def run(
     if cluster is not None and not scenario.exists():
         raise ConfigError(f"{scenario}: no such folder; name that of a Flower app's pyproject.toml")
     require_engine(engine)
+    use_log_format(log_format)
     if is_app and superlink:
         raise ConfigError(
             f"--superlink {superlink}: is for scenarios; submit an app by `flwr run app NAME`, where NAME "
@@ -152,13 +152,13 @@ def run(
         restarts=restarts,
         checkpoint_folder=checkpoint_folder,
         fresh=fresh,
-        warm=warm,
+        resident=not fresh_processes,
     )
     shared: dict[str, Any] = {
         "num_workers": workers,
         "fresh": fresh,
         "deployment": deployment,
-        "logging": round_logging(log),
+        "logging": round_logging(log, metrics),
     }
     if is_app:
         settings: dict[str, Any] = {
@@ -207,7 +207,10 @@ def _run_scenario(
     from socflower.scenario.jobs import kept_line, remotely_kept_line
 
     try:
-        with mistakes_name_file(loaded.name, path), run_progress(as_json) as bar:
+        with (
+            mistakes_name_file(loaded.name, path),
+            run_progress(as_json, prints_rounds=True) as bar,
+        ):
             result = runner.run_to_folder(
                 prepared,
                 target,

@@ -1,6 +1,7 @@
 """Output of the command line for people: progress bars and tables, without computation."""
 
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +23,10 @@ from rich.progress import (
 from rich.table import Column
 
 from socflower.cli.process import prints_to_stderr
+from socflower.errors import ConfigError
 from socflower.quantities import human_joules, human_seconds, percent, significant
 from socflower.report.quality import ACCURACY, LOSS
+from socflower.wire.logs import LOG_FORMAT, json_line, logs_json
 
 # Importing pydantic and the planners takes long, so only the command that needs them does.
 if TYPE_CHECKING:
@@ -40,8 +43,11 @@ _NARROW, _MEDIUM_TIMES, _MEDIUM = 64, 72, 104
 
 
 @contextmanager
-def progress(console: Console, *, disable: bool) -> Iterator[StartBar]:
-    """Yield a function that starts a bar for a strategy and returns the callback for its rounds."""
+def progress(console: Console, *, disable: bool, prints_rounds: bool = False) -> Iterator[StartBar]:
+    """Yield a function that starts a bar for a strategy and returns the callback for its rounds.
+
+    Without a terminal `prints_rounds` prints a line for each round; as JSON lines rounds are always printed.
+    """
     # On a narrow terminal only the bar shrinks; times are not cut off.
     columns = (
         TextColumn("{task.description:10}"),
@@ -68,6 +74,11 @@ def progress(console: Console, *, disable: bool) -> Iterator[StartBar]:
 
             def on_round(entry: dict[str, Any]) -> None:
                 nonlocal task
+                if logs_json():
+                    print_line(json_line("round", **entry), console)
+                    return
+                if prints_rounds and not console.is_interactive:
+                    print_line(_round_line(entry), console)
                 task = add(strategy) if task is None else task
                 bar.update(
                     task,
@@ -88,6 +99,12 @@ def progress(console: Console, *, disable: bool) -> Iterator[StartBar]:
     finally:
         if started:
             bar.stop()
+
+
+def _round_line(entry: Mapping[str, Any]) -> str:
+    """Return a round as a line of at most 80 columns."""
+    of = f"round {entry['round']} of {entry['num_rounds']}: "
+    return of + progress_state(entry, _MEDIUM_TIMES)
 
 
 def step_progress(console: Console, *, disable: bool) -> Progress:
@@ -170,10 +187,18 @@ def share_of(part: float, whole: Mapping[str, float]) -> str:
 
 
 @contextmanager
-def run_progress(as_json: bool) -> Iterator[StartBar]:
+def run_progress(as_json: bool, *, prints_rounds: bool = False) -> Iterator[StartBar]:
     """Redirect all other output to stderr, and show progress unless the output is JSON."""
-    with prints_to_stderr(), progress(ERR, disable=as_json) as bar:
+    prints_rounds = prints_rounds and not as_json
+    with prints_to_stderr(), progress(ERR, disable=as_json, prints_rounds=prints_rounds) as bar:
         yield bar
+
+
+def use_log_format(log_format: str) -> None:
+    """Let this process and its children log as `--log-format` says; `ConfigError` if that is unknown."""
+    if log_format not in ("text", "json"):
+        raise ConfigError(f"--log-format {log_format}: is unknown; use text or json")
+    os.environ[LOG_FORMAT] = log_format
 
 
 def print_line(line: str, console: Console = OUT, style: str = "") -> None:
@@ -192,7 +217,7 @@ def print_text(line: str, console: Console = OUT, style: str = "") -> None:
 
 def print_notice(line: str) -> None:
     """Print a line about a run on standard error."""
-    print_line(line, ERR)
+    print_line(json_line(line, "WARNING") if logs_json() else line, ERR)
 
 
 def print_json(document: Mapping[str, Any], *, one_line: bool = False) -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from socflower.clients.group_work import train_whole_group
 from socflower.clients.local_work import train_alone
+from socflower.clients.node_record import record_mod
 from socflower.clients.node_training import (
     CheckedTrainer,
     NodeTraining,
@@ -133,7 +134,7 @@ def make_client_app(
         state_folder=state_folder,
         ring_ledger=ring_ledger,
     )
-    made = ClientApp(mods=[adapt_mod(mod) for mod in mods])
+    made = ClientApp(mods=[record_mod, *map(adapt_mod, mods)])
     made.query(QUERY_ACTION)(answer_query)
 
     @made.train()

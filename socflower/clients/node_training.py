@@ -220,6 +220,22 @@ class CheckedTrainer:
         return session
 
 
+class ResumingTrainer(CheckedTrainer):
+    """A trainer that raises `missing` at its start, unless a member of the ring has given it its state by then."""
+
+    def __init__(self, trainer: Trainer, missing: ConfigError) -> None:
+        super().__init__(trainer, lambda: None)
+        self._missing = missing
+
+    def start(
+        self, model: nn.Module, span: TrainingSpan, state: bytes | None = None
+    ) -> TrainingSession:
+        """Start the trainer with a state."""
+        if state is None:
+            raise self._missing
+        return super().start(model, span, state)
+
+
 def unchecked(trainer: Trainer) -> Trainer:
     """Check now, and return the trainer itself for the stages of a pipeline, which use more of it than `start`."""
     if not isinstance(trainer, CheckedTrainer):

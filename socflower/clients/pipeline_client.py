@@ -16,7 +16,14 @@ from socflower.wire.message_keys import PipelineTask
 def train_stage(work: MemberWork, task: PipelineTask) -> MemberResult:
     """Open this node's ring port and train its stage of the task's plan."""
     plan = from_json(task.plan)
-    read = read_like(work.model, work.data, task.cuts, task.layers_sha256, task.sample_shape)
+    read = read_like(
+        work.model,
+        work.data,
+        task.cuts,
+        task.layers_sha256,
+        task.sample_shape,
+        sample_type=task.sample_type,
+    )
     trainer = require_fp32(work.trainer)
     with work.port_and_switch() as (port, switch):
         return PipelineMember(
@@ -39,6 +46,11 @@ def train_stage(work: MemberWork, task: PipelineTask) -> MemberResult:
             departs_at=work.departs_at,
             on_step=work.on_step,
         ).train()
+
+
+def reads_samples(task: PipelineTask, soc: int) -> bool:
+    """Return whether a device reads data: not if another one sends the samples of each pipeline."""
+    return any(each.samples_on in (None, soc) for each in from_json(task.plan).pipelines)
 
 
 def coding_of(task: PipelineTask) -> ActivationCoding:

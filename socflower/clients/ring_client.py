@@ -12,6 +12,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from torch import nn
 
 from socflower.clients.node_config import RingNode, board_and_slot, ring_node
+from socflower.clients.node_record import is_drained, switch_of
 from socflower.clients.saved_training import FeedbackState, ResidualState
 from socflower.errors import ConfigError
 from socflower.peers.preemption import PreemptionSwitch, preempt_switch
@@ -69,7 +70,7 @@ class MemberWork:
                 "--node-config 'ring=\"host:port\"'"
             )
         with (
-            preempt_switch(self.context.node_config) as switch,
+            switch_of(self.context.node_config) as switch,
             closing(open_port(node, self.group, self.ring)) as port,
         ):
             yield port, switch
@@ -185,7 +186,7 @@ def answer_query(message: Message, context: Context) -> Message:
     board, slot = board_and_slot(context.node_config)
     status = NodeStatus(board=board, slot=slot) if node is None else node.status
     with preempt_switch(context.node_config) as switch:
-        status = replace(status, preempted=switch.active)
+        status = replace(status, preempted=switch.active or is_drained())
     return Message(RecordDict({STATUS: ConfigRecord(encode(status))}), reply_to=message)
 
 

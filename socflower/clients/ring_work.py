@@ -8,11 +8,12 @@ from torch import nn
 from socflower.clients.group_work import departures_of
 from socflower.clients.node_training import (
     NodeTraining,
+    ResumingTrainer,
     load_sent,
     require_base_of,
     unchecked,
 )
-from socflower.clients.pipeline_client import train_stage
+from socflower.clients.pipeline_client import reads_samples, train_stage
 from socflower.clients.ring_client import (
     MemberWork,
     kept_model,
@@ -34,6 +35,9 @@ from socflower.wire.message_keys import (
     RingTask,
     decode,
 )
+from socflower.workloads.data_source import AbsentSamples
+
+_NUM_KEEPERS = 2
 
 
 def train_as_member(training: NodeTraining) -> Message:
@@ -43,9 +47,17 @@ def train_as_member(training: NodeTraining) -> Message:
     has_model = _load_as_member(training.model, message, kept_model(context, ring.model_sha256))
     is_leader = ring.leader == ring.participant
     state = training.state(task, is_leader=is_leader)
+    is_ring = len(task.members) > 1 and PIPELINE not in records
+    saved, trainer = state.read(others_may_have_it=is_ring), training.trainer
+    if state.missing is not None:
+        trainer = ResumingTrainer(trainer, state.missing)
     ledger = None if training.ring_ledger is None else training.ring_ledger(context)
     position = task.partitions.index(ring.participant)
-    data = training.group_data(task, ring.participant)
+    pipeline = decode(PipelineTask, records[PIPELINE], "pipeline") if PIPELINE in records else None
+    if pipeline is None or reads_samples(pipeline, task.members[position]):
+        data = training.group_data(task, ring.participant)
+    else:
+        data = AbsentSamples(task.num_samples)
     own = own_steps(task, data)
     work = MemberWork(
         context=context,
@@ -54,13 +66,12 @@ def train_as_member(training: NodeTraining) -> Message:
         model=training.model,
         has_model=has_model,
         data=data,
-        trainer=training.trainer,
-        state=state.read(),
+        trainer=trainer,
+        state=saved,
         departs_at=departures_of(message, own).get(position),
         on_step=step_ledger(ledger, message),
     )
-    if PIPELINE in records:
-        pipeline = decode(PipelineTask, records[PIPELINE], "pipeline")
+    if pipeline is not None:
         end = train_stage(replace(work, trainer=unchecked(training.trainer)), pipeline)
     else:
         files = training.state_files
@@ -69,7 +80,12 @@ def train_as_member(training: NodeTraining) -> Message:
         end = train_member(work, feedback, residuals)
     if end.end is None:
         return member_reply(message, context, task, end, None)
-    state.save(end.end.state, end.mean_loss, in_file=end.outcome.answers)
+    # All members of a ring have the same optimiser. Two of them keep it on disk, besides the one that answers.
+    is_keeper = ring.participant in [
+        task.partitions[task.members.index(soc)] for soc in end.outcome.members[:_NUM_KEEPERS]
+    ]
+    in_file = end.outcome.answers or (is_ring and is_keeper)
+    state.save(end.end.state, end.mean_loss, in_file=in_file)
     reply = member_reply(message, context, task, end, training.weights())
     if PIPELINE not in records:
         training.name_untrained(reply.content)

@@ -198,15 +198,18 @@ class TrainerState:
             task.first_step - task.missed_steps,
             task.seed,
         )
+        # Why a required state could not be read.
+        self.missing: ConfigError | None = None
         if files is not None and task.first_step == 0:
             files.delete(task.group_id, _num_groups_tried(message, task))
 
-    def read(self) -> bytes | None:
+    def read(self, *, others_may_have_it: bool = False) -> bytes | None:
         """Return the initial state, from the context, or from a file if the training was resumed; else None.
 
         A leader that is new to its group, or that last trained under another plan, starts without momentum, even if
-        another node's file is accessible (all nodes may run on one machine). Raises `ConfigError` if the training was
-        resumed with a required state, and the state is missing.
+        another node's file is accessible (all nodes may run on one machine). If the training was resumed with a
+        required state, and the state is missing, raises `ConfigError`; with `others_may_have_it` that is `missing`
+        instead, as another member of the ring may have the same state.
         """
         if self._task.local_epochs:
             return None
@@ -246,11 +249,14 @@ class TrainerState:
                 return bytes(payload)
         if not self._required:
             return None
-        raise ConfigError(
+        self.missing = ConfigError(
             f"group {self._begin.group_id} {LOST_STATE} for step {self._begin.next_step} of "
             f"{self._begin.total_steps} to resume from: {cause}; without its momentum the weights would "
             f"differ, so {remedy}"
         )
+        if others_may_have_it:
+            return None
+        raise self.missing
 
     def _require_same_settings(self, before: Any) -> None:
         """Raise `ConfigError` if settings have changed: the optimiser continues with those in its state."""

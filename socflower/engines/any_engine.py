@@ -18,6 +18,7 @@ from socflower.engines.local.run_app import run_on_local_grid
 from socflower.engines.local.workers import AppReference
 from socflower.engines.names import num_cores
 from socflower.engines.run_folder import RunFolder
+from socflower.engines.run_status import OnStatus
 from socflower.engines.simulation import run_in_flower_simulation
 from socflower.errors import (
     ConfigError,
@@ -60,6 +61,8 @@ class EngineSettings:
     deployment: DeploymentOptions = DEFAULT_DEPLOYMENT
     on_round: OnRound = lambda entry: None
     on_notice: OnNotice = lambda line: None
+    # Gets what the ServerApp is doing now, when that has changed.
+    on_status: OnStatus = lambda document: None
 
 
 def run_on_engine(
@@ -78,7 +81,7 @@ def run_on_engine(
     started_s = perf_counter()
     folder.write_scenario(dict(app.deployed.document))
     # The ServerApp may run in another process, so rounds are read from the folder.
-    with following(folder, settings.on_round):
+    with following(folder, settings.on_round, settings.on_status):
         if settings.engine == "local":
             num_workers = settings.num_workers
             run_on_local_grid(
@@ -124,18 +127,23 @@ def _error_of(outcome: Mapping[str, Any]) -> SocflowerError:
 
 
 @contextmanager
-def following(folder: RunFolder, on_round: OnRound) -> Iterator[None]:
-    """Pass each round's progress entry to `on_round` as it is written."""
+def following(
+    folder: RunFolder, on_round: OnRound, on_status: OnStatus = lambda document: None
+) -> Iterator[None]:
+    """Pass each round's progress entry to `on_round` as it is written, and each new status to `on_status`."""
     ended = threading.Event()
 
     def follow() -> None:
-        seen = 0
+        seen, told = 0, None
         while True:
             # Entries that were written before the end are read by one more poll.
             is_last_poll = ended.wait(0.1)
             for entry in folder.read_progress(seen):
                 seen += 1
                 on_round(entry)
+            if (status := folder.read_status()) is not None and status != told:
+                told = status
+                on_status(status)
             if is_last_poll:
                 return
 

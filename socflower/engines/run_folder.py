@@ -148,6 +148,14 @@ class RunFolder:
                 if line.endswith("\n"):
                     yield json.loads(line)
 
+    def write_status(self, document: Mapping[str, Any]) -> None:
+        """Write what the ServerApp is doing now."""
+        self._write("status", document)
+
+    def read_status(self) -> dict[str, Any] | None:
+        """Return what the ServerApp wrote last, or None."""
+        return self._read("status")
+
     @property
     def model(self) -> Path:
         """The file of the trained model."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeAlias
 
 from socflower.errors import ConfigError
 from socflower.plain_numbers import plain_numbers
+from socflower.wire.status_port import StatusPort
 
 # The command line checks `--log` before anything needs Flower, whose import takes long.
 if TYPE_CHECKING:
@@ -125,10 +126,12 @@ def _require_tensorboard(who: str) -> None:
 
 @dataclass(frozen=True)
 class RoundLogging:
-    """How the rounds of runs are logged: the names of loggers, and who is told about one that cannot write."""
+    """How runs are seen: the names of loggers, who is told about one that cannot write, and the port of `--metrics`."""
 
     names: tuple[str, ...] = ()
     on_notice: Callable[[str], None] = print
+    # As host:port; empty: none.
+    metrics: str = ""
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -136,6 +139,8 @@ class RoundLogging:
                 raise ConfigError(f"--log {name}: is unknown; use some of {', '.join(_LOGGERS)}")
             if self.names.count(name) > 1:
                 raise ConfigError(f"--log {name}: is named twice; name each once")
+        if self.metrics:
+            StatusPort.check(self.metrics)
         if "tensorboard" in self.names:
             _require_tensorboard("--log tensorboard")
 

@@ -36,6 +36,21 @@ def pair_of(batch: Batch, reader: str) -> tuple[Tensor, Tensor]:
     )
 
 
+def labelled(batch: Batch, reader: str) -> tuple[Batch, Any]:
+    """Return inputs of any form and their labels, from a pair, or from a dict with an entry `labels`.
+
+    `ConfigError` in the name of `reader` for other batches.
+    """
+    if isinstance(batch, Mapping) and "labels" in batch:
+        return {key: one for key, one in batch.items() if key != "labels"}, batch["labels"]
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise ConfigError(
+        f"{reader}: takes batches (inputs, labels), or dicts with labels, and the data give {form_of(batch)}; give "
+        "the data a collate_fn that returns such a pair"
+    )
+
+
 def concatenated(batches: Sequence[Batch]) -> Batch | None:
     """Return one batch of all samples, or None if forms, shapes or types differ, as for padded sequences."""
     if len({_signature(batch) for batch in batches}) != 1:

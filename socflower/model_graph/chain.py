@@ -15,7 +15,14 @@ from torch import nn
 
 from socflower.errors import ConfigError
 from socflower.model_graph.following import CaptureFailed, KeepsState, NoParts
-from socflower.model_graph.graph import Example, ModelGraph, Operation, capture
+from socflower.model_graph.graph import (
+    NUM_SAMPLES,
+    Example,
+    ModelGraph,
+    Operation,
+    capture,
+    followed_part,
+)
 from socflower.model_graph.parts import piece_of
 
 _VIEWS = frozenset(
@@ -132,21 +139,18 @@ def capture_chain(model: nn.Module, example: Example, *, name: str = "") -> Mode
 
     `example` is a batch, whose first sample is used, or the shape of one float32 sample. Only tensors cross a cut, each
     with the batch as first dimension. No operation behind the cut overwrites them, which autograd would refuse. A
-    weight is used on one side only, and so is a constant that is drawn.
+    parameter may be used on both sides, each of which has a copy; a buffer that a module may change is used on one
+    side only, and so is a constant that is drawn.
 
     If torch.fx cannot follow a module, such as an adapter of PEFT, no module of its type is cut.
 
-    Raises ConfigError if torch.fx cannot follow the model itself, and if it cannot be cut at all.
+    Raises ConfigError if torch.fx cannot follow the model itself, and if it cannot be cut at all, with the operation
+    that prevents it.
     """
     graph = _captured(model, example, name)
     running = [operation for operation in graph.operations if not operation.is_constant]
     constants = _constants_of(graph)
     ends = _ends(model, graph, running, constants)
-    if not ends:
-        raise NoParts(
-            f"model {graph.name}: cannot be cut: every cut would separate uses of a weight or of a value that "
-            "is no batch"
-        )
     pieces: list[Piece] = []
     before: tuple[Operation, ...] = ()
     for start, end in pairwise([0, *(end + 1 for end in ends), len(running)]):
@@ -163,15 +167,11 @@ def capture_chain(model: nn.Module, example: Example, *, name: str = "") -> Mode
 def _captured(model: nn.Module, example: Example, name: str) -> ModelGraph:
     """Capture a model, with modules that torch.fx cannot follow as leaves."""
     whole: set[str] = set()
+    _, followed = followed_part(model)
     while True:
         try:
-            return capture(model, example, name=name, leaves=whole)
+            return capture(model, example, name=name, leaves=whole, several=True)
         except CaptureFailed as failed:
-            inner = getattr(getattr(model, "base_model", None), "model", None)
-            if not failed.module and isinstance(inner, nn.Module):
-                raise NoParts(
-                    f"{failed}; give its .base_model.model, which has the same adapters"
-                ) from None
             # Pieces are called once for each micro-batch, so a module that keeps state would compute something else.
             if failed.module in ("", *whole) or isinstance(failed, KeepsState):
                 if failed.module or "cannot follow" not in failed.why:
@@ -179,8 +179,8 @@ def _captured(model: nn.Module, example: Example, name: str) -> ModelGraph:
                 raise CaptureFailed(
                     name, "", f"{failed.why}; perhaps exported_module can"
                 ) from None
-            kind = type(model.get_submodule(failed.module))
-            for path, module in model.named_modules():
+            kind = type(followed.get_submodule(failed.module))
+            for path, module in followed.named_modules():
                 if path and type(module) is kind:
                     whole.add(path)
 
@@ -216,42 +216,81 @@ def _ends(
     running: Sequence[Operation],
     constants: Mapping[Operation, Collection[Operation]],
 ) -> list[int]:
-    """Return the positions among the running operations behind which the model can be cut."""
-    refused = _separating_users(running, constants) | _separating_writers(model, running)
+    """Return the positions among the running operations behind which the model can be cut; NoParts for none."""
+    refused = _separating_users(graph, model, running, constants)
+    refused |= _separating_writers(graph, model, running)
+    last = len(running) - 2
     first = next(
         number for number, operation in enumerate(running) if operation.node.op != "placeholder"
     )
-    ends = []
-    for number in range(first, len(running) - 2):
+    ends, reasons = [], list[str]()
+    for number in range(first, last):
         crossing = _crossing(graph, running, number + 1)
-        if number not in refused and all(map(_can_cross, crossing)):
+        why = [_why_stays(graph, each) for each in crossing if not each.is_of_samples]
+        why += [refused[number]] if number in refused else []
+        reasons += why[:1]
+        if not why:
             ends.append(number)
+    if not ends:
+        # The reason of most places.
+        why_whole = max(reasons, key=reasons.count, default="it has a single operation")
+        raise NoParts(f"model {graph.name}: cannot be cut: {why_whole}")
     return ends
 
 
+def _why_stays(graph: ModelGraph, operation: Operation) -> str:
+    """Return why a result cannot cross a cut, and what to change."""
+    name = graph.name_of(operation)
+    if operation.shape is None:
+        return f"{name!r} makes a value that is no tensor, and later operations read it; compute it where it is read"
+    return (
+        f"{name!r} makes a tensor of shape {operation.shape} for {NUM_SAMPLES} samples, and later operations read it; "
+        "make samples its first dimension, as with batch_first=True"
+    )
+
+
 def _separating_users(
-    running: Sequence[Operation], constants: Mapping[Operation, Collection[Operation]]
-) -> set[int]:
-    """Return the positions between the first and the last use of a weight, or of a constant that is drawn."""
+    graph: ModelGraph,
+    model: nn.Module,
+    running: Sequence[Operation],
+    constants: Mapping[Operation, Collection[Operation]],
+) -> dict[int, str]:
+    """Return why not to cut between the first and the last use of a buffer that may change, or of a drawn constant."""
+    parameters = dict(model.named_parameters())
     users: dict[str, list[int]] = {}
+    # Buffers that no module has, only operations that read them.
+    changing: set[str] = set()
     for number, operation in enumerate(running):
         for own in (operation, *constants[operation]):
             drawn = [f"drawn {own.node.name}"] if own.is_constant and own.draws else []
+            writers = [own, *graph.readers[own]]
+            if own.module is not None or any(each.writes_in_place for each in writers):
+                changing |= own.tensors - parameters.keys()
+            changing.update(drawn)
             for key in (*own.tensors, *drawn):
                 users.setdefault(key, []).append(number)
-    positions = [range(used[0], used[-1]) for used in users.values()]
-    return set().union(*positions)
+    refused: dict[int, str] = {}
+    for key in sorted(changing):
+        first, last = users[key][0], users[key][-1]
+        names = " and ".join(graph.name_of(running[number]) for number in (first, last))
+        why = f"{key!r}, which is no parameter, is used by {names}; give each of them its own"
+        refused |= dict.fromkeys(range(first, last), why)
+    return refused
 
 
-def _separating_writers(model: nn.Module, running: Sequence[Operation]) -> set[int]:
-    """Return the positions between the operation that makes a tensor and one that overwrites it."""
+def _separating_writers(
+    graph: ModelGraph, model: nn.Module, running: Sequence[Operation]
+) -> dict[int, str]:
+    """Return why not to cut between the operation that makes a tensor and one that overwrites it."""
     numbers = {operation: number for number, operation in enumerate(running)}
-    refused: set[int] = set()
+    refused: dict[int, str] = {}
     for number, operation in enumerate(running):
         if operation.writes_in_place:
             inputs = [other for other in operation.inputs if not other.is_constant]
             made = [numbers[_origin(model, other)] for other in inputs]
-            refused.update(range(min(made, default=number), number))
+            name = graph.name_of(operation)
+            why = f"{name!r} overwrites its input, which is made before; use the operation that returns a new tensor"
+            refused |= dict.fromkeys(range(min(made, default=number), number), why)
     return refused
 
 
@@ -277,10 +316,6 @@ def _crossing(graph: ModelGraph, running: Sequence[Operation], end: int) -> tupl
     return tuple(
         operation for operation in running[:end] if not behind.isdisjoint(graph.readers[operation])
     )
-
-
-def _can_cross(operation: Operation) -> bool:
-    return operation.is_of_samples
 
 
 def _piece_name(graph: ModelGraph, operations: Sequence[Operation]) -> str:

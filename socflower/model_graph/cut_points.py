@@ -241,7 +241,8 @@ class SplitModel:
         """Return a batch of identical inputs that the model accepts; `ConfigError` if no example is known."""
         if self.example is None:
             raise ConfigError(f"model {self.name}: is a back half, without an example of features")
-        return first_samples(self.model, self.example, self.name, num_samples)
+        samples: torch.Tensor = first_samples(self.model, self.example, self.name, num_samples)
+        return samples
 
     def copy(self) -> "SplitModel":
         """Return a copy with its own weights, for one half of a training.

@@ -5,7 +5,7 @@ again: dropout follows `train()` and `eval()`, and the batch has any size.
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,8 +14,12 @@ from torch.export import Dim, export
 from torch.nn import functional
 
 from socflower.errors import ConfigError
+from socflower.model_graph.batch_form import Batch, mapped, num_samples, output_entry, output_of
 from socflower.model_graph.model_copy import reason
 from socflower.plain_numbers import plain_numbers
+
+EXAMPLE, FREE = "socflower-example", "socflower-free"
+"""Entries of an exported module's `meta`: a sample of its example, and whether batches have free lengths."""
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _DROPOUT = torch.ops.aten.dropout.default
@@ -30,20 +34,29 @@ _FACTORIES = {
     torch.ops.aten.full.default: torch.full,
     torch.ops.aten.scalar_tensor.default: torch.scalar_tensor,
 }
+# They read a tensor for its type only.
+_LIKE_FACTORIES = {
+    torch.ops.aten.new_zeros.default: torch.zeros,
+    torch.ops.aten.new_ones.default: torch.ones,
+    torch.ops.aten.new_full.default: torch.full,
+}
+_MADE = frozenset([*_FACTORIES.values(), *_LIKE_FACTORIES.values()])
 _WITH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @plain_numbers
 def exported_module(
-    model: nn.Module, example: Tensor, *, free: Mapping[int, int] | None = None
+    model: nn.Module, example: Batch, *, free: Mapping[int, int] | None = None, output: str = ""
 ) -> fx.GraphModule:
     """Return a module that computes what a model does and that torch.fx can follow, so that it can be cut.
 
-    `example` is a batch of at least two samples. `free` has, by dimension after the first, the greatest length of
-    batches, as in `{1: 512}` for sequences of any length to 512; other dimensions have the example's. Parameters and
-    buffers are the model's own tensors, under its names. The model takes one tensor and returns one: wrap one that
-    takes more, and compute masks inside. Raises `ConfigError` if torch.export cannot follow it, naming what prevents
-    that, and for BatchNorm, whose statistics such a graph does not keep. The module computes on the CPU.
+    `example` is a batch of at least two samples: a tensor, or several in a tuple or a dict, which are positional or
+    keyword arguments. `free` has, by dimension after the first, the greatest length of batches, as in `{1: 512}` for
+    sequences of any length to 512, of all inputs with that dimension; other dimensions have the example's. Parameters
+    and buffers are the model's own tensors, under its names; a shared one has the first of them. The module returns one
+    tensor: of a model's several results `output`, by default `logits`. Raises `ConfigError` if torch.export cannot
+    follow the model, naming what prevents that, and for BatchNorm, whose statistics such a graph does not keep. The
+    module computes on the CPU.
     """
     norms = [
         name or type(part).__name__
@@ -54,13 +67,19 @@ def exported_module(
         raise ConfigError(
             f"exported_module: {norms[0]} keeps statistics of batches; torch.fx follows such networks itself"
         )
-    if not isinstance(example, Tensor) or len(example) < 2:
-        raise ConfigError("exported_module: the example must be a tensor of two samples or more")
+    if num_samples(example) < 2:
+        raise ConfigError("exported_module: the example must have two samples or more")
     lengths = {0: Dim("samples", min=1, max=2**20)}
     lengths |= {at: Dim(f"length_{at}", min=2, max=most) for at, most in (free or {}).items()}
+    shapes = mapped(
+        example, lambda tensor: {at: each for at, each in lengths.items() if at < tensor.dim()}
+    )
     was_training = model.training
+    whole = _OneResult(model.train(), output)
     try:
-        program = export(model.train(), (example,), dynamic_shapes=(lengths,), strict=False)
+        program = export(whole, (example,), dynamic_shapes=(shapes,), strict=False)
+    except ConfigError:
+        raise
     except Exception as error:
         # Each part of torch.export raises types of its own.
         raise ConfigError(
@@ -70,15 +89,55 @@ def exported_module(
         model.train(was_training)
     graph = program.module(check_guards=False)
     _return_one_tensor(graph.graph, type(model).__name__)
+    _name_inputs(graph.graph, example)
     attributes = _attributes(model, graph)
-    _shorten_sizes(graph.graph)
     _forget_devices(graph.graph)
+    _compute_in_place(graph.graph)
+    _shorten_sizes(graph.graph)
     modules = _free_dropout(graph)
     _drop_assertions(graph.graph)
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            node.target = node.meta[_NAME]
     made = fx.GraphModule({**attributes, **modules}, graph.graph, type(model).__name__)
     made.graph.set_codegen(fx.graph.CodeGen())
     made.recompile()
+    # Kept by copies, unlike attributes.
+    made.meta[EXAMPLE] = mapped(example, lambda tensor: tensor[:1].detach().clone())
+    made.meta[FREE] = bool(free)
     return made.train(was_training)
+
+
+# The path of the model inside `_OneResult`.
+_PREFIX = "whole."
+# The entry of a node's `meta` with the name by which the new module has what the node reads.
+_NAME = "socflower-name"
+
+
+class _OneResult(nn.Module):
+    """A model that takes its inputs as one batch and returns one of its results."""
+
+    def __init__(self, model: nn.Module, output: str) -> None:
+        super().__init__()
+        self.whole, self._output = model, output
+
+    def forward(self, batch: Batch) -> Any:
+        """Return the entry `output` of the model's results; by default their `logits`, or what it returns."""
+        made = output_of(self.whole, batch)
+        found = output_entry(made, self._output or "logits")
+        if self._output and found is None:
+            raise ConfigError(
+                f"exported_module: {type(self.whole).__name__} returns no {self._output!r}"
+            )
+        return made if found is None else found
+
+
+def _name_inputs(graph: fx.Graph, example: Batch) -> None:
+    """Give inputs the names that a dict's entries have as keyword arguments."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    if isinstance(example, Mapping):
+        for node, name in zip(inputs, example, strict=True):
+            node.target = name
 
 
 def _return_one_tensor(graph: fx.Graph, name: str) -> None:
@@ -89,16 +148,72 @@ def _return_one_tensor(graph: fx.Graph, name: str) -> None:
         output.args = (results[0],)
     elif not isinstance(results, fx.Node):
         raise ConfigError(
-            f"exported_module: {name} returns {len(results)} values; return one tensor"
+            f"exported_module: {name} returns {len(results)} values; return one tensor, or give output=..."
         )
 
 
 def _attributes(model: nn.Module, graph: fx.GraphModule) -> dict[str, Any]:
-    """Return what the graph reads by name: the model's tensors, and constants that torch.export has made."""
+    """Return what the graph reads by name: the model's tensors, and constants that torch.export has made.
+
+    The graph reads them by the model's names then, without that of the module that was exported with it.
+    """
+    names = {id(own): name for name, own in [*model.named_buffers(), *model.named_parameters()]}
     own: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     own |= dict(model.named_buffers(remove_duplicate=False))
-    read = [str(node.target) for node in graph.graph.nodes if node.op == "get_attr"]
-    return {name: own[name] if name in own else operator.attrgetter(name)(graph) for name in read}
+    found: dict[str, Any] = {}
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            inside = str(node.target).removeprefix(_PREFIX)
+            if inside in own:
+                inside = names[id(own[inside])]
+            found[inside] = (
+                own[inside] if inside in own else operator.attrgetter(node.target)(graph)
+            )
+            node.meta[_NAME] = inside
+    return found
+
+
+def _compute_in_place(graph: fx.Graph) -> None:
+    """Compute what follows from sizes alone, such as a causal mask, where it is read, from sizes of tensors there.
+
+    Else it would cross every cut, though it is no tensor of samples.
+    """
+    of_sizes = dict.fromkeys(node for node in graph.nodes if node.target is _SIZE)
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.target in _MADE or (inputs and all(each in of_sizes for each in inputs)):
+            of_sizes[node] = None
+    for node in list(graph.nodes):
+        if node in of_sizes:
+            continue
+        for value in node.all_input_nodes:
+            if value not in of_sizes or isinstance(value.meta.get("val"), torch.SymInt):
+                continue
+            needed = _sources_of(value, of_sizes)
+            read = [each for each in node.all_input_nodes if each not in of_sizes]
+            found = {each: _place_of(each.meta["val"], read) for each in needed}
+            if all(found.values()):
+                with graph.inserting_before(node):
+                    made = _copied_chain(graph, value, found)
+                node.replace_input_with(value, made)
+    graph.eliminate_dead_code()
+
+
+def _sources_of(value: fx.Node, of_sizes: Collection[fx.Node]) -> set[fx.Node]:
+    """Return the sizes of tensors from which a value is computed."""
+    if value.target is _SIZE:
+        return {value}
+    return set().union(*(_sources_of(each, of_sizes) for each in value.all_input_nodes))
+
+
+def _copied_chain(graph: fx.Graph, value: fx.Node, found: Mapping[fx.Node, Any]) -> fx.Node:
+    """Copy the operations that compute a value from sizes, which are read from the tensors in `found`."""
+    if value in found:
+        made = graph.call_function(_SIZE, found[value])
+    else:
+        made = graph.node_copy(value, lambda each: _copied_chain(graph, each, found))
+    made.meta = dict(value.meta)
+    return made
 
 
 def _shorten_sizes(graph: fx.Graph) -> None:
@@ -109,11 +224,11 @@ def _shorten_sizes(graph: fx.Graph) -> None:
     for node in [node for node in graph.nodes if node.target is _SIZE]:
         size = node.meta["val"]
         for user in list(node.users):
-            found = _place_of(size, user)
-            if found is None:
-                _leave_to_torch(node, user)
+            found = _place_of(size, user.all_input_nodes)
+            if found is None and _leave_to_torch(node, user):
                 continue
-            if found == tuple(node.args):
+            found = found or _place_before(size, user)
+            if found is None or found == tuple(node.args):
                 continue
             with graph.inserting_before(user):
                 own = graph.call_function(_SIZE, found)
@@ -123,17 +238,35 @@ def _shorten_sizes(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _leave_to_torch(size: fx.Node, user: fx.Node) -> None:
-    """Write a size that a reshape gives as -1, if no other one is."""
-    if user.target in _RESHAPES:
-        lengths = list(cast(Sequence[Any], user.args[1]))
-        if -1 not in lengths and lengths.count(size) == 1:
-            user.args = (user.args[0], [-1 if each is size else each for each in lengths])
+def _leave_to_torch(size: fx.Node, user: fx.Node) -> bool:
+    """Write a size that a reshape gives as -1, if no other one is; return whether it was written."""
+    if user.target not in _RESHAPES:
+        return False
+    lengths = list(cast(Sequence[Any], user.args[1]))
+    if -1 in lengths or lengths.count(size) != 1:
+        return False
+    user.args = (user.args[0], [-1 if each is size else each for each in lengths])
+    return True
 
 
-def _place_of(size: Any, user: fx.Node) -> tuple[fx.Node, int] | None:
-    """Return a tensor that an operation reads, and its dimension of a size, if there is one."""
-    for given in user.all_input_nodes:
+def _place_before(size: Any, user: fx.Node) -> tuple[fx.Node, int] | None:
+    """Return the nearest tensor before an operation that has a size, as where samples and words were made rows."""
+    seen, read = set[fx.Node](), [user]
+    while read:
+        before = [each for node in read for each in node.all_input_nodes]
+        read = [each for each in dict.fromkeys(before) if each not in seen]
+        # Sizes are read from tensors far before.
+        read = [each for each in read if each.target is not _SIZE]
+        seen.update(read)
+        found = _place_of(size, read)
+        if found is not None:
+            return found
+    return None
+
+
+def _place_of(size: Any, read: Sequence[fx.Node]) -> tuple[fx.Node, int] | None:
+    """Return one of the tensors that an operation reads, and its dimension of a size, if there is one."""
+    for given in read:
         value = given.meta.get("val")
         if not isinstance(value, Tensor):
             continue
@@ -150,7 +283,10 @@ def _forget_devices(graph: fx.Graph) -> None:
     Costs are counted on tensors without values, which have a device of their own.
     """
     for node in graph.nodes:
-        if node.target in _FACTORIES:
+        if node.target in _LIKE_FACTORIES:
+            node.target, node.args = _LIKE_FACTORIES[node.target], node.args[1:]
+            node.kwargs = {"dtype": node.meta["val"].dtype}
+        elif node.target in _FACTORIES:
             node.target = _FACTORIES[node.target]
             kept = {key: value for key, value in node.kwargs.items() if key == "dtype"}
             node.kwargs = kept

@@ -21,7 +21,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from socflower.errors import ConfigError
-from socflower.model_graph.batch_form import form_of
+from socflower.model_graph.batch_form import Batch, form_of, mapped, num_samples, tensors_in
 from socflower.model_graph.following import (
     CaptureFailed,
     NoParts,
@@ -34,8 +34,8 @@ from socflower.model_graph.model_copy import copied, reason
 from socflower.model_graph.random_state import forked_generators
 from socflower.model_graph.tensor_arrays import layout_of, spec_of
 
-Example: TypeAlias = torch.Tensor | tuple[int, ...]
-"""A batch, whose first sample is used, or the shape of one float32 sample."""
+Example: TypeAlias = Batch | tuple[int, ...]
+"""A batch, whose first sample is used, or the shape of one float32 sample; several inputs are a tuple or a dict."""
 
 # Batch size of the observed pass: a leading dimension of 7 is rarely a coincidence. One of 3 is where a transformer
 # stacks queries, keys and values.
@@ -156,9 +156,9 @@ class ModelGraph:
         }
 
     @property
-    def input(self) -> Operation:
-        """The model's input, a tensor."""
-        return next(one for one in self.operations if one.node.op == "placeholder")
+    def inputs(self) -> tuple[Operation, ...]:
+        """The model's inputs, of which some may have defaults."""
+        return tuple(one for one in self.operations if one.node.op == "placeholder")
 
     @property
     def results(self) -> tuple[Operation, ...]:
@@ -186,26 +186,29 @@ def capture(
     name: str = "",
     leaves: Set[str] = frozenset(),
     opaque: bool = False,
+    several: bool = False,
 ) -> ModelGraph:
     """Return the graph of `model` in training mode, down to torch's own layers and the modules named by `leaves`.
 
     With `opaque`, a submodule that torch.fx cannot follow is one operation, as a leaf is. Copies of the model are
     followed and run; the model itself and the random state are unchanged. Raises CaptureFailed if torch.fx cannot
-    follow `forward`, or its next call would have another graph, and ConfigError if the model takes several inputs or
-    fails for the example.
+    follow `forward`, or its next call would have another graph, and ConfigError if the model fails for the example, or
+    without `several` takes several inputs.
     """
     name = name or type(model).__name__
     samples = first_samples(model, example, name)
     with CAPTURE_LOCK.exclusive(), forked_generators(), torch.no_grad():
         evaluation, in_evaluation = _in_evaluation(model, name, leaves, opaque)
         own = copied(model, name).train()
-        nodes = follow_repeatable(own, name, leaves, opaque=opaque)
+        root, followed = followed_part(own)
+        nodes = follow_repeatable(followed, name, leaves, opaque=opaque)
         inputs = [node.name for node in nodes if node.op == "placeholder"]
-        if len(inputs) != 1:
+        if len(inputs) != 1 and not several:
             raise NoParts(
                 f"model {name}: takes {len(inputs)} inputs ({', '.join(inputs)}); it must take one tensor"
             )
-        constants = constants_of(model, own, nodes)
+        constants = constants_of(followed_part(model)[1], followed, nodes)
+        _move_to(root, nodes, constants)
         operations = _observed(own, nodes, samples, name)
     shared = in_evaluation.keys() & constants.keys()
     if not all(same_value(in_evaluation[key], constants[key]) for key in shared):
@@ -222,11 +225,37 @@ def _in_evaluation(
 
     This follows a copy of its own, since following may store values in a copy.
     """
-    own = copied(model, name).eval()
+    root, followed = followed_part(copied(model, name).eval())
     with suppress(CaptureFailed):
-        nodes = follow(own, name, leaves, opaque=opaque)
-        return nodes, constants_of(model, own, nodes)
+        nodes = follow(followed, name, leaves, opaque=opaque)
+        constants = constants_of(followed_part(model)[1], followed, nodes)
+        _move_to(root, nodes, constants)
+        return nodes, constants
     return (), {}
+
+
+def followed_part(model: nn.Module) -> tuple[str, nn.Module]:
+    """Return the path and the part of a model that has all its operations: inside PEFT's wrapper, else itself.
+
+    Raises `ConfigError` for prompts of PEFT, which the wrapper adds.
+    """
+    base = getattr(model, "get_base_model", None)
+    if not (hasattr(model, "peft_config") and callable(base)):
+        return "", model
+    inner: nn.Module = base()
+    # Without prompts it is inside the tuner's wrapper, too.
+    if dict(model.named_modules()).get("base_model.model") is not inner:
+        raise NoParts(
+            f"model {type(model).__name__}: adds prompts to its input, which torch.fx cannot follow; use LoRA"
+        )
+    return "base_model.model", inner
+
+
+def _move_to(root: str, nodes: Iterable[fx.Node], constants: Mapping[str, Any]) -> None:
+    """Let operations of a part name modules and weights as the model does; `root` is the part's path."""
+    for node in nodes:
+        if root and node.op in ("get_attr", "call_module") and node.target not in constants:
+            node.target = f"{root}.{node.target}"
 
 
 def module_of(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Any]) -> fx.GraphModule:
@@ -248,20 +277,40 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def first_samples(
     model: nn.Module, example: Example, name: str, num_samples: int = NUM_SAMPLES
-) -> torch.Tensor:
+) -> Batch:
     """Return a batch on the model's device: the first sample of the example repeatedly, or zeros of its shape."""
     device = next((tensor.device for tensor in tensors_of(model).values()), torch.device("cpu"))
-    if isinstance(example, torch.Tensor):
-        require_batch(example, name)
-        first = example[:1].detach().expand(num_samples, *example.shape[1:])
-        return first.clone().to(device)
-    is_shape = isinstance(example, tuple | list)
-    if not is_shape or not all(isinstance(size, Integral) for size in example):
+    if isinstance(example, tuple | list) and all(isinstance(each, Integral) for each in example):
+        return torch.zeros(num_samples, *example, device=device)
+    if not tensors_in(example):
         raise ConfigError(
-            f"model {name}: its example must be a tensor, or the shape of one sample, got "
-            f"{form_of(example)}; a model that is divided into layers takes one tensor"
+            f"model {name}: its example must be a batch of inputs, or the shape of one sample, got "
+            f"{form_of(example)}"
         )
-    return torch.zeros(num_samples, *example, device=device)
+
+    def repeated(tensor: torch.Tensor) -> torch.Tensor:
+        require_batch(tensor, name)
+        return tensor[:1].detach().expand(num_samples, *tensor.shape[1:]).clone().to(device)
+
+    return mapped(example, repeated)
+
+
+def arguments_of(graph: ModelGraph | fx.Graph, inputs: Batch) -> tuple[Any, ...]:
+    """Return inputs in the order of a graph's: a dict by their names, a tuple or list by their places.
+
+    Raises `ConfigError` for an input that is missing, or that the graph does not have.
+    """
+    nodes = graph.nodes if isinstance(graph, fx.Graph) else [one.node for one in graph.inputs]
+    named = {str(node.target): node.args for node in nodes if node.op == "placeholder"}
+    if not isinstance(inputs, Mapping):
+        given = inputs if isinstance(inputs, tuple | list) else (inputs,)
+        inputs = dict(zip(named, given, strict=False)) if len(given) <= len(named) else {}
+    missing = [name for name, default in named.items() if name not in inputs and not default]
+    if missing or inputs.keys() - named.keys():
+        raise ConfigError(
+            f"the model takes inputs {', '.join(named)}, and a batch has {', '.join(inputs) or 'others'}"
+        )
+    return tuple(inputs[name] if name in inputs else default[0] for name, default in named.items())
 
 
 def require_batch(example: torch.Tensor, name: str) -> None:
@@ -287,11 +336,11 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
             module.training = mode
 
 
-def refused_samples(name: str, samples: torch.Tensor, error: Exception) -> ConfigError:
+def refused_samples(name: str, samples: Batch, error: Exception) -> ConfigError:
     """Return the error of a model whose forward pass failed for a batch."""
-    shape = tuple(samples.shape[1:])
+    shapes = " and ".join(str(tuple(tensor.shape[1:])) for tensor in tensors_in(samples))
     return ConfigError(
-        f"model {name}: does not take {len(samples)} samples of shape {shape}: {reason(error)}"
+        f"model {name}: does not take {num_samples(samples)} samples of shape {shapes}: {reason(error)}"
     )
 
 
@@ -321,14 +370,14 @@ class _Observer(fx.Interpreter):
 
 
 def _observed(
-    model: nn.Module, nodes: Iterable[fx.Node], samples: torch.Tensor, name: str
+    model: nn.Module, nodes: Iterable[fx.Node], samples: Batch, name: str
 ) -> tuple[Operation, ...]:
     graph = next(iter(nodes)).graph
-    observer = _Observer(module_of(model, graph, {}), samples.device)
+    observer = _Observer(module_of(model, graph, {}), tensors_in(samples)[0].device)
     # Otherwise the graph would keep the weights of the copy.
     graph.owning_module = None
     try:
-        observer.run(samples)
+        observer.run(*arguments_of(graph, samples))
     except Exception as error:
         # Layers raise various types for a wrong shape.
         raise refused_samples(name, samples, error) from error

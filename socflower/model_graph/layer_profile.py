@@ -28,6 +28,7 @@ from socflower.model_graph.graph import (
     Example,
     ModelGraph,
     Operation,
+    arguments_of,
     first_samples,
     module_of,
 )
@@ -254,7 +255,7 @@ def profile_operations(
     runner = _OperationRunner(skeleton)
     try:
         with _recording(runner.recorder, "meta"):
-            runner.run(_empty(samples))
+            runner.run(*arguments_of(own_graph, mapped(samples, _empty)))
     except Exception as error:
         raise ConfigError(
             f"model {graph.name}: cannot be profiled without values: {reason(error)}"
@@ -264,8 +265,8 @@ def profile_operations(
         tally = runner.recorder.tallies[operation.node.name]
         returns = operation.module is not None and _is_leaf(model.get_submodule(operation.module))
         num_bytes = tally.output_bytes if returns else tally.made_bytes.total()
-        layer = _layer(graph.name_of(operation), "", tally, (), len(samples))
-        costs[operation] = replace(layer, output_bytes=num_bytes / len(samples))
+        layer = _layer(graph.name_of(operation), "", tally, (), num_samples(samples))
+        costs[operation] = replace(layer, output_bytes=num_bytes / num_samples(samples))
     return costs
 
 

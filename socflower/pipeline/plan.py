@@ -14,7 +14,7 @@ from pydantic import Field
 
 from socflower.errors import ConfigError, InfeasiblePlan, require_range
 from socflower.field_rules import checked
-from socflower.pipeline.problem import PipelineDevice, PipelineProblem
+from socflower.pipeline.problem import PipelineDevice, PipelineModel, PipelineProblem, Tie
 
 _Positive = Annotated[int, Field(ge=1)]
 
@@ -189,7 +189,9 @@ class PipelinePlan:
 
         Coded activations and gradients count with their part (`PipelineProblem.activation_part`).
         """
-        rings = sum(part.num_bytes(problem, self) for part in synchronised_parts(self))
+        rings = sum(
+            part.num_bytes(problem, self) for part in synchronised_parts(self, problem.model.ties)
+        )
         return rings + self.crossing_bytes(problem)
 
     def crossing_bytes(self, problem: PipelineProblem) -> float:
@@ -365,7 +367,9 @@ class TwoDPlan:
         of a group); with rings `2(n − 1)` times each part of the model that n devices hold.
         """
         crossing = sum(group.crossing_bytes(problem) for group in self.groups)
-        return crossing + sum(part.num_bytes(problem, self) for part in synchronised_parts(self))
+        return crossing + sum(
+            part.num_bytes(problem, self) for part in synchronised_parts(self, problem.model.ties)
+        )
 
     def check(self, problem: PipelineProblem) -> None:
         """Raise what `PipelinePlan.check` does for any of the groups."""
@@ -408,30 +412,67 @@ class SynchronisedPart:
     first_layer: int
     last_layer: int
     devices: tuple[int, ...]
+    # Exchanged apart from the layers' other parameters, since other devices have them too.
+    apart: tuple[Tie, ...] = ()
+    # Only these parameters of the layers; None: all but those that are `apart`.
+    tie: Tie | None = None
+
+    def weight_bytes(self, model: PipelineModel) -> float:
+        """Return the trained bytes that it has."""
+        if self.tie is not None:
+            return self.tie.weight_bytes
+        own = model.weight_bytes(self.first_layer, self.last_layer)
+        return own - sum(tie.weight_bytes for tie in self.apart)
 
     def num_bytes(self, problem: PipelineProblem, plan: Plan) -> float:
         """Return the bytes of the exchange among its devices: `2(n − 1)·P` in a ring, `2P` a device with a server."""
-        weight_bytes = problem.model.weight_bytes(self.first_layer, self.last_layer)
+        weight_bytes = self.weight_bytes(problem.model)
         if isinstance(plan, TwoDPlan) and plan.sync == Sync.SERVER:
             clients = sum(soc != plan.server for soc in self.devices) if len(plan.groups) > 1 else 0
             return 2.0 * clients * weight_bytes
         return 2.0 * (len(self.devices) - 1) * weight_bytes
 
 
-def synchronised_parts(plan: Plan) -> tuple[SynchronisedPart, ...]:
+def synchronised_parts(plan: Plan, ties: Sequence[Tie] = ()) -> tuple[SynchronisedPart, ...]:
     """Return, in layer order, the parts of the model whose gradients the same devices exchange.
 
-    In a single pipeline these are the stages. Groups of a 2-D plan may be cut in different places.
+    In a single pipeline these are the stages. Groups of a 2-D plan may be cut in different places. Parameters that
+    layers of several parts use come first: all devices that have one of these layers exchange them, since the gradient
+    of such a parameter is the sum over the layers.
     """
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
     starts = sorted({stage.first_layer for stage in stages})
     ends = [*starts[1:], plan.pipelines[0].num_layers]
-    found = []
+    found, spanning = [], dict[Tie, None]()
     for first, end in zip(starts, ends, strict=True):
         holding = [stage for stage in stages if stage.first_layer <= first <= stage.last_layer]
         devices = tuple(soc for stage in holding for soc in stage.devices)
-        found.append(SynchronisedPart(first_layer=first, last_layer=end - 1, devices=devices))
-    return tuple(found)
+        apart = []
+        for tie in ties:
+            inside = [first <= layer < end for layer in tie.layers]
+            if any(inside) and not all(inside):
+                apart.append(tie)
+        spanning |= dict.fromkeys(apart)
+        found.append(
+            SynchronisedPart(
+                first_layer=first, last_layer=end - 1, devices=devices, apart=tuple(apart)
+            )
+        )
+    return (*(_tied_part(tie, stages) for tie in spanning), *found)
+
+
+def _tied_part(tie: Tie, stages: Sequence[Stage]) -> SynchronisedPart:
+    users = [
+        stage
+        for stage in stages
+        if any(stage.first_layer <= layer <= stage.last_layer for layer in tie.layers)
+    ]
+    return SynchronisedPart(
+        first_layer=tie.layers[0],
+        last_layer=tie.layers[-1],
+        devices=tuple(soc for stage in users for soc in stage.devices),
+        tie=tie,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,6 +48,24 @@ _Amount = Annotated[float, Field(ge=0)]
 _Count = Annotated[int, Field(ge=0)]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tie:
+    """Parameters that several layers use, such as an embedding that is also the head. Each layer counts them."""
+
+    # Rising.
+    layers: tuple[int, ...]
+    # By their names in the model, one of each.
+    names: tuple[str, ...]
+    # Trained bytes, and frozen ones.
+    weight_bytes: float
+    frozen_bytes: float = 0.0
+
+    def repeats(self, first: Ints, stop: Ints) -> Floats:
+        """Return how often layers `first` to `stop` - 1 count the parameters too much."""
+        counts = np.searchsorted(self.layers, stop) - np.searchsorted(self.layers, first)
+        return np.asarray(np.maximum(counts - 1.0, 0.0))
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelineModel:
     """All layers of a model, in the order in which they run."""
@@ -61,6 +79,11 @@ class PipelineModel:
     cuts: str = "layers"
     # Shape of one sample of the example that the model was read with; (): unknown.
     sample_shape: tuple[int, ...] = ()
+    # The name of its torch type.
+    sample_type: str = "float32"
+    ties: tuple[Tie, ...] = ()
+    # Whether the lengths of batches differ; the layers' costs are those of the example.
+    free_lengths: bool = False
 
     def __post_init__(self) -> None:
         where = f"model {self.name}"
@@ -112,7 +135,21 @@ class PipelineModel:
 
     def weight_bytes(self, first: int, last: int) -> float:
         """Return the trained bytes of layers `first` to `last`."""
-        return float(self.weight_prefix[last + 1] - self.weight_prefix[first])
+        return float(self.trained_bytes(np.array(first), np.array(last + 1)))
+
+    def trained_bytes(self, first: Ints, stop: Ints) -> Floats:
+        """Return the trained bytes of ranges of layers, `first` to `stop` - 1; a shared parameter counts once."""
+        found = self.weight_prefix[stop] - self.weight_prefix[first]
+        for tie in self.ties:
+            found = found - tie.repeats(first, stop) * tie.weight_bytes
+        return found
+
+    def untrained_bytes(self, first: Ints, stop: Ints) -> Floats:
+        """Return the frozen bytes of ranges of layers, as `trained_bytes`."""
+        found = self.frozen_prefix[stop] - self.frozen_prefix[first]
+        for tie in self.ties:
+            found = found - tie.repeats(first, stop) * tie.frozen_bytes
+        return found
 
     def kept_bytes(self, first: int, last: int) -> float:
         """Return the bytes that a stage of these layers keeps per sample in flight: input and activations (F28)."""
@@ -121,7 +158,7 @@ class PipelineModel:
 
     def state_bytes(self, first: int, last: int, optimizer_copies: float) -> float:
         """Return MOD + OPT of these layers (F28): weights, gradients, optimiser state, frozen weights."""
-        frozen = float(self.frozen_prefix[last + 1] - self.frozen_prefix[first])
+        frozen = float(self.untrained_bytes(np.array(first), np.array(last + 1)))
         return (2.0 + optimizer_copies) * self.weight_bytes(first, last) + frozen
 
 

@@ -9,7 +9,14 @@ import numpy as np
 
 from socflower.errors import InfeasiblePlan
 from socflower.hierarchy import split_batch
-from socflower.pipeline.plan import PipelinePlan, Plan, Policy, Stage, TwoDPlan
+from socflower.pipeline.plan import (
+    PipelinePlan,
+    Plan,
+    Policy,
+    Stage,
+    TwoDPlan,
+    with_samples_on,
+)
 from socflower.pipeline.planner.local_search import improved
 from socflower.pipeline.planner.quick_schedule import Layout, QuickSchedule, Timed
 from socflower.pipeline.planner.selection import PlannerSettings, candidates, fits, nothing_fits
@@ -44,8 +51,12 @@ def remaining_plan(
 ) -> Plan:
     """Return the plan after a loss from what is known: `recovered`, or `replanned` without a problem and budgets.
 
+    If the device with the samples is lost, each device that needs some has them.
+
     Raises `InfeasiblePlan` if no device is present, or nothing fits the devices that are.
     """
+    if not {each.samples_on for each in plan.pipelines} <= {None, *present}:
+        plan = with_samples_on(plan, None)
     if problem is None and budget_bytes:
         problem = assumed_problem(plan, model, budget_bytes, present)
     if problem is None or not present:

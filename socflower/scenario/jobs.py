@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,11 +18,13 @@ from socflower.engines.deployment.options import DeploymentOptions
 from socflower.engines.local.exchange_record import ExchangeRecord
 from socflower.engines.run_folder import RunFolder
 from socflower.engines.run_log import NO_LOGGING, RoundLogging
+from socflower.engines.run_status import STATUS_FILE, RunStatus
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.report.report import write_report
 from socflower.wire.folders import UNFINISHED, exclusive_folder, new_folder, temporary_folder
 from socflower.wire.message_keys import LOST_STATE
 from socflower.wire.saved_state import atomic_file, write_atomically
+from socflower.wire.status_port import StatusPort
 
 RESULT_FILES = ("result.json", "trace.json", "report.html", "comparison.json")
 
@@ -101,20 +103,47 @@ def run_job_to_folder(
     with exclusive_folder(out, f"--out {out}"):
         job.check()
         kept = job.keep(out, settings)
-        with logging.into(out) as log_round, kept_for_resume(kept, out, settings, fresh=fresh):
+        with (
+            _watched(job.title, out, settings, logging) as watched,
+            logging.into(out) as log_round,
+            kept_for_resume(kept, out, settings, fresh=fresh),
+        ):
 
             def follow(entry: dict[str, Any]) -> None:
                 # A deployment's virtual time is a prediction, also in its log.
                 log_round(with_prediction(entry) if settings.engine == "deployment" else entry)
-                settings.on_round(entry)
+                watched.on_round(entry)
 
             result = _write_results(
-                job, out, replace(settings, on_round=follow), kept=kept, save_model=save_model
+                job, out, replace(watched, on_round=follow), kept=kept, save_model=save_model
             )
             # Only a finished run no longer needs what it kept; one that ended early may go farther.
             if kept is not None and result.get("ended_after") is None:
                 kept.remove()
     return result
+
+
+@contextmanager
+def _watched(
+    title: str, out: Path, settings: EngineSettings, logging: RoundLogging
+) -> Iterator[EngineSettings]:
+    """Keep `status.json` in `out`, and serve it at the port of `--metrics`, within the context."""
+    status = RunStatus(out / STATUS_FILE, title, settings.engine)
+
+    def on_round(entry: dict[str, Any]) -> None:
+        status.on_round(entry)
+        settings.on_round(entry)
+
+    def on_notice(line: str) -> None:
+        status.on_notice(line)
+        settings.on_notice(line)
+
+    with ExitStack() as stack:
+        stack.callback(status.close)
+        if logging.metrics:
+            port = stack.enter_context(StatusPort(logging.metrics, status.port_state))
+            settings.on_notice(f"metrics at http://{port.address}/metrics")
+        yield replace(settings, on_round=on_round, on_notice=on_notice, on_status=status.on_server)
 
 
 def _write_results(

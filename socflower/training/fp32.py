@@ -221,14 +221,16 @@ class FP32Trainer:
         state: Mapping[str, Any] | None = None,
         *,
         seed: int | None = None,
+        named: Mapping[str, nn.Parameter] | None = None,
     ) -> TorchSession:
         """Return a session of a module that `run` computes, a whole model or a part of one; see `TorchSession`.
 
-        It continues from `state`, or begins at the span's first step.
+        It continues from `state`, or begins at the span's first step. `named` has the parameters by other names than
+        the module's.
         """
         session = TorchSession(
             run,
-            dict(module.named_parameters()),
+            dict(module.named_parameters()) if named is None else named,
             self.optimizer,
             where="FP32Trainer",
             scheduler=self.scheduler,

@@ -1,6 +1,9 @@
 """Lines in Flower's log, without importing Flower, and a rate-limited log of a port's refusals."""
 
+import json
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +15,35 @@ Clock: TypeAlias = Callable[[], float]
 
 log = logging.getLogger("flwr").log
 """Flower's own logger, whose handlers it sets up in every process that runs an app."""
+
+LOG_FORMAT = "SOCFLOWER_LOG_FORMAT"
+"""Environment variable, which child processes inherit: "json" makes each line a JSON document."""
+
+
+def logs_json() -> bool:
+    """Return whether lines of this process are to be JSON documents."""
+    return os.environ.get(LOG_FORMAT) == "json"
+
+
+def json_line(text: str, level: str = "INFO", **more: object) -> str:
+    """Return a line of a log as a JSON document."""
+    return json.dumps({"at_s": time.time(), "level": level, "text": text, **more})
+
+
+class _JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record as a line; the traceback of an exception is a key of it."""
+        error = {"error": self.formatException(record.exc_info)} if record.exc_info else {}
+        return json_line(record.getMessage(), record.levelname, **error)
+
+
+def use_log_format() -> None:
+    """Let Flower's logger write JSON lines if the environment asks for them; call it after Flower is imported."""
+    if logs_json():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(_JsonLines())
+        logging.getLogger("flwr").handlers[:] = [handler]
+
 
 _OTHERS = "other peers"
 

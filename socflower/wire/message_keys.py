@@ -343,6 +343,7 @@ class PipelineTask:
     layers_sha256: str
     # The shape that the plan was made for; empty if it is unknown.
     sample_shape: tuple[int, ...] = ()
+    sample_type: str = "float32"
     # The width of activations that cross a cut.
     bits: int = 32
     gradient_bits: int = 32

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from socflower.errors import ConfigError
 from socflower.model_graph.batch_form import Batch
 
 Indices: TypeAlias = torch.Tensor | NDArray[np.integer[Any]] | Sequence[int]
@@ -41,6 +42,20 @@ class DataSource(ABC):
     def select(self, indices: Indices) -> "DataSource":
         """Return the samples at `indices`, in that order; their random changes still follow from their numbers here."""
         return _Selection(self, torch.as_tensor(indices, dtype=torch.int64))
+
+
+class AbsentSamples(DataSource):
+    """The data of a node that gets its samples from another one: only their number is known."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def batch(self, indices: Indices, key: Sequence[int] = ()) -> Batch:
+        """Raise `ConfigError`."""
+        raise ConfigError("data: this node has no samples; samples_on names another one")
 
 
 class _Selection(DataSource):

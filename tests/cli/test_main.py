@@ -495,7 +495,11 @@ def test_the_model_may_lie_on_another_file_system(socflower: Socflower, tmp_path
 
 @pytest.mark.parametrize(
     "options",
-    ["--warm", "--superlink 127.0.0.1:1", "--warm --engine deployment --superlink 127.0.0.1:1"],
+    [
+        "--fresh-processes",
+        "--superlink 127.0.0.1:1",
+        "--fresh-processes --engine deployment --superlink 127.0.0.1:1",
+    ],
 )
 def test_options_of_a_deployment_are_for_that_engine_and_a_warm_one_is_here(
     socflower: Socflower, options: str

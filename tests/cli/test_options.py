@@ -10,6 +10,7 @@ import typer
 from socflower.cli import main as cli
 from socflower.errors import ConfigError
 from socflower.scenario import app_comparison, app_folder, comparison, prepared_run, runner
+from socflower.wire.logs import LOG_FORMAT, logs_json
 from tests.command_line import Ran, Socflower, is_mistake
 
 SCENARIO = "[cluster]\nboards = [2, 2]\n[strategy]\ngroups = 2\n"
@@ -47,9 +48,11 @@ READ_BY_RUN = {
     "superlink_ca": REMOTE,
     "restarts": DEPLOYED_HERE | {"app folder, deployment", "scenario, remote with checkpoints"},
     "checkpoint_folder": REMOTE,
-    "warm": DEPLOYED_HERE | {"app folder, deployment"},
+    "fresh_processes": DEPLOYED_HERE | {"app folder, deployment"},
     "save_model": SCENARIOS,
     "log": TARGETS.keys(),
+    "metrics": TARGETS.keys(),
+    "log_format": TARGETS.keys(),
 }
 """By parameter: what reads it. That --json is read everywhere shows in the tests of what commands print."""
 
@@ -66,7 +69,7 @@ VALUES = {
     "superlink_ca": "--superlink-ca ca.pem",
     "restarts": "--restarts 1",
     "checkpoint_folder": "--checkpoint-folder /other",
-    "warm": "--warm",
+    "fresh_processes": "--fresh-processes",
     "save_model": "--save-model model.npz",
     "strategies": "--strategies ring",
     "expect": "--expect accuracy>=0.5",
@@ -77,6 +80,8 @@ VALUES = {
     "until_target": "--until-target",
     "front": "--front",
     "log": "--log csv,jsonl",
+    "metrics": "--metrics 127.0.0.1:0",
+    "log_format": "--log-format json",
     "fusion": "--fusion per-tensor",
 }
 
@@ -91,7 +96,7 @@ def begins(socflower: Socflower, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def begin(*arguments: object, **named: object) -> NoReturn:
         plain = {key: value for key, value in named.items() if not callable(value)}
-        raise Begun(f"begun with {arguments} {plain}")
+        raise Begun(f"begun with {arguments} {plain}, JSON lines: {logs_json()}")
 
     for module, name in (
         (runner, "run_to_folder"),
@@ -100,6 +105,7 @@ def begins(socflower: Socflower, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (app_comparison, "compare_apps"),
     ):
         monkeypatch.setattr(module, name, begin)
+    monkeypatch.setenv(LOG_FORMAT, "text")
     monkeypatch.setattr(prepared_run, "prepare", lambda scenario, *_, **named: scenario)
     for name, text in (("case.toml", SCENARIO), ("split.toml", SPLIT), ("ca.pem", "")):
         (tmp_path / name).write_text(text)

@@ -50,8 +50,7 @@ class Writer(nn.Module):
             n_head=2,
             bos_token_id=0,
             eos_token_id=0,
-            tie_word_embeddings=False,
-            **settings,
+            **{"tie_word_embeddings": False, **settings},
         )
         self.model = transformers.GPT2LMHeadModel(config)
 

@@ -140,6 +140,7 @@ def failing(message: Message, context: Context, call_next: ClientAppCallable) ->
 
 
 KEYS = (
+    "no-data",
     "sample-s",
     "dies-at-start",
     *(f"{what}-at-{kind}" for what in ("dies", "stops") for kind in _passes_left),
@@ -154,12 +155,18 @@ def fail_on_request() -> None:
     _Session._back_up, _Session._move = _counted_backup, _counted_move  # type: ignore[method-assign]
 
 
+def sentences_of(context: Context, partition: int, count: int) -> Sentences:
+    """Return the data of a node that has some."""
+    assert not context.node_config.get("no-data"), "this node has no data"
+    return Sentences()
+
+
 def client_app(trainer: Any = None, model: Any = tagger) -> ClientApp:
     """Return a ClientApp, by default one that trains with SGD on the CPU."""
     fail_on_request()
     return make_client_app(
         lambda context: model(),
-        lambda context, partition, count: Sentences(),
+        sentences_of,
         trainer or FP32Trainer(optimizer=sgd(0.2), device="cpu"),
         mods=[failing],
         extra_keys=KEYS,

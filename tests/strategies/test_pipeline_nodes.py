@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord
 from torch import Tensor
 
 from socflower.engines.local.grid import LocalGrid
+from socflower.errors import SocflowerError
 from socflower.hierarchy import Rebalancing
 from socflower.peers.ring.settings import RingSettings
 from socflower.pipeline.profiler.module_problem import pipeline_problem
@@ -98,6 +99,23 @@ def test_stages_in_processes_train_the_bits_of_one_process(plan: str, transport:
     assert ours.keys() == reference.keys() and all(
         torch.equal(ours[name], reference[name]) for name in ours
     )
+
+
+def test_nodes_without_data_get_their_samples_from_another_one() -> None:
+    PLANS["samples on 1"] = replace(PLANS["a stage of two"], samples_on=1)
+    others = {0: {"no-data": True}, 2: {"no-data": True}}
+    ours, own = on_processes("samples on 1", others, num_epochs=2)
+    assert [event.text for report in own.reports for event in report.events] == []
+    reference = in_one_process("a stage of two", num_epochs=2)
+    assert all(torch.equal(ours[name], reference[name]) for name in reference)
+
+
+@pytest.mark.slow
+def test_the_loss_of_the_only_samples_is_told() -> None:
+    PLANS["samples on 1"] = replace(PLANS["three stages"], samples_on=1)
+    nodes: dict[int, dict[str, Any]] = {0: {"no-data": True}, 2: {"no-data": True}}
+    with pytest.raises(SocflowerError, match="samples"):
+        on_processes("samples on 1", {**nodes, 1: {"dies-at-forward": 6}}, num_epochs=2)
 
 
 @pytest.mark.parametrize(

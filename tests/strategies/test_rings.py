@@ -9,6 +9,7 @@ import pytest
 from flwr.app import ArrayRecord
 
 from socflower.engines.local.grid import LocalGrid
+from socflower.errors import TrainingFailed
 from socflower.strategies.group_grid import GroupGrid
 from socflower.wire.certificates import HostCertificate, write_certificates
 from tests.process_grid import ProcessGrid
@@ -73,10 +74,18 @@ def test_one_process_can_train_the_very_bits_of_a_ring(norm: bool, compression: 
             )
 
 
-@pytest.mark.parametrize("compression", ["none", "int8"])
+@pytest.mark.parametrize(
+    ("compression", "lost"),
+    [
+        ("none", ""),
+        ("int8", ""),
+        *(pytest.param("none", lost, marks=pytest.mark.slow) for lost in ("first", "last", "all")),
+    ],
+)
 def test_a_training_is_resumed_where_every_machine_has_but_its_own_files(
-    compression: str, tmp_path: Path
+    compression: str, lost: str, tmp_path: Path
 ) -> None:
+    """Also if one member of each group, its leader or another, has lost its disk; not if all have."""
     config = {"states": str(tmp_path), "norm": False}
     cluster = ring_app.cluster()
     kept: dict[int, ArrayRecord] = {}
@@ -100,11 +109,22 @@ def test_a_training_is_resumed_where_every_machine_has_but_its_own_files(
         f"*/*-at-{first.method.intervals[-1].first_step + first.method.intervals[-1].num_steps:06d}.state"
     ):
         later.unlink()
+    momentum: dict[str, list[Path]] = {}
+    for path in sorted(tmp_path.glob("*/group-*.state")):
+        momentum.setdefault(path.name, []).append(path)
+    assert all(len(copies) == 2 for copies in momentum.values()) and len(momentum) == 2
+    for copies in momentum.values():
+        for path in {"": [], "first": copies[:1], "last": copies[-1:], "all": copies}[lost]:
+            path.unlink()
     with ProcessGrid(
         ring_app.client_app, ring_app.node_configs(cluster), run_config=config
     ) as grid:
         second = ring_app.strategy(cluster, compression=compression)
         second.resume_from(1)
+        if lost == "all":
+            with pytest.raises(TrainingFailed, match="has no trainer state for step"):
+                second.start(GroupGrid(grid), kept[1], num_rounds=second.num_rounds, timeout=120)
+            return
         resumed = second.start(
             GroupGrid(grid), kept[1], num_rounds=second.num_rounds, timeout=120
         ).arrays

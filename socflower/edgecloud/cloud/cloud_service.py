@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from logging import getLogger
 from pathlib import Path
 from threading import Lock, Thread, Timer
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -127,6 +127,11 @@ class CloudService:
             bind_timeout_s=_BIND_TIMEOUT_S,
         )
 
+    def status(self, run_id: str = "") -> list[dict[str, Any]]:
+        """Return `CloudSession.status` of one run, or of all."""
+        sessions = [self._sessions.get(run_id)] if run_id else self._sessions.all()
+        return [session.status() for session in sessions]
+
     def close(self) -> None:
         """End all streams and sessions; edges reconnect if this service is restarted."""
         self._sessions.close()
@@ -188,9 +193,7 @@ class CloudService:
     def _status(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         self._require_operator(context)
         run_id = self._parse(wire.StatusRequest, message).run_id
-        sessions = [self._sessions.get(run_id)] if run_id else self._sessions.all()
-        document = json.dumps([session.status() for session in sessions])
-        return wire.StatusReply(sessions=document).SerializeToString()
+        return wire.StatusReply(sessions=json.dumps(self.status(run_id))).SerializeToString()
 
     def _token_of(self, caller: str) -> bytes | None:
         if caller == OPERATOR:

@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -40,6 +40,10 @@ class RunHistory:
                 None if number <= self._done_before else time.monotonic() - self._started_s
             )
             self._folder.append_progress({**entry, "wall_s": self._wall_s[number]})
+
+    def on_status(self, document: Mapping[str, Any]) -> None:
+        """Pass on what the ServerApp is doing now."""
+        self._folder.write_status(document)
 
     def record_restart(
         self, after_round: int | None, cause: str, most: int, on_notice: OnNotice

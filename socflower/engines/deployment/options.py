@@ -39,17 +39,12 @@ class DeploymentOptions:
     checkpoint_folder: str = ""
     # Remove the checkpoints in it first.
     fresh: bool = False
-    # Fork clients from processes that have torch loaded; see `warm_executor.py`.
-    warm: bool = False
+    # A client's process stays for the run, see `warm_executor.py`; False: Flower starts one for each message.
+    resident: bool = True
 
     def __post_init__(self) -> None:
         if self.restarts < 0:
             raise ConfigError(f"--restarts {self.restarts}: must be 0 or more")
-        if self.warm and self.superlink:
-            raise ConfigError(
-                "--warm is for SuperNodes that are started here; those of --superlink are warm if "
-                "they were started so (docs/guides/deployment.md)"
-            )
         if self.superlink_ca is not None and not self.is_address:
             raise ConfigError(
                 "--superlink-ca belongs to a --superlink HOST:PORT; a connection of the Flower "

@@ -143,6 +143,8 @@ class _Attempt:
                     self._history.add_round(document)
                 elif kind == "resumed":
                     self._history.record_resume(int(document["after_round"]))
+                elif kind == "status":
+                    self._history.on_status(document)
                 elif kind == "model" and self._model is not None:
                     self._model.add(document)
                 else:

@@ -66,7 +66,8 @@ def _run_locally(
     )
     kept = checkpointing.kept
     kept.create()
-    with local_flower(folder.path, app.node_configs, on_notice, warm=deployment.warm) as flower:
+    resident = deployment.resident
+    with local_flower(folder.path, app.node_configs, on_notice, resident=resident) as flower:
         history.superlink_shared_because = flower.network.shared_because
         flwr = FlwrClient(flower.environment, CONNECTION, folder.path, flower.network)
         cloud = flower.start_cloud(app.document) if app.needs_cloud else None
@@ -107,7 +108,7 @@ def _attempt_locally(
     """
     app = attempt.path / "app"
     files.write(app, {RUN_FOLDER_KEY: str(attempt.path), NUM_NODES_KEY: flower.num_nodes})
-    start = _ServerAppStart(flower)
+    start, told = _ServerAppStart(flower), None
     log, num_read, asked_s, pid = flwr.submit(app), 0, 0.0, None
     try:
         while True:
@@ -132,6 +133,9 @@ def _attempt_locally(
             for entry in attempt.read_progress(num_read):
                 num_read += 1
                 history.add_round(entry)
+            if (status := attempt.read_status()) is not None and status != told:
+                told = status
+                history.on_status(status)
             list(log.new_lines())
             if has_outcome:
                 return None, log.run_id

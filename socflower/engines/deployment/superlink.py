@@ -81,7 +81,7 @@ class LocalFlower:
         on_notice: Callable[[str], None],
         network: Network,
         *,
-        warm: bool = False,
+        resident: bool = True,
     ) -> None:
         self.environment = {
             **marked(flower_environment(folder), mark, "command"),
@@ -120,7 +120,7 @@ class LocalFlower:
                 "--node-config",
                 config,
             ]
-            node = warm_supernode_command(args) if warm else ["flower-supernode", *args]
+            node = warm_supernode_command(args) if resident else ["flower-supernode", *args]
             self._nodes[config] = start(network.command(node), environment, home / "log", folder)
 
     @property
@@ -210,7 +210,7 @@ def local_flower(
     node_configs: Sequence[str],
     on_notice: Callable[[str], None],
     *,
-    warm: bool = False,
+    resident: bool = True,
 ) -> Iterator[LocalFlower]:
     """Run a SuperLink and SuperNodes in `folder` within the context, and end all their processes at its exit.
 
@@ -231,4 +231,6 @@ def local_flower(
                 "while this runs, every user of this machine can reach its SuperLink, and so run programs as "
                 f"you: {network.shared_because}"
             )
-        yield LocalFlower(folder, configs, ports[num_nodes:], mark, on_notice, network, warm=warm)
+        yield LocalFlower(
+            folder, configs, ports[num_nodes:], mark, on_notice, network, resident=resident
+        )

@@ -1,4 +1,4 @@
-"""Warm executor: a SuperNode whose ClientApps are forked from a process that has already imported torch.
+"""Resident clients: a SuperNode whose ClientApp stays for a run, forked from a process that has imported torch.
 
 Flower starts a new Python process for every message, which imports torch before it trains. This command runs Flower's
 own SuperNode or SuperExec and changes only how a ClientApp's process is started:
@@ -6,15 +6,19 @@ own SuperNode or SuperExec and changes only how a ClientApp's process is started
     python -m socflower.engines.deployment.warm_executor -- flower-supernode --insecure --superlink 10.0.0.1:9092 …
 
 The SuperExec starts a zygote: a process with one thread that has imported the clients' modules and only forks. A fork
-of it runs `flwr-clientapp` with the arguments, environment and streams that the new process would have.
-The zygote ends with its SuperExec; a killed one is replaced at the next message.
+of it runs `flwr-clientapp` with the arguments, environment and streams that the new process would have, and then again
+for each further message of the same run, with its model, data and app loaded. Each run has its own fork. A fork that
+is at work, such as one that hangs, is not waited for: the message gets another one.
+The zygote ends with its SuperExec, as do forks; a killed one is replaced at the next message.
 
-This file depends on Flower's internals: two of its modules start their children with `subprocess.Popen` (see
-`_STARTERS`). It therefore checks Flower's version, and the option is off by default.
+This file depends on Flower's internals, and has all that does: two of its modules start their children with
+`subprocess.Popen` (see `_STARTERS`), a third tells of which run a task is, and `flwr-clientapp` ends its process. It
+therefore checks Flower's version.
 """
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -53,8 +57,14 @@ _STARTERS = {
     _SUPERNODE: "flwr.supernode.start_client_internal",
     _SUPEREXEC: "flwr.supercore.superexec.executor.subprocess_executor",
 }
+# Its module that asks for tasks, with their runs, and the one that answers a message.
+_SUPEREXEC_LOOP = "flwr.supercore.superexec.run_superexec"
+_CLIENTAPP_RUN = "flwr.supernode.runtime.run_clientapp"
 # A busy small board may import torch from a slow SD card.
 _READY_TIMEOUT_S = 300.0
+# Residents of as many runs stay; a fork without a message for so long ends, and with it what its run kept in memory.
+_MOST_RESIDENTS = 2
+_RESIDENT_IDLE_S = 900.0
 _FORK_TIMEOUT_S = 60.0
 # The exit status after a ConfigError.
 _CONFIG_ERROR_STATUS = 2
@@ -119,21 +129,24 @@ class Zygote:
         *,
         stdout: int | None = None,
         stderr: int | None = None,
+        tasks: socket.socket | None = None,
     ) -> int:
         """Run `entry` ("module:function", without arguments) in a fork whose `sys.argv` is `argv`; return its pid.
 
-        `stdout` and `stderr` are file descriptors, or None for this process's own. Raises `OSError` on failure.
+        `stdout` and `stderr` are file descriptors, or None for this process's own. With `tasks` the fork stays, and
+        runs `entry` again for each `argv` that comes over it. Raises `OSError` on failure.
         """
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
-                text = json.dumps({"entry": entry, "argv": list(argv)}).encode()
+                request = _packed({"entry": entry, "argv": list(argv)})
                 files = [
                     1 if stdout is None else stdout,
                     2 if stderr is None else stderr,
                     theirs.fileno(),
+                    *([] if tasks is None else [tasks.fileno()]),
                 ]
-                socket.send_fds(self._requests, [_HEADER.pack(len(text)) + text], files)
+                socket.send_fds(self._requests, [request], files)
             ours.settimeout(_FORK_TIMEOUT_S)
             answer = _read_line(ours)
         if not answer.isdecimal():
@@ -169,6 +182,33 @@ class _WarmSuperNode:
         return superexec
 
 
+class _Resident:
+    """A fork that stays for a run, and this end of the socket over which it gets its messages."""
+
+    def __init__(self, pid: int, tasks: socket.socket) -> None:
+        self.pid, self._tasks = pid, tasks
+        self.has_ended = False
+
+    def take(self, argv: Sequence[str]) -> bool:
+        """Give it a message, and return True; False if it is at work, or has ended."""
+        try:
+            # It sends a line end after each message.
+            if not self._tasks.recv(1, socket.MSG_DONTWAIT):
+                self.has_ended = True
+                return False
+            self._tasks.sendall(_packed(list(argv)))
+        except BlockingIOError:
+            return False
+        except OSError:
+            self.has_ended = True
+            return False
+        return True
+
+    def close(self) -> None:
+        """Let it end, after its message if it is at work."""
+        self._tasks.close()
+
+
 class _WarmSuperExec:
     """Replaces `subprocess` in the module that starts tasks: ClientApps are forked, other tasks start as usual."""
 
@@ -176,6 +216,10 @@ class _WarmSuperExec:
 
     def __init__(self, preload: Sequence[str]) -> None:
         self._preload = preload
+        # The run of the next task; None: unknown, so that its process does not stay.
+        self.run_id: int | None = None
+        # By run, the one that got a message last at the end.
+        self._residents: dict[int, _Resident] = {}
         self._entry = _console_script(_CLIENTAPP)
         self._zygote = self._new_zygote()
 
@@ -192,13 +236,41 @@ class _WarmSuperExec:
             out, err = (
                 null.fileno() if stream == self.DEVNULL else stream for stream in (stdout, stderr)
             )
-            return self._fork([shutil.which(_CLIENTAPP) or _CLIENTAPP, *args[1:]], out, err)
+            argv = [shutil.which(_CLIENTAPP) or _CLIENTAPP, *args[1:]]
+            if self.run_id is None:
+                return self._fork(argv, out, err)
+            resident = self._residents.pop(self.run_id, None)
+            if resident is None or not resident.take(argv):
+                if resident is not None and not resident.has_ended:
+                    # At work, as one whose task Flower has given up.
+                    self._residents[self.run_id] = resident
+                    return self._fork(argv, out, err)
+                if resident is not None:
+                    resident.close()
+                resident = self._new_resident(argv, out, err)
+            self._residents[self.run_id] = resident
+            return resident.pid
 
-    def _fork(self, argv: Sequence[str], stdout: int | None, stderr: int | None) -> int:
+    def _new_resident(
+        self, argv: Sequence[str], stdout: int | None, stderr: int | None
+    ) -> _Resident:
+        while len(self._residents) >= _MOST_RESIDENTS:
+            self._residents.pop(next(iter(self._residents))).close()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            return _Resident(self._fork(argv, stdout, stderr, theirs), ours)
+
+    def _fork(
+        self,
+        argv: Sequence[str],
+        stdout: int | None,
+        stderr: int | None,
+        tasks: socket.socket | None = None,
+    ) -> int:
         from flwr.supercore import log
 
         try:
-            return self._zygote.fork(self._entry, argv, stdout=stdout, stderr=stderr)
+            return self._zygote.fork(self._entry, argv, stdout=stdout, stderr=stderr, tasks=tasks)
         except (BrokenPipeError, ConnectionResetError, ProcessLookupError, TimeoutError) as error:
             log(
                 WARNING,
@@ -208,7 +280,7 @@ class _WarmSuperExec:
             )
             self._zygote.close()
             self._zygote = self._new_zygote()
-            return self._zygote.fork(self._entry, argv, stdout=stdout, stderr=stderr)
+            return self._zygote.fork(self._entry, argv, stdout=stdout, stderr=stderr, tasks=tasks)
 
     def _new_zygote(self) -> Zygote:
         from flwr.supercore import log
@@ -268,33 +340,50 @@ def main(arguments: Sequence[str]) -> None:
     if not chosen.any_flwr_version:
         check_flwr_version(version("flwr"))
     _require_supported(command, chosen.preload)
-    starter = importlib.import_module(_STARTERS[command[0]])
+    # systemd units name commands by their paths.
+    name = Path(command[0]).name
+    starter = importlib.import_module(_STARTERS[name])
     if getattr(starter, "subprocess", None) is not subprocess:
         raise ConfigError(
             f"warm executor: flwr {version('flwr')} starts its processes in another way than "
             f"{' and '.join(_tested_flwr())}; leave it out"
         )
     sys.argv = [shutil.which(command[0]) or command[0], *command[1:]]
-    vars(starter)["subprocess"] = (
-        _WarmSuperNode(options)
-        if command[0] == _SUPERNODE
-        else _WarmSuperExec([*chosen.preload, *PRELOAD])
-    )
-    sys.exit(_function(_console_script(command[0]))())
+    if name == _SUPERNODE:
+        vars(starter)["subprocess"] = _WarmSuperNode(options)
+    else:
+        executor = _WarmSuperExec([*chosen.preload, *PRELOAD])
+        vars(starter)["subprocess"] = executor
+        _tell_runs(executor)
+    sys.exit(_function(_console_script(name))())
+
+
+def _tell_runs(executor: _WarmSuperExec) -> None:
+    """Tell the executor the run of each task before it is started."""
+    superexec = importlib.import_module(_SUPEREXEC_LOOP)
+    plugin: Any = superexec.AutoExecPlugin
+
+    class TellingPlugin(plugin):  # type: ignore[misc]
+        def launch_task(self, token: str, task: Any) -> Any:
+            executor.run_id = int(task.run_id)
+            return super().launch_task(token, task)
+
+    vars(superexec)["AutoExecPlugin"] = TellingPlugin
 
 
 def _require_supported(command: Sequence[str], preload: Sequence[str]) -> None:
     if not hasattr(os, "fork"):
         raise ConfigError("warm executor: this system cannot fork; leave it out")
-    if command[0] not in _STARTERS:
+    name = Path(command[0]).name
+    if name not in _STARTERS:
         raise ConfigError(f"warm executor: -- {command[0]}: runs {' or '.join(_STARTERS)} only")
     words = " ".join(command[1:]).replace("=", " ")
-    if command[0] == _SUPERNODE and "--isolation process" in words:
+    if name == _SUPERNODE and "--isolation process" in words:
         raise ConfigError(
             "warm executor: with --isolation process the SuperNode starts no ClientApps; run its "
             "flower-superexec through this command instead"
         )
-    if command[0] == _SUPEREXEC and "--executor kubernetes" in words:
+    if name == _SUPEREXEC and "--executor kubernetes" in words:
         raise ConfigError(
             "warm executor: --executor kubernetes starts pods, not processes; leave this out"
         )
@@ -319,7 +408,7 @@ def _zygote_main(descriptor: str, settings: str) -> None:
     gc.collect()
     # Otherwise each child's first collection copies the pages of all shared objects.
     gc.freeze()
-    entry, sys.argv = _serve(requests)
+    entry, sys.argv, tasks = _serve(requests)
     signal.signal(signal.SIGINT, interrupt)
     if chosen["openblas-threads"] is None:
         del os.environ[_OPENBLAS_THREADS]
@@ -333,7 +422,44 @@ def _zygote_main(descriptor: str, settings: str) -> None:
         sys.modules["torch"].default_generator.seed()
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(Path(sys.argv[0]).name)
+    if tasks is not None:
+        _stay(entry, tasks)
     sys.exit(_function(entry)())
+
+
+def _stay(entry: str, tasks: socket.socket) -> None:
+    """Run the entry point for one message after another, until the SuperExec closes the socket or sends no more."""
+    _outlive_messages()
+    function = _function(entry)
+    tasks.settimeout(_RESIDENT_IDLE_S)
+    while True:
+        with contextlib.suppress(SystemExit):
+            function()
+        # Flower's handlers are of the message that has ended; each registration keeps those before it.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        # The SuperExec may have ended, or there is no message for a long time.
+        try:
+            tasks.sendall(b"\n")
+            (length,) = _HEADER.unpack(_read_exactly(tasks, _HEADER.size))
+            sys.argv = json.loads(_read_exactly(tasks, length))
+        except OSError:
+            sys.exit(0)
+
+
+def _outlive_messages() -> None:
+    """Let `flwr-clientapp` return at the end of a message, where Flower ends the process."""
+    run: Any = importlib.import_module(_CLIENTAPP_RUN)
+    handlers = importlib.import_module("flwr.supercore.exit.exit_handler")
+
+    def end_message(*_: Any, **__: Any) -> None:
+        for is_early in (True, False):
+            handlers.trigger_exit_handlers(run_before_force_exit=is_early)
+        raise SystemExit
+
+    # Of its threads that watch the SuperExec one is enough.
+    watch = functools.cache(run.start_parent_process_monitor)
+    vars(run).update(flwr_exit=end_message, start_parent_process_monitor=watch)
 
 
 def _preload(modules: Sequence[str]) -> str:
@@ -348,16 +474,16 @@ def _preload(modules: Sequence[str]) -> str:
     return ""
 
 
-def _serve(requests: socket.socket) -> tuple[str, list[str]]:
-    """Fork once per request. Returns in children only, with entry and `sys.argv`."""
+def _serve(requests: socket.socket) -> tuple[str, list[str], socket.socket | None]:
+    """Fork once per request. Returns in children only, with entry, `sys.argv`, and the socket of one that stays."""
     # Ended children leave no zombies.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        header, files, _, _ = socket.recv_fds(requests, _HEADER.size, 3)
+        header, files, _, _ = socket.recv_fds(requests, _HEADER.size, 4)
         if not header:
             sys.exit(0)
         request = json.loads(_read_exactly(requests, _HEADER.unpack(header)[0]))
-        out, err, descriptor = files
+        out, err, descriptor, *tasks = files
         with socket.socket(fileno=descriptor) as report:
             try:
                 pid = os.fork()
@@ -375,7 +501,10 @@ def _serve(requests: socket.socket) -> tuple[str, list[str]]:
         os.close(out)
         os.close(err)
         if pid == 0:
-            return request["entry"], request["argv"]
+            stream = socket.socket(fileno=tasks[0]) if tasks else None
+            return request["entry"], request["argv"], stream
+        for kept in tasks:
+            os.close(kept)
 
 
 # --------------------------------------------------------------------------------------------- helpers
@@ -414,6 +543,12 @@ def _read_line(stream: socket.socket) -> str:
             raise ProcessLookupError("the zygote died")
         line += byte
     return line[:-1].decode()
+
+
+def _packed(document: Any) -> bytes:
+    """Return a JSON document behind its length."""
+    text = json.dumps(document).encode()
+    return _HEADER.pack(len(text)) + text
 
 
 def _read_exactly(stream: socket.socket, num_bytes: int) -> bytes:

@@ -64,8 +64,8 @@ class LayerRanges:
     def of(cls, problem: PipelineProblem, first: Ints, stop: Ints) -> "LayerRanges":
         """Return ranges of a model's layers."""
         model = problem.model
-        weight = model.weight_prefix[stop] - model.weight_prefix[first]
-        frozen = model.frozen_prefix[stop] - model.frozen_prefix[first]
+        weight = model.trained_bytes(first, stop)
+        frozen = model.untrained_bytes(first, stop)
         activations = model.activation_prefix
         kept = model.entering_bytes[first] + activations[stop] - activations[first]
         crossing = model.cut_bytes[first] + model.cut_bytes[stop]

@@ -80,7 +80,11 @@ def update_latency(problem: PipelineProblem, plan: Plan, *, duplex: bool = False
     slowest group.
     """
     if isinstance(plan, PipelinePlan):
-        return latency(problem, plan, duplex=duplex).seconds
+        tied = (part for part in synchronised_parts(plan, problem.model.ties) if part.tie)
+        tied_s = sum(
+            all_reduce_s(problem, part.devices, part.weight_bytes(problem.model)) for part in tied
+        )
+        return latency(problem, plan, duplex=duplex).seconds + tied_s
     alone = len(plan.groups) == 1 and plan.sync == Sync.SERVER
     slowest_s = max(
         latency(problem, group, reduces=False, duplex=duplex).seconds for group in plan.groups
@@ -238,8 +242,8 @@ def _supply_step(problem: PipelineProblem, plan: PipelinePlan, source: int) -> P
 def _exchange_s(problem: PipelineProblem, plan: TwoDPlan) -> float:
     """Return the seconds of the exchange among groups: each device's rings in turn, or the server's busiest link."""
     parts = [
-        (part, problem.model.weight_bytes(part.first_layer, part.last_layer))
-        for part in synchronised_parts(plan)
+        (part, part.weight_bytes(problem.model))
+        for part in synchronised_parts(plan, problem.model.ties)
     ]
     if plan.sync == Sync.RING:
         rings_s = dict.fromkeys(plan.socs, 0.0)

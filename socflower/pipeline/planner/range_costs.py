@@ -54,8 +54,7 @@ class RangeCosts:
         self.row_starts = np.flatnonzero(np.diff(self.first_cut, prepend=-1))
         self.row_lengths = np.diff(np.append(self.row_starts, len(first_cut)))
         self.ranges = LayerRanges.of(problem, bounds[first_cut], bounds[stop_cut])
-        weights = model.weight_prefix[bounds]
-        self._weight = weights[stop_cut] - weights[first_cut]
+        self._weight = model.trained_bytes(bounds[first_cut], bounds[stop_cut])
         self._reduced = self._weight > 0.0
         # Of one sample, by cut: the mean of both directions, which may be coded differently.
         self.cut_bytes = model.entering_bytes[bounds] * (problem.sent_part / 2.0)

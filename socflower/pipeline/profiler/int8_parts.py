@@ -56,7 +56,7 @@ def int8_part(
     """
     whole = joined(chain.graph, chain.pieces[first : last + 1])
     names = chain.names
-    entering = _only(whole.entering or (chain.graph.input,), f"into layer {first} ({names[first]})")
+    entering = _only(whole.entering or chain.graph.inputs, f"into layer {first} ({names[first]})")
     leaving = _only(whole.leaving or chain.graph.results, f"out of layer {last} ({names[last]})")
     part = part_of(
         module,

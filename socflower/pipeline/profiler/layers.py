@@ -1,18 +1,20 @@
 """A torch model as the layers that a pipeline is planned with, and as the modules that its stages run."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-from torch import nn
+from torch import Tensor, nn
 
 from socflower.cluster.cost_model import BACKWARD_TO_FORWARD, LayerProfile
 from socflower.errors import ConfigError
 from socflower.model_graph.chain import ModelChain, Piece, capture_chain, result_bytes
+from socflower.model_graph.exported_module import FREE
 from socflower.model_graph.graph import Example, Operation
 from socflower.model_graph.layer_profile import profile_operations
 from socflower.model_graph.tensor_arrays import tensor_bytes
-from socflower.pipeline.problem import PipelineModel
+from socflower.pipeline.plan import SynchronisedPart
+from socflower.pipeline.problem import PipelineModel, Tie
 from socflower.training.trainer import require_trained_parameters
 
 
@@ -33,6 +35,26 @@ class ReadModel:
 
     model: PipelineModel
     chain: ModelChain
+    # Other names of shared parameters, with those that layers, stages and states use.
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def named(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the parameters of some layers as a module, each by one name on all devices."""
+        return {self.aliases.get(key, key): own for key, own in module.named_parameters()}
+
+    def with_aliases(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return weights by all names that the model's state dict has."""
+        return {
+            **weights,
+            **{key: weights[one] for key, one in self.aliases.items() if one in weights},
+        }
+
+    def part_names(self, part: SynchronisedPart) -> frozenset[str]:
+        """Return the names of the parameters and buffers of a synchronised part."""
+        if part.tie is not None:
+            return frozenset(part.tie.names)
+        apart = (name for tie in part.apart for name in tie.names)
+        return self.tensor_names(part.first_layer, part.last_layer).difference(apart)
 
     def tensor_names(self, first: int, last: int) -> frozenset[str]:
         """Return the names of the parameters and buffers of layers `first` to `last`."""
@@ -57,9 +79,10 @@ def read_model(
 ) -> ReadModel:
     """Return the layers of a model with their costs per sample; nothing is computed with values.
 
-    `example` is a batch, whose first sample is used, or the shape of one float32 sample. A layer is a piece of
-    the model's chain. FLOPs, weights and activations are those of `profile_module`; a layer keeps the results of its
-    operations from its forward to its backward pass. `label_bytes` are of one sample, by default of a class as int64.
+    `example` is a batch, whose first sample is used, or the shape of one float32 sample; several inputs are a tuple or
+    a dict. A layer is a piece of the model's chain. FLOPs, weights and activations are those of `profile_module`; a
+    layer keeps the results of its operations from its forward to its backward pass. `label_bytes` are of one sample, by
+    default of a class as int64.
 
     Raises `ConfigError` for a model without trained parameters, that torch.fx cannot follow, that fails for the example
     or that cannot be cut.
@@ -77,17 +100,55 @@ def read_model(
         _layer(module, chain, piece, name, costs)
         for piece, name in zip(chain.pieces, names, strict=True)
     )
+    inputs = chain.graph.inputs
     return ReadModel(
         chain=chain,
+        aliases=_aliases(module),
         model=PipelineModel(
             name=name,
             layers=layers,
-            input_bytes=result_bytes([chain.graph.input]),
+            input_bytes=result_bytes(inputs),
             label_bytes=label_bytes,
             cuts=granularity.value,
-            sample_shape=(chain.graph.input.shape or ())[1:],
+            sample_shape=(inputs[0].shape or ())[1:] if len(inputs) == 1 else (),
+            sample_type=str(inputs[0].dtype).removeprefix("torch."),
+            ties=_ties(module, chain),
+            free_lengths=bool(getattr(module, "meta", {}).get(FREE)),
         ),
     )
+
+
+def _aliases(module: nn.Module) -> dict[str, str]:
+    """Return the other names of parameters with several."""
+    first = {id(own): key for key, own in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {key: first[id(own)] for key, own in every if key != first[id(own)]}
+
+
+def _ties(module: nn.Module, chain: ModelChain) -> tuple[Tie, ...]:
+    """Return the parameters that several layers use, by these layers."""
+    weights = dict(module.named_parameters())
+    users: dict[str, list[int]] = {}
+    for number, piece in enumerate(chain.pieces):
+        for name in {key for operation in piece.operations for key in operation.tensors}:
+            users.setdefault(name, []).append(number)
+    names_of: dict[tuple[int, ...], list[str]] = {}
+    for name in sorted(users.keys() & weights.keys()):
+        if len(users[name]) > 1:
+            names_of.setdefault(tuple(users[name]), []).append(name)
+    ties = []
+    for layers, names in names_of.items():
+        own = [weights[name] for name in names]
+        trained = tensor_bytes([weight for weight in own if weight.requires_grad])
+        ties.append(
+            Tie(
+                layers=layers,
+                names=tuple(names),
+                weight_bytes=float(trained),
+                frozen_bytes=float(tensor_bytes(own) - trained),
+            )
+        )
+    return tuple(ties)
 
 
 def _coarsened(

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from socflower.errors import require_range
+from socflower.model_graph.batch_form import tensors_in
 from socflower.model_graph.chain import ModelChain
-from socflower.model_graph.graph import CAPTURE_LOCK, Example, first_samples
+from socflower.model_graph.graph import CAPTURE_LOCK, Example, arguments_of, first_samples
 from socflower.model_graph.model_copy import copied
 from socflower.model_graph.random_state import forked_generators
 from socflower.model_graph.torch_device import device_of, settle
@@ -49,7 +50,7 @@ def measure_layers(
     sizes = tuple(batches)
     require_rising("measuring layers", sizes)
     require_range("measuring layers", least=1, repeats=repeats)
-    if not isinstance(example, torch.Tensor):
+    if not tensors_in(example):
         # Not zeros: processors predict comparisons of equal values, and pooling would take a third of its time.
         example = torch.randn(1, *example, generator=torch.Generator().manual_seed(0))
     layers = read_model(module, example, type(module).__name__).chain if chain is None else chain
@@ -64,7 +65,8 @@ def measure_layers(
     seconds = np.zeros((2, len(pieces), len(sizes)))
     with CAPTURE_LOCK.shared(), forked_generators(), torch.enable_grad():
         for column, size in enumerate(sizes):
-            entering: Tensors = (first_samples(own, example, layers.graph.name, size),)
+            samples = first_samples(own, example, layers.graph.name, size)
+            entering: Tensors = arguments_of(layers.graph, samples)
             for row, piece in enumerate(pieces):
                 entering, seconds[:, row, column] = _measured(
                     piece, entering, repeats, clock, device_of(own), is_first=row == 0

@@ -30,9 +30,10 @@ def pipeline_problem(
     Parameters
     ----------
     module : nn.Module
-        The model, with one input tensor; only shapes are read.
-    example : Tensor or tuple of int
-        A batch of inputs, whose first sample is used, or the shape of one float32 sample.
+        The model; only shapes are read.
+    example : Tensor, tuple or dict
+        A batch of inputs, whose first sample is used, or the shape of one float32 sample. Several inputs are a tuple of
+        positional or a dict of keyword arguments.
     cluster : Cluster
         Its devices, with their memory, and its links.
     batch_size : int

@@ -36,7 +36,7 @@ from socflower.pipeline.recovery.backups import (
 from socflower.pipeline.replanning import remaining_plan, with_new_shares
 from socflower.pipeline.runtime.channels import Channels, QueueChannels, run_script
 from socflower.pipeline.runtime.gloo_channels import GlooChannels
-from socflower.pipeline.runtime.group import outcome_of, span_of
+from socflower.pipeline.runtime.group import LabelledSource, outcome_of, span_of
 from socflower.pipeline.runtime.grpc_channels import GrpcChannels
 from socflower.pipeline.runtime.member import Member, Mini, StageMember, refuse_unfit
 from socflower.pipeline.runtime.messages import CONTROL, END, STATE, Receive
@@ -58,7 +58,7 @@ from socflower.wire.message_keys import (
     RingOutcome,
     RingTask,
 )
-from socflower.workloads.data_source import DataSource
+from socflower.workloads.data_source import AbsentSamples, DataSource
 
 # The part of a stage's time that new shares must save.
 _SHARE_TOLERANCE = 0.1
@@ -121,8 +121,8 @@ class _Session:
             heartbeat_s=member.ring.heartbeat_s,
             rendezvous_s=member.ring.rendezvous_s,
         )
-        self._names = frozenset(trainable_state(member.model))
         read = member.read
+        self._names = frozenset(trainable_state(member.model)) - read.aliases.keys()
         self._of_layers = [
             self._names & read.tensor_names(layer, layer) for layer in range(read.model.num_layers)
         ]
@@ -133,13 +133,14 @@ class _Session:
         # States by step.
         self._kept: dict[int, StageState] = {}
         if member.has_model:
-            weights = trainable_state(member.model).items()
+            own = trainable_state(member.model)
             self._kept[0] = StageState(
-                weights={name: tensor.detach().cpu().clone() for name, tensor in weights},
+                weights={name: own[name].detach().cpu().clone() for name in sorted(self._names)},
                 optimizer={} if member.state is None else from_bytes(member.state),
             )
         # By step, the SoCs whose backups have not arrived yet.
         self._awaited: dict[int, list[int]] = {}
+        self._has_samples = not isinstance(member.data, AbsentSamples)
         self._schedule = BatchSchedule(member.group, [len(member.data)])
         self._channels: Channels | None = None
         self._stage: Member | None = None
@@ -153,8 +154,9 @@ class _Session:
         """Form the pipeline and train; repeat both after each loss of a device."""
         config, group = self._config, self._group
         refuse_unfit(config.trainer)
-        if not group.first_step:
-            config.trainer.require_divisible_loss(config.model, (), config.data, group.batch_size)
+        if not group.first_step and self._has_samples:
+            data = LabelledSource(config.data)
+            config.trainer.require_divisible_loss(config.model, (), data, group.batch_size)
         while True:
             try:
                 self._form()
@@ -201,7 +203,8 @@ class _Session:
                 self._ring.heartbeat_s,
             )
         held = {step: sorted(state.weights) for step, state in self._kept.items()}
-        decision = self._agree(sorted(held.items()), self._decide)
+        own = {"held": sorted(held.items()), "has_samples": self._has_samples}
+        decision = self._agree(own, self._decide)
         if decision["step"] is None:
             self._log.append(decision["why"])
             self._membership.finish()
@@ -236,9 +239,13 @@ class _Session:
     def _next_control(self, soc: int) -> Any:
         return json.loads(bytes(self._open_channels.receive(Receive(soc, CONTROL), self._poll)))
 
-    def _decide(self, reports: dict[int, list[tuple[int, list[str]]]]) -> dict[str, Any]:
+    def _decide(self, reports: dict[int, dict[str, Any]]) -> dict[str, Any]:
         """Return a plan, the step to continue from, and the parts of the state that must move."""
-        socs, held = self._socs, {soc: dict(report) for soc, report in reports.items()}
+        socs, held = self._socs, {soc: dict(report["held"]) for soc, report in reports.items()}
+        sources = {each.samples_on for each in self._config.plan.pipelines} - {None}
+        has_samples = all(report["has_samples"] for report in reports.values())
+        if not has_samples and not sources <= {*socs}:
+            return {"step": None, "why": "the device with the samples was lost"}
         step = newest_common(held, self._names)
         if step is None:
             return {"step": None, "why": "a stage and its backup were lost together"}
@@ -296,7 +303,8 @@ class _Session:
     def _make_stage(self) -> Member:
         config, state = self._config, self._kept[self._step]
         model = copied(config.model)
-        load_trainable_state(model, {**trainable_state(model), **state.weights})
+        weights = config.read.with_aliases(state.weights)
+        load_trainable_state(model, {**trainable_state(model), **weights})
         return Member(
             self._plan,
             self._soc,
@@ -448,7 +456,8 @@ class _Session:
                 end=None,
             )
         own = trainable_state(self._config.model)
-        load_trainable_state(self._config.model, {**own, **end.weights})
+        weights = self._config.read.with_aliases(end.weights)
+        load_trainable_state(self._config.model, {**own, **weights})
         first = self._group.first_step
         steps = range(first, first + self._group.num_steps)
         num_samples = sum(len(self._schedule.batch(step)[0]) for step in steps)

@@ -1,16 +1,17 @@
 """Training of a plan in one process through the steps of a group's interval; `train_group` is for groups."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from socflower.errors import ConfigError
-from socflower.model_graph.batch_form import pair_of
+from socflower.model_graph.batch_form import Batch, labelled
+from socflower.model_graph.exported_module import EXAMPLE
 from socflower.model_graph.model_copy import copied
 from socflower.model_graph.random_state import own_random_state
 from socflower.pipeline.plan import Plan
@@ -26,7 +27,7 @@ from socflower.training.fp32 import FP32Trainer
 from socflower.training.group import GroupOutcome
 from socflower.training.trainer import SessionResult, Trainer, TrainingSpan, training_device
 from socflower.wire.message_keys import GroupTask
-from socflower.workloads.data_source import DataSource
+from socflower.workloads.data_source import AbsentSamples, DataSource, Indices
 
 PEAK_BYTES, PEAK_IN_FLIGHT = "pipeline-peak-bytes", "pipeline-peak-in-flight"
 """Metrics of a reply, by device in the order of the plan: memory of its stage, and micro-batches in flight."""
@@ -68,7 +69,7 @@ def train_pipeline(
     model.to(training_device(trainer))
     read = read_like(model, data, cuts, layers_sha256, sample_shape)
     if not task.first_step:
-        trainer.require_divisible_loss(model, (), data, task.batch_size)
+        trainer.require_divisible_loss(model, (), LabelledSource(data), task.batch_size)
     options = {"coding": coding, "int8_socs": int8_socs}
     interval = _Interval(model, data, task, read, trainer, budget_bytes or {}, options)
     known = problem_from_json(problem, read.model) if problem else None
@@ -176,20 +177,19 @@ def read_like(
     cuts: str,
     layers_sha256: str,
     sample_shape: tuple[int, ...] = (),
+    *,
+    sample_type: str = "float32",
 ) -> ReadModel:
     """Return the layers of a node's model for samples of the planned shape, or else of the data's first sample.
 
-    Raises `ConfigError` if they are not the planned layers.
+    A node without samples has those of the planned shape and type, or of the model's own example. Raises `ConfigError`
+    if they are not the planned layers.
     """
-    inputs, _ = pair_of(data.batch(torch.zeros(1, dtype=torch.int64)), "pipeline")
-    own_shape = tuple(inputs.shape[1:])
-    if sample_shape and own_shape != sample_shape:
-        if len(own_shape) != len(sample_shape):
-            raise ConfigError(
-                f"pipeline: samples have shape {own_shape}, and {sample_shape} was planned; plan for these"
-            )
-        # The first sample may be shorter than others.
-        inputs = inputs.new_zeros(1, *sample_shape)
+    inputs = getattr(model, "meta", {}).get(EXAMPLE)
+    if inputs is None and isinstance(data, AbsentSamples) and sample_shape:
+        inputs = torch.zeros(1, *sample_shape, dtype=getattr(torch, sample_type))
+    if inputs is None:
+        inputs = _first_sample(data, sample_shape)
     read = read_model(model, inputs, type(model).__name__, granularity=Granularity(cuts))
     if layers_sha256 and read.model.sha256 != layers_sha256:
         raise ConfigError(
@@ -197,6 +197,34 @@ def read_like(
             "that model, with the same torch and socflower"
         )
     return read
+
+
+def _first_sample(data: DataSource, planned: tuple[int, ...]) -> Batch:
+    """Return a sample of the planned shape, or else the first one; `ConfigError` for other dimensions."""
+    inputs, _ = labelled(data.batch(torch.zeros(1, dtype=torch.int64)), "pipeline")
+    if not planned or not isinstance(inputs, Tensor):
+        return inputs
+    own = tuple(inputs.shape[1:])
+    if len(own) != len(planned):
+        raise ConfigError(
+            f"pipeline: samples have shape {own}, and {planned} was planned; plan for these"
+        )
+    # The first sample may be shorter than others.
+    return inputs if own == planned else inputs.new_zeros(1, *planned)
+
+
+class LabelledSource(DataSource):
+    """Data whose batches are pairs (inputs, labels), also if those of `source` are dicts with labels."""
+
+    def __init__(self, source: DataSource) -> None:
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def batch(self, indices: Indices, key: Sequence[int] = ()) -> Batch:
+        """Return the samples at `indices`; see `DataSource.batch`."""
+        return labelled(self._source.batch(indices, key), "pipeline")
 
 
 def outcome_of(end: TrainedModel, plan: Plan, num_samples: int) -> GroupOutcome:

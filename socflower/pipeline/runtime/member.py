@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from socflower.errors import ConfigError
-from socflower.model_graph.batch_form import pair_of
+from socflower.model_graph.batch_form import Batch, form_of, labelled
+from socflower.model_graph.graph import arguments_of
 from socflower.model_graph.torch_device import device_label
 from socflower.pipeline.plan import (
     PipelinePlan,
@@ -34,6 +35,8 @@ from socflower.pipeline.profiler.layers import ReadModel
 from socflower.pipeline.runtime.messages import (
     ACTIVATIONS,
     END,
+    FREE_ACTIVATIONS,
+    FREE_GRADIENTS,
     GRADIENTS,
     LABELS,
     SAMPLES,
@@ -75,7 +78,6 @@ OnPass: TypeAlias = Callable[[int, ScheduledPass], None]
 
 _OF_WHOLE_MODELS = (
     "train_step",
-    "loss_weight",
     "max_grad_norm",
     "reduction",
     "accumulation_steps",
@@ -97,7 +99,10 @@ class Mini:
 
 
 def refuse_unfit(trainer: FP32Trainer) -> None:
-    """Raise `ConfigError` for options of a trainer that need the whole model on one device."""
+    """Raise `ConfigError` for options of a trainer that need the whole model on one device.
+
+    `loss_weight` is called with ((), labels), since the last stage has no inputs.
+    """
     for option in fields(FP32Trainer):
         value = getattr(trainer, option.name)
         if option.name in _OF_WHOLE_MODELS and value != option.default:
@@ -139,7 +144,7 @@ class Member:
         refuse_unfit(trainer)
         self.soc, self._plan, self._send = soc, plan, send
         self._leader = plan.socs[0] if leader is None else leader
-        self._source = _SampleSource(soc, data, send)
+        self._source = _SampleSource(soc, read, data, send)
         self.stage: StageMember | None = None
         if soc in plan.socs:
             self.stage = StageMember(
@@ -201,22 +206,26 @@ class Member:
 class _SampleSource:
     """Reads samples for this device, and sends those of other devices."""
 
-    def __init__(self, soc: int, data: DataSource | None, send: Send) -> None:
-        self._soc, self._data, self.send = soc, data, send
+    def __init__(self, soc: int, read: ReadModel, data: DataSource | None, send: Send) -> None:
+        self._soc, self._model, self._data, self.send = soc, read, data, send
 
     def get(
         self,
         lane: str,
         pipeline: PipelinePlan,
-        rows: NDArray[np.int64],
-        key: tuple[int, ...],
-    ) -> Script[Tensor]:
-        """Return inputs (lane `SAMPLES`) or labels, from the device that has them."""
+        mini: Mini,
+        batch: MicroBatch,
+        rows: slice,
+    ) -> Script[tuple[Any, ...]]:
+        """Return the model's inputs (lane `SAMPLES`) or the labels, from the device that has them."""
         source = pipeline.samples_on
         if source is None or source == self._soc:
-            return self._read(lane, rows, key)
-        body = yield Receive(source, lane)
-        return torch.from_numpy(unpack_arrays(memoryview(body))[lane].copy())
+            found = self._read(lane, mini, batch, rows)
+        else:
+            body = yield Receive(source, lane)
+            arrays = unpack_arrays(memoryview(body))
+            found = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+        return tuple(found.values()) if lane == LABELS else self._arguments(found)
 
     def supply(self, pipeline: PipelinePlan, mini: Mini) -> None:
         """Send the other devices of a pipeline their samples and labels of a mini-batch."""
@@ -224,18 +233,40 @@ class _SampleSource:
         for batch in micro_batches(pipeline, len(mini.indices)):
             for index, lane in ((0, SAMPLES), (last, LABELS)):
                 for rank, soc in enumerate(pipeline.stages[index].devices):
-                    rows = mini.indices[batch.rows(index, rank)]
-                    if soc != self._soc and len(rows):
-                        array = self._read(lane, rows, mini.key).contiguous().numpy()
-                        self.send(soc, lane, bytearray().join(pack_arrays({lane: array})))
+                    rows = batch.rows(index, rank)
+                    if soc != self._soc and rows.start < rows.stop:
+                        found = self._read(lane, mini, batch, rows)
+                        arrays = {
+                            name: tensor.contiguous().numpy() for name, tensor in found.items()
+                        }
+                        self.send(soc, lane, bytearray().join(pack_arrays(arrays)))
 
-    def _read(self, lane: str, rows: NDArray[np.int64], key: tuple[int, ...]) -> Tensor:
+    def _arguments(self, inputs: Batch) -> tuple[Any, ...]:
+        return arguments_of(self._model.chain.graph, inputs)
+
+    def _read(self, lane: str, mini: Mini, batch: MicroBatch, rows: slice) -> dict[str, Tensor]:
+        """Return inputs by the model's names of them, or the labels, of some samples of a micro-batch."""
         if self._data is None:
             raise ConfigError(
                 f"pipeline: SoC {self._soc} has no data; give it some, or set samples_on"
             )
-        pair = pair_of(self._data.batch(torch.from_numpy(rows), key), "pipeline")
-        return pair[lane == LABELS]
+        whole = rows
+        if self._model.model.free_lengths:
+            # All devices of a stage must pad a micro-batch to one length.
+            whole = slice(batch.first, batch.first + batch.size)
+        own = self._data.batch(torch.from_numpy(mini.indices[whole]), mini.key)
+        inputs, labels = labelled(own, "pipeline")
+        if lane == LABELS:
+            found = {LABELS: labels}
+            if not isinstance(labels, Tensor):
+                raise ConfigError(f"pipeline: labels must be a tensor, and are {form_of(labels)}")
+        else:
+            names = [str(one.node.target) for one in self._model.chain.graph.inputs]
+            given = zip(names, self._arguments(inputs), strict=True)
+            found = {name: one for name, one in given if isinstance(one, Tensor)}
+        first = rows.start - whole.start
+        last = first + rows.stop - rows.start
+        return {name: tensor[first:last] for name, tensor in found.items()}
 
 
 class StageMember:
@@ -265,10 +296,18 @@ class StageMember:
         self._on_pass = on_pass
         module.train()
         own = read.stage(module, *self._stage.layers).train().to(training_device(trainer))
+        self._named = read.named(own)
         restored = None if state is None else from_bytes(state)
         self.work = self._make_work(module, own, span, restored, budget_bytes, in_int8=in_int8)
         self._session = self.work.session
-        self._cut = CutTensors(self.place.stage, self.work.entering, self.work.leaving, coding)
+        free = read.model.free_lengths
+        self._cut = CutTensors(
+            self.place.stage, self.work.entering, self.work.leaving, coding, free=free
+        )
+        self._lanes = {
+            Pass.FORWARD: FREE_ACTIVATIONS if free else ACTIVATIONS,
+            Pass.BACKWARD: FREE_GRADIENTS if free else GRADIENTS,
+        }
         self._buckets = self._make_buckets()
         self._losses: list[Tensor] = []
         self._num_samples = 0
@@ -326,20 +365,21 @@ class StageMember:
             int8=int8,
             loss=self._trainer.loss if is_last else None,
             start=lambda run: self._trainer.session(
-                run, own, span, state, seed=seed if draws else None
+                run, own, span, state, seed=seed if draws else None, named=self._named
             ),
         )
 
     def _make_buckets(self) -> list[tuple[SynchronisedPart, GradientBucket]]:
         """Return the gradients that this device exchanges: last layers first, in one order on all devices."""
         found = []
-        for part in reversed(synchronised_parts(self.plan)):
+        for part in reversed(synchronised_parts(self.plan, self._read.model.ties)):
             if self.soc not in part.devices or len(part.devices) == 1:
                 continue
-            names = self._read.tensor_names(part.first_layer, part.last_layer)
+            names = self._read.part_names(part)
+            # A tied parameter may come at another place of another stage.
             weights = [
                 weight
-                for name, weight in self.work.module.named_parameters()
+                for name, weight in (sorted if part.tie else list)(self._named.items())
                 if name in names and weight.requires_grad
             ]
             if len({weight.dtype for weight in weights}) > 1:
@@ -392,9 +432,9 @@ class StageMember:
         """Read this device's labels of a mini-batch, and sum their weights over all devices with a loss."""
         self._labels.clear()
         for batch in batches:
-            rows = mini.indices[self._rows(batch)]
-            if len(rows):
-                labels = yield from self._source.get(LABELS, self._pipeline, rows, mini.key)
+            rows = self._rows(batch)
+            if rows.start < rows.stop:
+                (labels,) = yield from self._source.get(LABELS, self._pipeline, mini, batch, rows)
                 self._labels[batch.number] = labels
         self._weight = float(batch_size)
         weights = self._trainer.loss_weights
@@ -411,9 +451,7 @@ class StageMember:
         rows = self._rows(batch)
         entering: tuple[Tensor, ...]
         if self.place.stage == 0:
-            own = mini.indices[rows]
-            inputs = yield from self._source.get(SAMPLES, self._pipeline, own, mini.key)
-            entering = (inputs,)
+            entering = yield from self._source.get(SAMPLES, self._pipeline, mini, batch, rows)
         else:
             entering = joined((yield from self._receive(Pass.FORWARD, batch, self._cut.inputs)))
         labels, share = None, 1.0
@@ -448,10 +486,13 @@ class StageMember:
                 body = self._cut.outputs.encode(made, begin, end)
                 sent = [tensor[begin:end] for tensor in made]
                 self._cut.keep_errors(batch.number, piece, sent, body)
-                self._source.send(following.devices[piece.receiver], ACTIVATIONS, body)
+                lane = self._lanes[Pass.FORWARD]
+                self._source.send(following.devices[piece.receiver], lane, body)
 
     def _require_planned(self, entering: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         """Raise `ConfigError` for activations of another shape than planned; the next stage would misread them."""
+        if self._read.model.free_lengths:
+            return
         for tensor, planned in zip(made, self.work.leaving, strict=True):
             shape = tuple(tensor.shape[1:])
             if shape != planned.shape:
@@ -464,7 +505,7 @@ class StageMember:
         return ConfigError(
             f"pipeline: {what} of shape {entered} make activations of shape {made} behind layer "
             f"{self._stage.last_layer} of {model.name}; planned samples of shape {model.sample_shape} make "
-            f"{planned}; pad or crop all samples to one shape, or train in groups"
+            f"{planned}; pad or crop all samples to one shape, or use exported_module(..., free=...)"
         )
 
     def _backward(self, batch: MicroBatch) -> Script[None]:
@@ -491,7 +532,8 @@ class StageMember:
                 if piece.receiver == self.place.rank:
                     begin, end = piece.first - first, piece.stop - first
                     body = self._cut.input_gradients.encode(entered, begin, end)
-                    self._source.send(before.devices[piece.sender], GRADIENTS, body)
+                    lane = self._lanes[Pass.BACKWARD]
+                    self._source.send(before.devices[piece.sender], lane, body)
 
     def _sum_gradients(self) -> Script[None]:
         for part, bucket in self._buckets:
@@ -522,14 +564,13 @@ class StageMember:
         ]
 
     def _messages(self, kind: Pass, batch: MicroBatch) -> list[Receive]:
-        lane, payloads = ACTIVATIONS, self._cut.inputs
-        if kind == Pass.BACKWARD:
-            lane, payloads = GRADIENTS, self._cut.output_gradients
+        payloads = self._cut.inputs if kind == Pass.FORWARD else self._cut.output_gradients
         arriving = [
             (soc, payloads.num_bytes(num_samples))
             for soc, num_samples in self._arriving(kind, batch)
         ]
-        return [Receive(soc, lane, num_bytes) for soc, num_bytes in arriving if num_bytes]
+        lane = self._lanes[kind]
+        return [Receive(soc, lane, num_bytes) for soc, num_bytes in arriving if num_bytes != 0]
 
     def _receive(
         self, kind: Pass, batch: MicroBatch, payloads: Payloads
@@ -577,7 +618,7 @@ class StageMember:
     def _trained(self) -> dict[str, Tensor]:
         return {
             name: weight.detach().cpu()
-            for name, weight in self.work.module.named_parameters()
+            for name, weight in self._named.items()
             if weight.requires_grad
         }
 
@@ -589,9 +630,9 @@ class StageMember:
     def ending(self) -> StageEnd:
         """Return the stage for the leader: buffers, and the weights that no device before it has."""
         state, first_of = self._session.state(), frozenset[str]()
-        for part in synchronised_parts(self.plan):
+        for part in synchronised_parts(self.plan, self._read.model.ties):
             if part.devices[0] == self.soc:
-                first_of |= self._read.tensor_names(part.first_layer, part.last_layer)
+                first_of |= self._read.part_names(part)
         own = {key: one for key, one in state.get(PARAMETERS, {}).items() if key in first_of}
         losses = torch.stack(self._losses).double().cpu().numpy() if self._losses else np.zeros(0)
         measured = [self.work.peak_bytes, self.work.peak_in_flight, self.drain_sample_s()]

@@ -9,6 +9,9 @@ _Result = TypeVar("_Result")
 
 ACTIVATIONS = "activations"
 GRADIENTS = "gradients"
+# The same of batches whose lengths differ.
+FREE_ACTIVATIONS = "free activations"
+FREE_GRADIENTS = "free gradients"
 SAMPLES = "samples"
 LABELS = "labels"
 RING = "ring"
@@ -18,10 +21,21 @@ END = "end"
 STATE = "state"
 # Agreements among members.
 CONTROL = "control"
-LANES = (ACTIVATIONS, GRADIENTS, SAMPLES, LABELS, RING, END, STATE, CONTROL)
+LANES = (
+    ACTIVATIONS,
+    GRADIENTS,
+    SAMPLES,
+    LABELS,
+    RING,
+    END,
+    STATE,
+    CONTROL,
+    FREE_ACTIVATIONS,
+    FREE_GRADIENTS,
+)
 """Kinds of messages between two devices; messages of one lane arrive in the order of sending."""
 
-_OF_ANY_SIZE = frozenset((SAMPLES, LABELS, END, STATE, CONTROL))
+_OF_ANY_SIZE = frozenset((SAMPLES, LABELS, END, STATE, CONTROL, FREE_ACTIVATIONS, FREE_GRADIENTS))
 
 
 def is_of_any_size(lane: str) -> bool:

@@ -1,6 +1,8 @@
 """Tensors that cross a cut as bytes: as they are, or in 16, 8 or 4 bits (F24)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -55,9 +57,14 @@ EXACT: Final[ActivationCoding] = ActivationCoding()
 
 
 class Payloads:
-    """The bytes of all tensors that cross one cut in one direction."""
+    """The bytes of all tensors that cross one cut in one direction.
 
-    def __init__(self, crossing: Sequence[Crossing], bits: int, *, what: str) -> None:
+    If their lengths are `free`, a message begins with them.
+    """
+
+    def __init__(
+        self, crossing: Sequence[Crossing], bits: int, *, what: str, free: bool = False
+    ) -> None:
         for one in crossing:
             if one.dtype not in _NUMPY_TYPES:
                 raise ConfigError(
@@ -65,16 +72,22 @@ class Payloads:
                     "or cut elsewhere"
                 )
         self._crossing, self._bits, self._what = tuple(crossing), bits, what
+        self._free = free
 
-    def num_bytes(self, num_samples: int) -> int:
-        """Return the bytes of so many samples."""
-        if not num_samples:
+    def num_bytes(self, num_samples: int) -> int | None:
+        """Return the bytes of so many samples; None if only the sender knows them, 0 if there is no message."""
+        if not num_samples or not self._crossing:
             return 0
+        if self._free:
+            return None
         return sum(self._coded_bytes(one, num_samples) for one in self._crossing)
 
     def encode(self, tensors: Sequence[Tensor], first: int, stop: int) -> bytearray:
         """Return rows `first` to `stop` - 1 of the tensors."""
         parts: list[bytes | memoryview] = []
+        if self._free:
+            lengths = [length for tensor in tensors for length in tensor.shape[1:]]
+            parts.append(np.array(lengths, "<i4").tobytes())
         for tensor, one in zip(tensors, self._crossing, strict=True):
             array = tensor[first:stop].detach().cpu().contiguous().numpy()
             if not self._quantises(one):
@@ -87,7 +100,15 @@ class Payloads:
     def decode(self, body: memoryview | bytearray, num_samples: int) -> tuple[Tensor, ...]:
         """Return the tensors of so many samples, as copies."""
         view, start, tensors = memoryview(body), 0, []
-        for one in self._crossing:
+        crossing = self._crossing
+        if self._free:
+            num_lengths = sum(len(one.shape) for one in crossing)
+            lengths = iter(np.frombuffer(view[: 4 * num_lengths], "<i4").tolist())
+            start = 4 * num_lengths
+            crossing = tuple(
+                replace(one, shape=tuple(islice(lengths, len(one.shape)))) for one in crossing
+            )
+        for one in crossing:
             shape, end = (num_samples, *one.shape), start + self._coded_bytes(one, num_samples)
             tensors.append(torch.from_numpy(self._array(one, shape, view[start:end])))
             start = end
@@ -123,14 +144,16 @@ class CutTensors:
         entering: Sequence[Crossing],
         leaving: Sequence[Crossing],
         coding: ActivationCoding,
+        *,
+        free: bool = False,
     ) -> None:
         into, out = f"activations into stage {stage}", f"activations out of stage {stage}"
-        self.inputs = Payloads(entering, coding.bits, what=into)
-        self.outputs = Payloads(leaving, coding.bits, what=out)
+        self.inputs = Payloads(entering, coding.bits, what=into, free=free)
+        self.outputs = Payloads(leaving, coding.bits, what=out, free=free)
         gradients = [[one for one in side if one.has_gradient] for side in (entering, leaving)]
         bits = coding.gradient_bits
-        self.input_gradients = Payloads(gradients[0], bits, what=f"gradients of {into}")
-        self.output_gradients = Payloads(gradients[1], bits, what=f"gradients of {out}")
+        self.input_gradients = Payloads(gradients[0], bits, what=f"gradients of {into}", free=free)
+        self.output_gradients = Payloads(gradients[1], bits, what=f"gradients of {out}", free=free)
         self._form: Form = coding.feedback
         # The tensors out of the stage that get a gradient.
         self._numbers = [number for number, one in enumerate(leaving) if one.has_gradient]

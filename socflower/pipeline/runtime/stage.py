@@ -243,7 +243,10 @@ class StageWork:
             pairs = zip(entering, self.entering, strict=True)
             entered = tuple(self._entered(tensor, one) for tensor, one in pairs)
         else:
-            entered = tuple(tensor.to(self.device) for tensor in entering)
+            # An input that the batch leaves out has the value of its default.
+            entered = tuple(
+                one.to(self.device) if isinstance(one, Tensor) else one for one in entering
+            )
         self._saved_bytes[micro_batch] = 0
         with self._counted(micro_batch):
             made = self.session.forward(

@@ -367,7 +367,7 @@ class _Run:
 
     def _plan_exchange(self) -> None:
         """Give every device the parts that it exchanges: last layers first, in one order on all devices."""
-        plan, weight_bytes = self._plan, self._problem.model.weight_bytes
+        plan, model = self._plan, self._problem.model
         self._by_server: int | str | None = None
         self._rings: dict[tuple[SynchronisedPart, int], _Ring] = {}
         # At the server: uploads by part, SoC and step, and the event of all of a part's uploads.
@@ -377,8 +377,8 @@ class _Run:
             self._by_server = plan.server
             if len(plan.groups) == 1:
                 return
-        for part in reversed(synchronised_parts(plan)):
-            if len(part.devices) < 2 or not weight_bytes(part.first_layer, part.last_layer):
+        for part in reversed(synchronised_parts(plan, model.ties)):
+            if len(part.devices) < 2 or not part.weight_bytes(model):
                 continue
             for soc in part.devices:
                 self._members[soc].parts.append(part)
@@ -413,7 +413,7 @@ class _Run:
     ) -> Process[None]:
         """All-reduce a part's gradients: 2(n − 1) rounds in a ring of n, or an upload to the server and a download."""
         simulation, soc, server = self.simulation, member.soc, self._by_server
-        num_bytes = self._problem.model.weight_bytes(part.first_layer, part.last_layer)
+        num_bytes = part.weight_bytes(self._problem.model)
         if server is None:
             ring, size = self._rings[part, soc], len(part.devices)
             for _ in range(2 * (size - 1)):

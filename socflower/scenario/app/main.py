@@ -21,6 +21,7 @@ from socflower.clients.fault_injection import Fault, inject
 from socflower.clients.heat_mod import node_heat_mod
 from socflower.engines.app_files import NUM_NODES_KEY, RUN_FOLDER_KEY
 from socflower.engines.run_folder import RunFolder
+from socflower.engines.run_status import OnStatus, WatchedGrid, waiting_for_nodes
 from socflower.errors import SocflowerError
 from socflower.flower_adapter import log
 from socflower.scenario.app.split_client import split_client_app
@@ -54,9 +55,10 @@ def scenario_server_app(folder_of: FolderOf, prepared: PreparedRun | None = None
         folder = folder_of(context)
 
         def outcome() -> dict[str, Any]:
-            await_nodes(grid, int(context.run_config.get(NUM_NODES_KEY, 0)))
+            num_nodes = int(context.run_config.get(NUM_NODES_KEY, 0))
+            await_nodes(grid, num_nodes, on_status=folder.write_status)
             run = prepared or PreparedRun(from_document(folder.read_scenario()))
-            return train(run, GroupGrid(grid), folder)
+            return train(run, GroupGrid(WatchedGrid(grid, folder.write_status)), folder)
 
         report_outcome(folder, outcome)
 
@@ -137,10 +139,15 @@ class _DispatchingApp(ClientApp):
         return (self._split if is_split else self._grouped)(message, context)
 
 
-def await_nodes(grid: Grid, num_nodes: int, timeout_s: float = _NODES_TIMEOUT_S) -> None:
+def await_nodes(
+    grid: Grid,
+    num_nodes: int,
+    timeout_s: float = _NODES_TIMEOUT_S,
+    on_status: OnStatus = lambda document: None,
+) -> None:
     """Wait until `num_nodes` SuperNodes are connected; after `timeout_s` log a warning and continue with fewer."""
     deadline = time.monotonic() + timeout_s
-    is_logged = False
+    num_logged = -1
     while (connected := len(list(grid.get_node_ids()))) < num_nodes:
         if time.monotonic() >= deadline:
             log(
@@ -151,9 +158,10 @@ def await_nodes(grid: Grid, num_nodes: int, timeout_s: float = _NODES_TIMEOUT_S)
                 timeout_s,
             )
             return
-        if not is_logged:
+        if connected != num_logged:
             log(INFO, "Waiting for %d SuperNodes, %d connected", num_nodes, connected)
-            is_logged = True
+            on_status(waiting_for_nodes(connected, num_nodes))
+            num_logged = connected
         time.sleep(0.5)
 
 

@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -131,6 +131,10 @@ class BundledRunFolder(RunFolder):
     def append_progress(self, entry: dict[str, Any]) -> None:
         """Log a line about the round that just ended."""
         self._log("progress", entry)
+
+    def write_status(self, document: Mapping[str, Any]) -> None:
+        """Log what the ServerApp is doing now."""
+        self._log("status", {**document, "at_s": time.time()})
 
     def require_room_for_model(self, num_bytes: int) -> None:
         """Raise `ConfigError` for a model that is too large for a log."""

@@ -4,6 +4,7 @@ import json
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from socflower.scenario.split_setting import SplitSetting
 from socflower.user_code import import_attribute
 from socflower.wire.saved_state import write_atomically
 from socflower.wire.secure_channel import Tls
+from socflower.wire.status_port import Metric, PortState, StatusPort, label, metric
 
 _LONGEST_WAIT_S = 0.5
 
@@ -41,15 +43,21 @@ def serve_until_signal(
     insecure: bool,
     folder: Path | None,
     num_threads: int,
+    metrics: str,
     on_ready: Callable[[str], None],
     on_notice: Callable[[str], None],
 ) -> None:
-    """Serve a program's runs until SIGINT or SIGTERM; `on_ready` gets the address, `on_notice` a line per failure."""
+    """Serve a program's runs until SIGINT or SIGTERM; `on_ready` gets the address, `on_notice` a line per failure.
+
+    `metrics` is the address of the port of `--metrics`; empty: none.
+    """
+    if metrics:
+        StatusPort.check(metrics)
     factory = _factory(program, overrides)
     require_count("--threads", num_threads, 0, MAX_WORKERS)
     if num_threads:
         torch.set_num_threads(num_threads)
-    ended = threading.Event()
+    ended, ends = threading.Event(), ExitStack()
     before = {
         number: signal.signal(number, lambda *_: ended.set())
         for number in (signal.SIGINT, signal.SIGTERM)
@@ -65,16 +73,54 @@ def serve_until_signal(
             log=on_notice,
         )
         try:
+            if metrics:
+                port = ends.enter_context(StatusPort(metrics, lambda: _port_state(service)))
+                on_notice(f"metrics at http://{port.address}/metrics")
             on_ready(service.address)
             # The kernel may give a signal to a thread of gRPC. That does not interrupt a wait without a limit in this
             # one, and Python calls handlers in the main thread alone.
             while not ended.wait(_LONGEST_WAIT_S):
                 pass
         finally:
+            ends.close()
             service.close()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _port_state(service: CloudService) -> PortState:
+    """Return what the port of `--metrics` answers for a cloud."""
+    sessions = service.status()
+
+    def by_run(key: str) -> dict[str, float | None]:
+        return {label("run", session["run_id"]): session[key] for session in sessions}
+
+    document = {
+        "schema": 1,
+        "kind": "cloud",
+        "state": "serving",
+        "waiting_for": ", ".join(
+            f"{session['num_parties'] - len(session['waiting'])} edges of {session['run_id']}"
+            for session in sessions
+            if session["waiting"]
+        )
+        or "nothing",
+        "sessions": sessions,
+    }
+    names = (
+        ("cloud_batches_total", "Batches that the cloud's half has trained.", "num_batches_done"),
+        ("cloud_received_bytes_total", "Bytes from edges.", "received_bytes"),
+        ("cloud_sent_bytes_total", "Bytes to edges.", "sent_bytes"),
+        ("cloud_edges", "Edges of the session.", "num_parties"),
+    )
+    return PortState(
+        document=document,
+        metrics=[
+            metric("cloud_sessions", "Sessions that are open.", len(sessions)),
+            *(Metric(name=name, help=help, values=by_run(key)) for name, help, key in names),
+        ],
+    )
 
 
 def read_or_create_token(path: Path) -> tuple[str, bool]:

@@ -196,6 +196,7 @@ class PipelineWork:
             cuts=planned.problem.model.cuts,
             layers_sha256=planned.problem.model.sha256,
             sample_shape=planned.problem.model.sample_shape,
+            sample_type=planned.problem.model.sample_type,
             bits=self._coding.bits,
             gradient_bits=self._coding.gradient_bits,
             feedback=self._coding.feedback,

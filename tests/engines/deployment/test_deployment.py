@@ -49,8 +49,8 @@ from tests.scenario.small_runs import small, small_result
 # ------------------------------------------------------------------------------------------------- end to end
 @pytest.mark.timeout(900)
 def test_a_run_on_two_super_nodes_gives_the_weights_of_the_local_engine(tmp_path: Path) -> None:
-    # Cold, with Flower's own ClientApps, it runs in the slow tests; to the same weights, as test_warm_executor checks.
-    with DeployedRun(tmp_path, "--warm", epochs=1) as run:
+    # With fresh processes the weights are the same, as test_warm_executor checks.
+    with DeployedRun(tmp_path, epochs=1) as run:
         run.one("warm_executor.py")
         words = run.one("flower-superlink").cmdline()
         port = int(words[words.index("--port") + 1])
@@ -127,7 +127,7 @@ def test_rings_in_int8_give_the_weights_of_the_local_engine_whoever_leaves(
         .replace("LEADERS", leaders)
         .replace("COMPRESSION", compression)
     )
-    with DeployedRun(tmp_path, "--warm", epochs=3, scenario=scenario) as run:
+    with DeployedRun(tmp_path, epochs=3, scenario=scenario) as run:
         result = run.finish()
     local = run_to_folder(from_document(result["scenario"]), tmp_path / "local", num_workers=0)
     assert result["weights_sha256"] == local["weights_sha256"]
@@ -167,7 +167,7 @@ at = 0.0
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_stages_give_the_weights_of_the_local_engine_whoever_leaves(tmp_path: Path) -> None:
-    with DeployedRun(tmp_path, "--warm", epochs=2, scenario=PIPELINE) as run:
+    with DeployedRun(tmp_path, epochs=2, scenario=PIPELINE) as run:
         result = run.finish()
     local = run_to_folder(from_document(result["scenario"]), tmp_path / "local", num_workers=0)
     assert len(result["plan"]["pipelines"][0]["stages"]) > 1

@@ -43,7 +43,7 @@ def test_a_command_goes_on_when_the_super_link_of_an_old_run_is_away_for_seconds
     ports, folder = free_ports(3), tmp_path / "flower"
     folder.mkdir()
     with own_processes() as mark, said.open("w") as stderr:
-        flower = LocalFlower(folder, configs, ports, mark, print, MACHINE_NETWORK, warm=True)
+        flower = LocalFlower(folder, configs, ports, mark, print, MACHINE_NETWORK)
         command = subprocess.Popen(
             [
                 sys.executable,

@@ -63,6 +63,19 @@ def sleep():
     time.sleep(600)
 
 
+def answer():
+    """Be the client of a message; a module's global tells how many messages this process has had."""
+    global NUM_ANSWERED
+    NUM_ANSWERED += 1
+    print(os.getpid(), NUM_ANSWERED, sys.argv[-1], threading.active_count(), flush=True)
+    if sys.argv[-1] == "hang":
+        time.sleep(600)
+    sys.exit(0)
+
+
+NUM_ANSWERED = 0
+
+
 def train_and_talk():
     """Use every kind of thread that a client may: torch's, gloo's and gRPC's."""
     import grpc
@@ -407,6 +420,69 @@ def test_the_command_is_a_module_too(environment: dict[str, str]) -> None:
     )
 
 
+# -------------------------------------------------------------------------------------------- residents
+def test_a_runs_messages_are_answered_by_one_process_and_other_runs_have_their_own(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
+    executor = warm_executor._WarmSuperExec([warm_executor._CLIENTAPP_RUN])
+    executor._entry = "probe:answer"
+    answers: list[list[str]] = []
+
+    def answered(run_id: int | None, word: str) -> list[str]:
+        executor.run_id, path = run_id, tmp_path / str(len(answers))
+        with path.open("wb") as out:
+            pid = executor.Popen(["flwr-clientapp", word], stdout=out.fileno())
+        # A resident's streams are those of its first message.
+        answers.append([str(pid), word])
+        return answers[-1]
+
+    def said() -> list[list[str]]:
+        return [
+            line.split()
+            for index in range(len(answers))
+            for line in (tmp_path / str(index)).read_text().splitlines()
+        ]
+
+    def wait(count: int) -> None:
+        assert eventually(lambda: len(said()) == count)
+        time.sleep(0.3)  # until it says that it is idle
+
+    try:
+        for count, word in enumerate(("a", "b", "c"), start=1):
+            answered(1, word)
+            wait(count)
+        first = answers[0][0]
+        assert [line[:3] for line in said()] == [
+            [first, "1", "a"],
+            [first, "2", "b"],
+            [first, "3", "c"],
+        ]
+        assert len({line[3] for line in said()}) == 1, "threads are left of messages"
+        # A client that hangs is not waited for.
+        answered(1, "hang")
+        wait(4)
+        assert answered(1, "d")[0] != first
+        # Another run, and a task of which the run is unknown.
+        assert len({first, answered(2, "e")[0], answered(None, "f")[0]}) == 3
+        wait(7)
+        os.kill(int(answers[5][0]), signal.SIGKILL)
+        assert eventually(lambda: gone(int(answers[5][0])))
+        again = answered(2, "g")[0]
+        wait(8)
+        assert again != answers[5][0]
+        # Of three runs the one without a message for the longest time ends.
+        answered(3, "h")
+        wait(9)
+        assert list(executor._residents) == [2, 3]
+    finally:
+        executor._zygote.close()
+        for resident in executor._residents.values():
+            resident.close()
+        os.kill(int(answers[0][0]), signal.SIGKILL)
+    assert eventually(lambda: all(gone(int(pid)) for pid, _ in answers))
+
+
 # --------------------------------------------------------------------------------------------- deployed
 @pytest.mark.slow
 @pytest.mark.timeout(600)
@@ -456,5 +532,6 @@ def test_a_killed_fork_is_to_flower_a_clientapp_that_died() -> None:
     assert [mark["round"] for mark in marks] == [0, 1, 2]
     # It died over the strategy's first question. Flower starts it again if it had not yet read that, and else answers
     # for it with an error, after which the strategy asks again: once more than the question and two rounds. On a loaded
-    # machine it may have answered before it was killed, and nothing is lost.
-    assert num_starts in (3, 4) and num_lost == 0
+    # machine it may have answered before it was killed, and nothing is lost. If both rounds end before Flower reports
+    # the death, they are trained without it.
+    assert 1 <= num_starts <= 4 and num_lost == 0

@@ -39,9 +39,18 @@ def test_adapters_of_peft_train_as_on_one_device(tmp_path: Path) -> None:
         assert not torch.equal(weight, before[name]), name
 
 
-def test_a_peft_model_is_refused_with_what_to_give_instead() -> None:
+def test_a_peft_model_is_cut_by_its_own_names_and_prompts_are_refused() -> None:
     peft = pytest.importorskip("peft")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"]))
-    refused(lambda: capture_chain(wrapped, (4,)), ".base_model.model")
-    assert len(capture_chain(wrapped.base_model.model, (4,)).pieces) == 2
+    chain = capture_chain(wrapped, (4,))
+    inputs = torch.ones(3, 4)
+    middle = chain.module(wrapped, 0, 0)(inputs)
+    assert torch.equal(chain.module(wrapped, 1, 1)(*middle), wrapped(inputs))
+    own = wrapped.state_dict()
+    for number in (0, 1):
+        assert chain.module(wrapped, number, number).state_dict().keys() <= own.keys()
+    config = peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2)
+    prompted = model
+    prompted.peft_config, prompted.get_base_model = {"default": config}, lambda: model
+    refused(lambda: capture_chain(prompted, (4,)), "prompts", "LoRA")

@@ -1,0 +1,61 @@
+"""Small GPT-2 and BERT of `transformers` over four unequal processes at 100 Mbit/s, against the fastest of them alone.
+
+Both have four layers of width 64, and heads that are their embeddings. They are trained on code here, and then
+fine-tuned on English bytes: padded dicts with masks, of 16 to 48 bytes, next bytes for GPT-2 and masked bytes for BERT,
+with AdamW and without dropout, in mini-batches of 16. Devices, links and planner are those of `bench pipeline`; seeds
+1, 2 and 3 are those of the mini-batches. The loss is measured on English that is not trained on.
+
+`ok`: the pipeline's weights equal those of the same plan in one process, bit for bit, and its loss equals that of one
+device within 1e-3 nats a byte.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from benchmarks.harness import Row, main
+from benchmarks.pipeline_adapters import SEEDS, rows_of
+from benchmarks.pipeline_contest.transformer_models import KINDS, save_base, test_loss, workload
+from benchmarks.pipeline_contest.work import CORES
+from tests import cpu_quota
+from tests.testbed import testbed
+
+# Updates of the fine-tuning, and of the base.
+_NUM_UPDATES, _NUM_OF_BASE = 40, 300
+_QUICK = (4, 4)
+_told: dict[str, object] = {}
+
+
+def run(quick: bool = False) -> list[Row]:
+    """Return rows of samples a second, losses and predictions; none if the testbed cannot be built."""
+    reason = testbed.missing() or cpu_quota.missing()
+    _told.clear()
+    _told["devices"] = reason or f"quotas of {', '.join(map(str, CORES))} cores"
+    if reason is not None:
+        return []
+    num_updates, num_of_base = _QUICK if quick else (_NUM_UPDATES, _NUM_OF_BASE)
+    # As on the devices: another number of threads rounds differently.
+    torch.set_num_threads(1)
+    rows = []
+    with TemporaryDirectory() as folder:
+        for kind in KINDS:
+            base = Path(folder) / f"{kind}.pt"
+            _told[f"loss of {kind} on code, nats a byte"] = save_base(kind, base, num_of_base)
+            trained, loss_of = workload(kind, base), partial(test_loss, kind)
+            for seed in SEEDS[:1] if quick else SEEDS:
+                rows += rows_of(
+                    trained, seed, num_updates, loss_of, f"{kind}, {num_updates} updates"
+                )
+    return rows
+
+
+def peers() -> dict[str, object]:
+    """Return the devices' quotas and the bases' losses."""
+    return dict(_told)
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, peers))

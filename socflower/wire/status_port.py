@@ -1,0 +1,187 @@
+"""A port for operators: `/metrics` for Prometheus, `/healthz`, `/readyz`, and `/status` as JSON.
+
+The text format of metrics is that of Prometheus, version 0.0.4. The port only answers GET, has no password, and tells
+nothing secret; it refuses addresses that are neither loopback nor private.
+"""
+
+import json
+import socket
+import socketserver
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from socflower.errors import ConfigError
+from socflower.wire.secure_channel import Address
+
+_REQUEST_TIMEOUT_S = 5.0
+# One more closes the oldest, so that half-open connections keep neither threads nor an operator's request.
+_MOST_CONNECTIONS = 16
+_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """A metric of `/metrics`; its name has the unit, and a counter ends in `_total`."""
+
+    name: str
+    help: str
+    # By the labels in braces, such as '{group="3"}'; "" has none. None values are left out.
+    values: Mapping[str, float | None]
+
+    def lines(self) -> list[str]:
+        """Return its lines in Prometheus' text format; none without a value."""
+        known = {labels: value for labels, value in self.values.items() if value is not None}
+        if not known:
+            return []
+        name = f"socflower_{self.name}"
+        kind = "counter" if name.endswith("_total") else "gauge"
+        return [
+            f"# HELP {name} {self.help}",
+            f"# TYPE {name} {kind}",
+            *(f"{name}{labels} {float(value)!r}" for labels, value in known.items()),
+        ]
+
+
+def metric(name: str, help: str, value: float | None) -> Metric:
+    """Return a metric without labels."""
+    return Metric(name=name, help=help, values={"": value})
+
+
+def label(name: str, value: object) -> str:
+    """Return the braces of one label, with the value escaped."""
+    text = str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'{{{name}="{text}"}}'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PortState:
+    """What the port answers with."""
+
+    # The answer of `/status`.
+    document: Mapping[str, Any]
+    metrics: Sequence[Metric] = ()
+    # Why `/readyz` answers 503; "" if it is ready.
+    not_ready: str = ""
+    # Why `/healthz` answers 503; "" if it is healthy.
+    fault: str = field(default="")
+
+
+class StatusPort:
+    """Answers at `address` (host:port, port 0 for a free one) while it is entered; `read` returns the state.
+
+    Raises `ConfigError` for an address that is public, malformed, or in use.
+    """
+
+    def __init__(self, address: str, read: Callable[[], PortState]) -> None:
+        self._wanted, self._read = self.check(address), read
+
+    @staticmethod
+    def check(text: str) -> Address:
+        """Return the address; `ConfigError` if it is malformed or public."""
+        address = Address.parse(text, "--metrics")
+        address.require_private(
+            "the port has no password; give a private address of this machine, or put a proxy before it"
+        )
+        return address
+
+    def __enter__(self) -> "StatusPort":
+        """Begin to listen."""
+        if self._wanted.port and (taken := self._wanted.why_taken()):
+            raise ConfigError(f"{taken}; choose another port")
+        self._server = _Server(self._wanted, self._read)
+        threading.Thread(
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": 0.1},
+            name="status-port",
+            daemon=True,
+        ).start()
+        return self
+
+    @property
+    def address(self) -> str:
+        """The address at which it listens."""
+        return str(Address(self._wanted.host, self._server.server_port))
+
+    def __exit__(self, *_: object) -> None:
+        """Release the port."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    # Connections that wait to be accepted: with a full queue the kernel drops new ones, which retry after a second.
+    request_queue_size = 128
+    # A request that hangs must not delay the end of the process.
+    block_on_close = False
+
+    def __init__(self, address: Address, read: Callable[[], PortState]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        self.read = read
+        self._lock, self._open = threading.Lock(), deque[Any]()
+        super().__init__((address.host, address.port), _Handler)
+
+    def server_bind(self) -> None:
+        """Bind without looking up the host's name, which takes seconds if no name server answers."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = (
+            str(self.server_address[0]),
+            int(self.server_address[1]),
+        )
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own; with too many, the oldest connection is closed, which ends its thread."""
+        with self._lock:
+            if len(self._open) >= _MOST_CONNECTIONS:
+                with suppress(OSError):
+                    self._open.popleft().shutdown(socket.SHUT_RDWR)
+            self._open.append(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with self._lock, suppress(ValueError):
+            self._open.remove(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore broken connections, which their client notices."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _REQUEST_TIMEOUT_S
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path not in ("/metrics", "/healthz", "/readyz", "/status"):
+            self._reply(404, "there are /metrics, /healthz, /readyz and /status\n")
+            return
+        state = self.server.read()
+        if path == "/metrics":
+            lines = [line for each in state.metrics for line in each.lines()]
+            self._reply(200, "".join(f"{line}\n" for line in lines), _TEXT)
+        elif path == "/status":
+            self._reply(200, json.dumps(state.document) + "\n", "application/json")
+        else:
+            problem = state.fault if path == "/healthz" else state.fault or state.not_ready
+            self._reply(503 if problem else 200, f"{problem or 'ok'}\n")
+
+    def _reply(self, status: int, text: str, kind: str = "text/plain; charset=utf-8") -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: a scraper asks every few seconds."""
