@@ -22,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Else every process that a test starts compiles socflower anew, and every run the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo picture figures papers site notebooks test coverage api test-random test-slow test-matrix other-flower test-flower test-torch test-arm test-sanitized lint proto bench clean
+.PHONY: help setup demo picture figures papers site notebooks test scenarios coverage api test-random test-slow test-matrix other-flower test-flower test-torch test-arm test-sanitized lint proto bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -70,6 +70,10 @@ notebooks: $(VENV)/.docs ## execute the notebooks, and keep what they print and 
 
 test: setup lint ## lint, then the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+scenarios: setup ## every scenario's claims on five seeds, with their margins: docs/results/scenarios.json; takes an hour
+	@status=0; $(BIN)/socflower run scenarios --seeds 1,2,3,4,5 --out out/scenarios || status=$$?; \
+	  cp out/scenarios/suite.json docs/results/scenarios.json; exit $$status
 
 # Not in `test`: tracing lines takes half as much processor time again.
 coverage: setup ## the tests of the pure layers, which must cover 95 % of them
@@ -128,8 +132,7 @@ lint: setup ## ruff, its formatter, mypy and the import contracts
 proto: ## generate the messages of the streams anew, with code that old and new protobuf can run
 	$(PYTHON) -m venv build/proto
 	build/proto/bin/pip install -q grpcio-tools==1.67.1 setuptools
-	build/proto/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. socflower/wire/framing.proto \
-	  socflower/edgecloud/stream/split.proto
+	build/proto/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. socflower/edgecloud/stream/split.proto
 
 bench: setup ## every benchmark against its peer, but for the two _accuracy.py, which train for hours
 	@for file in $$(ls benchmarks/*.py | grep -v -e harness.py -e _accuracy.py -e int8_settings.py -e int8_step_isolated.py \

@@ -82,7 +82,8 @@ def print_pipeline_plan(console: Console, document: Mapping[str, Any]) -> None:
         has_plan = row["step_s"] is not None
         text = f"{human_seconds(row['step_s'])} an update" if has_plan else "no plan"
         misfit = "" if row["fits"] else f", does not fit: {row['why_not']}"
-        print_text(f"{row['name']}: {text}{misfit}", console, "dim")
+        mark = "" if row["interval"] == 1 else f", models averaged every {row['interval']} updates"
+        print_text(f"{row['name']}: {text}{mark}{misfit}", console, "dim")
     print_text(document["verdict"], console, "bold")
     for note in document["notes"]:
         print_text(f"note: {note}", console, "dim")

@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Any, TypeAlias
 
 from socflower.errors import ConfigError
-from socflower.scenario.schema.pipeline import PEERS
+from socflower.scenario.schema.pipeline import CLAIMED
 from socflower.scenario.schema.strategies import STRATEGIES
 
 Result: TypeAlias = Mapping[str, Any]
@@ -85,7 +85,7 @@ _PLAN_QUANTITIES: Mapping[str, Callable[[Result], float | None]] = {
     "step_s": lambda document: document["predicted"]["step_s"],
     "samples_per_s": lambda document: document["predicted"]["samples_per_s"],
     "energy_j_per_sample": lambda document: document["predicted"]["energy_j_per_sample"],
-    **{f"speedup_over_{peer}": partial(_over_ours, peer=peer) for peer in PEERS},
+    **{f"speedup_over_{peer}": partial(_over_ours, peer=peer) for peer in CLAIMED},
 }
 """Of plans of pipelines, whose claims `socflower plan` checks."""
 
@@ -150,6 +150,11 @@ def claims_without(expect: Mapping[str, float], left_out: Collection[str]) -> di
     """Return the claims that do not compare with one of the strategies `left_out`."""
     compared = {f"{kind}_{other}" for kind in _COMPARED_QUANTITIES for other in left_out}
     return {key: value for key, value in expect.items() if key.partition("_")[2] not in compared}
+
+
+def strategies_of_claims(expect: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the strategies that claims compare with, in the order of the catalogue."""
+    return tuple(name for name in STRATEGIES if len(claims_without(expect, [name])) < len(expect))
 
 
 SOURCES = ("server", "evaluate", "train")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from socflower.errors import ConfigError
-from socflower.pipeline.planner.baselines import Compared, compare
+from socflower.pipeline.planner.baselines import Compared, compare, laxer
 from socflower.pipeline.planner.selection import OnStep, Planned, PlannerSettings, plan_pipeline
 from socflower.pipeline.problem import LayerSeconds, PipelineModel, PipelineProblem
 from socflower.pipeline.profiler.estimates import Int8Socs, default_micro_batches, estimated_problem
@@ -19,7 +19,7 @@ from socflower.scenario.expectations import check_plan
 from socflower.scenario.layer_profiles import measured_seconds
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import num_participants, scenario_cluster
-from socflower.scenario.schema.pipeline import PEERS, PipelineConfig
+from socflower.scenario.schema.pipeline import INT8, LAXER, PEERS, PipelineConfig
 from socflower.scenario.schema.strategies import STRATEGIES
 from socflower.sim import EventClock, Trace
 from socflower.wire.saved_state import write_atomically
@@ -39,7 +39,9 @@ def plan_of_pipeline(
 
     `pipelines` have each their stages: layers, K, and each device's share, memory and budget; a 2-D plan has several.
     `predicted` has the seconds and joules of an update and of an epoch, `peers` what others would take on the same
-    devices, and `verdict` says which kind of parallelism pays. `expectations` are the scenario's claims.
+    devices, for the same samples: those with `is_equal` sum gradients at every update with the same arithmetic as the
+    plan, the others are in int8, or average models after `interval` updates. `verdict` says which kind of parallelism
+    pays. `expectations` are the scenario's claims.
 
     Raises ConfigError for a model that cannot be cut and for one device, and InfeasiblePlan if nothing fits.
     """
@@ -61,10 +63,22 @@ def plan_of_pipeline(
     def peer_step(text: str, done: int, total: int) -> None:
         on_step(text, num_steps + done, num_steps + total)
 
-    compared = compare(problem, names, micro_batch_sizes=sizes, on_step=peer_step)
-    peers = [_peer_document(each, prediction.step_s) for each in compared]
     # An epoch has at least one update, also if it has fewer samples than a mini-batch.
     steps = max(1, epoch_samples // scenario.train.batch_size)
+    compared = compare(problem, names, micro_batch_sizes=sizes, on_step=peer_step)
+    peers = [_peer_document(each, prediction.step_s) for each in compared]
+    others = [(problem, "")]
+    if in_int8 := _in_int8(scenario, problem):
+        others.append((in_int8, INT8))
+        peers += [
+            _peer_document(each, prediction.step_s, end=INT8)
+            for each in compare(in_int8, names, micro_batch_sizes=sizes)
+        ]
+    peers += [
+        _peer_document(each, prediction.step_s, end=end, interval=interval)
+        for one, end in others
+        for each, interval in laxer(one, steps, micro_batch_sizes=sizes)
+    ]
     document = {
         "schema": 1,
         "kind": "pipeline",
@@ -79,16 +93,43 @@ def plan_of_pipeline(
         },
         "peers": peers,
         "verdict": _verdict(planned, peers),
-        "notes": _notes(planned),
+        "notes": [*_notes(planned), *_notes_of_peers(peers)],
     }
     document["expectations"] = check_plan(scenario.expect, document)
     return document, planned
 
 
-def _peer_document(peer: Compared, own_step_s: float) -> dict[str, Any]:
+def _in_int8(scenario: Scenario, problem: PipelineProblem) -> PipelineProblem | None:
+    """Return the problem with int8 on all devices that have a processor for it; None if none has, or all use theirs."""
+    try:
+        devices = estimated_problem(
+            problem.model,
+            problem.cluster,
+            measured_int8=measured_seconds(scenario, problem.model)["int8"],
+            socs=[device.soc for device in problem.devices],
+            int8_socs="auto",
+            micro_batch_size=1,
+            num_micro_batches=1,
+        ).devices
+    except ConfigError:
+        return None
+    own = {device.soc for device in devices if device.int8_processor}
+    if own <= {*problem.int8_socs}:
+        return None
+    # Devices without such a processor keep their own seconds.
+    kept = [new if new.soc in own else problem.device(new.soc) for new in devices]
+    return replace(problem, devices=tuple(kept))
+
+
+def _peer_document(
+    peer: Compared, own_step_s: float, *, end: str = "", interval: int = 1
+) -> dict[str, Any]:
+    """Return a row of `peers`; models are averaged after `interval` updates, gradients after each."""
     predicted = peer.prediction
     return {
-        "name": peer.name,
+        "name": f"{peer.name}{end}",
+        "is_equal": not end and peer.name not in LAXER,
+        "interval": interval,
         "fits": peer.fits,
         "why_not": peer.why_not,
         "step_s": predicted.step_s if predicted else None,
@@ -239,8 +280,31 @@ def _notes(planned: Planned) -> list[str]:
     return notes
 
 
+def _notes_of_peers(peers: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what the verdict leaves out, and the quickest of it."""
+    others = [row for row in peers if not row["is_equal"]]
+    fitting = [row for row in others if row["over_ours"] is not None]
+    if not fitting:
+        return []
+    best = min(fitting, key=lambda row: float(row["over_ours"]))
+    after = (
+        f"models average every {counted(best['interval'], 'update')}"
+        if best["interval"] > 1
+        else ""
+    )
+    notes = [
+        "the verdict compares trainings with equal arithmetic that sum gradients at every update; of the others, whose "
+        f"accuracy may differ, {best['name']} is quickest: {best['over_ours']:.2f} of our time"
+        + (f", {after}" if after else "")
+    ]
+    if any(row["name"].endswith(INT8) for row in others):
+        notes.append("int8 rows are prices; int8_socs checks that each layer has int8 kernels")
+    return notes
+
+
 def _verdict(planned: Planned, peers: Sequence[dict[str, Any]]) -> str:
     """Return which kind of parallelism pays, and how much longer others take, the next best first."""
+    peers = [row for row in peers if row["is_equal"]]
     fitting = [row for row in peers if row["over_ours"] is not None]
     best = min(fitting, key=lambda row: float(row["over_ours"]), default=None)
     # A plan of one kind alone may be slower than others.

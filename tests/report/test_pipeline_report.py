@@ -34,8 +34,8 @@ def document() -> dict[str, Any]:
         "predicted": {"step_s": 12.5, "energy_j": 20.0, "samples_per_s": 4.0},
         "pipelines": [{"num_micro_batches": 3, "micro_batch_size": 8, "stages": [stage]}],
         "peers": [
-            {"name": "single", "step_s": 25.0, "over_ours": 2.0},
-            {"name": "data-parallel", "step_s": None, "over_ours": None},
+            {"name": "single", "step_s": 25.0, "over_ours": 2.0, "interval": 1},
+            {"name": "fedavg", "step_s": None, "over_ours": None, "interval": 8},
         ],
     }
 

@@ -14,6 +14,8 @@ from socflower.cluster.device_catalog import device_table, figure, toml_text
 from socflower.errors import InfeasiblePlan, SocflowerError
 from socflower.pipeline.plan import TwoDPlan
 from socflower.pipeline.planner import selection
+from socflower.pipeline.planner.baselines import data_parallel
+from socflower.pipeline.schedule.run import simulate_schedule
 from socflower.scenario.expectations import check_plan
 from socflower.scenario.pipeline_planning import (
     micro_batch_sizes,
@@ -24,6 +26,7 @@ from socflower.scenario.prepared_run import prepare
 from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document, load_scenario, to_document
+from socflower.scenario.schema.pipeline import CLAIMED, PEERS
 from socflower.scenario.shipped import scenario_files
 from tests.command_line import Socflower, is_mistake
 from tests.one_line import refused
@@ -88,9 +91,31 @@ def test_the_document_has_stages_shares_memory_prediction_and_peers(tmp_path: Pa
         "data-parallel",
         "pipeline-parallel",
         "2d",
+        "local-sgd",
+        "fedavg",
     ]
     assert document["architecture"] in document["verdict"]
     assert json.loads(json.dumps(document)) == document
+
+
+def test_laxer_exchanges_and_int8_are_priced_and_marked_and_never_pay(tmp_path: Path) -> None:
+    phones = BASE.replace("jetson-nano", "snapdragon-865")
+    document, planned = plan_of_pipeline(scenario(tmp_path, text=phones))
+    rows = {row["name"]: row for row in document["peers"]}
+    assert {name for name, row in rows.items() if row["is_equal"]} == {*PEERS}
+    assert rows.keys() == {*CLAIMED}
+    assert {name: row["interval"] for name, row in rows.items() if row["interval"] > 1} == {
+        "local-sgd": 8, "fedavg": 62, "local-sgd-int8": 8, "fedavg-int8": 62,
+    }  # fmt: skip
+    # Without an exchange at each update, a device alone bounds the time from below.
+    problem, plan = planned.problem, data_parallel(planned.problem)
+    own_s = simulate_schedule(problem, plan).step_s
+    assert rows["fedavg"]["step_s"] < rows["local-sgd"]["step_s"] < own_s
+    assert rows["fedavg-int8"]["step_s"] < rows["fedavg"]["step_s"]
+    assert document["architecture"] in document["verdict"] and "fedavg" not in document["verdict"]
+    assert any("fedavg-int8 is quickest" in note for note in document["notes"])
+    claim = check_plan({"max_speedup_over_fedavg": 1.0, "min_speedup_over_fedavg": 0.0}, document)
+    assert [each["observed"] for each in claim] == [rows["fedavg"]["over_ours"]] * 2
 
 
 def test_a_pruned_plan_says_so_and_its_steps_are_counted(
@@ -353,7 +378,8 @@ def test_2d_takes_the_number_of_groups_or_that_of_the_least_time(tmp_path: Path)
     assert document["architecture"] == "2-D" and len(planned.plan.pipelines) == 2
     assert given_two["pipelines"] == document["pipelines"]
     assert "2d" not in [row["name"] for row in document["peers"]]
-    best = min(document["peers"], key=lambda row: row["step_s"])
+    equal = [row for row in document["peers"] if row["is_equal"]]
+    best = min(equal, key=lambda row: row["step_s"])
     first = best["name"] if best["over_ours"] < 0.99 else "2-D"
     assert document["verdict"].startswith(f"{first} pays here: ")
     with pytest.raises(InfeasiblePlan, match="3 groups"):

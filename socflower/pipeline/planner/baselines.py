@@ -12,6 +12,14 @@
 | `hetpipe` | virtual workers of all kinds of devices, a server, run synchronously (Park et al., ATC 2020); no memory |
 | `2d` | pipelines in groups, rings across them, samples by speed, within memory |
 
+With a laxer exchange (`laxer`), devices train alone on samples by speed and average models only now and then; that is
+another training, so it is priced beside the plans, and never chosen.
+
+| name | average |
+| --- | --- |
+| `local-sgd` | in a ring, every 8 updates |
+| `fedavg` | at the hub, once an epoch |
+
 "No memory": the planner ignores budgets, and its plan may exceed them (`Compared.fits`). PipeDream and HetPipe train
 asynchronously; as in the paper, their partitions are compared under synchronous training.
 """
@@ -22,7 +30,10 @@ from math import inf
 
 import numpy as np
 
+from socflower.cluster import GraphBuilder
 from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.hierarchy.exchange.collectives import Exchange
+from socflower.hierarchy.exchange.models import RING, STAR, ModelExchange
 from socflower.pipeline.plan import (
     PipelinePlan,
     Plan,
@@ -34,6 +45,7 @@ from socflower.pipeline.plan import (
     with_samples_on,
 )
 from socflower.pipeline.planner.allocation import Allocator, LayerRanges, by_class, class_shares
+from socflower.pipeline.planner.closed_form import stage_seconds
 from socflower.pipeline.planner.dynamic_program import search
 from socflower.pipeline.planner.pruning import seconds_of
 from socflower.pipeline.planner.selection import (
@@ -46,6 +58,7 @@ from socflower.pipeline.planner.selection import (
 from socflower.pipeline.planner.two_dimensions import balanced_plan, best_two_d, dealt
 from socflower.pipeline.problem import Floats, Ints, LayerSeconds, PipelineDevice, PipelineProblem
 from socflower.pipeline.schedule.order import ASTEROID, RULES, InFlight
+from socflower.sim import EventClock
 
 Planner = Callable[[PipelineProblem], Plan]
 
@@ -114,6 +127,60 @@ def _compared(name: str, problem: PipelineProblem, samples_on: int | None) -> Co
         prediction=prediction,
         fits=not why_not,
         why_not=why_not,
+    )
+
+
+def laxer(
+    problem: PipelineProblem, epoch_updates: int, *, micro_batch_sizes: Sequence[int] = ()
+) -> tuple[tuple[Compared, int], ...]:
+    """Return local SGD and FedAvg as `compare` does, each with the updates between two averages of models.
+
+    `epoch_updates` are those of an epoch. The prediction is of the samples of one update of the weights.
+    """
+    choices = micro_batch_choices(problem, micro_batch_sizes)
+    found = []
+    for name, (kind, most) in LAXER.items():
+        interval = min(most or epoch_updates, epoch_updates)
+        tried = [_alone(name, sized, ModelExchange(kind=kind), interval) for sized in choices]
+        found.append((min(tried, key=lambda each: each.rank), interval))
+    return tuple(found)
+
+
+def _alone(name: str, problem: PipelineProblem, exchange: ModelExchange, interval: int) -> Compared:
+    """Return training alone with samples by speed, and a model exchange after each `interval` updates."""
+    try:
+        plan = data_parallel(problem)
+    except InfeasiblePlan as error:
+        return Compared(
+            name=name, problem=problem, plan=None, prediction=None, fits=False, why_not=str(error)
+        )
+    (stage,), cluster = plan.stages, problem.cluster
+    weight_bytes = problem.model.weight_bytes(*stage.layers)
+    builder, ready = GraphBuilder(), {}
+    for soc, share in stage.members:
+        forward_s, backward_s, update_s = stage_seconds(problem, stage.layers, ((soc, share),))
+        own_s = plan.num_micro_batches * (forward_s + backward_s) + update_s
+        processor = problem.device(soc).int8_processor or problem.kind(soc).default_processor
+        name_of_task = f"{interval} updates"
+        ready[soc] = [builder.compute(name_of_task, soc, interval * own_s, processor=processor)]
+    model = Exchange(num_bytes=weight_bytes, num_tensors=1)
+    exchange.lower(builder, [[*ready]], model, cluster, ready, across_servers=False)
+    socs = [device.soc for device in problem.devices]
+    usage = EventClock(cluster).run(builder.build(socs), label=name)
+    step_s = usage.duration_s / interval
+    return Compared(
+        name=name,
+        problem=problem,
+        plan=plan,
+        prediction=Prediction(
+            formula_s=step_s,
+            duplex_s=step_s,
+            step_s=step_s,
+            energy_j=usage.total_energy_j / interval,
+            num_samples=plan.num_samples,
+            num_bytes={tier: each / interval for tier, each in usage.bytes_by_tier.items()},
+        ),
+        fits=True,
     )
 
 
@@ -300,6 +367,9 @@ PEERS: dict[str, Planner] = {
     "2d": two_d,
 }
 """All peers by name."""
+
+LAXER: dict[str, tuple[str, int]] = {"local-sgd": (RING, 8), "fedavg": (STAR, 0)}
+"""How models are averaged, and after how many updates; 0: once an epoch."""
 
 
 # ------------------------------------------------------------------------------------------------------- helpers

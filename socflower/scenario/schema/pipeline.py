@@ -19,7 +19,10 @@ LANGUAGE_MODELS = ("bert-small", "gpt-small")
 
 CUTS = ("layers", "blocks", "operations")
 PEERS = ("single-device", "data-parallel", "pipeline-parallel", "2d")
-"""What a plan is compared with."""
+"""What a plan is compared with, all with one exchange of gradients an update."""
+LAXER, INT8 = ("local-sgd", "fedavg"), "-int8"
+"""Trainings that average models more seldom, and the end of the names of those in int8; none of them is chosen."""
+CLAIMED = tuple(f"{name}{end}" for end in ("", INT8) for name in (*PEERS, *LAXER))
 
 _MAX_SAMPLES = 1_000_000_000
 # The largest samples that are planned.
