@@ -44,7 +44,7 @@ CALL_LIMIT_BYTES = 4 << 20
 PROTOCOL_VERSION = 2
 """Increased whenever an older member would misunderstand a newer one."""
 
-_SERVICE = "socflower.Ring.v"
+_SERVICE = "socflower.Ring"
 _STREAM = "-stream"
 """What a stream's method ends with."""
 
@@ -352,7 +352,7 @@ class RingPort:
         return PeerRefused(f"{peer} answers without knowing the token")
 
     def _path(self, method: str) -> str:
-        return f"/{_SERVICE}{self.version}/{method}"
+        return f"/{_SERVICE}.v{self.version}/{method}"
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} at {self.addresses[rank]}"
@@ -366,7 +366,7 @@ class _Dispatch(grpc.GenericRpcHandler):
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         service, _, method = details.method.rpartition("/")
-        version = service.partition(_SERVICE)[2] or "1"
+        version = service.partition(f"{_SERVICE}.v")[2] or "1"
         if version != str(self._port.version):
             return grpc.stream_stream_rpc_method_handler(
                 lambda messages, context: self._port.refuse_version(version, context)
