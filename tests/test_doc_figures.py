@@ -340,13 +340,6 @@ QUICK = [
         lambda: [speedup("bench-mixed-cluster", "vgg11, paper, one SoC")],
     ),
     Said(
-        "docs/guides/deployment.md",
-        "nodes hold {} times the memory between rounds",
-        lambda: [
-            1 / speedup("warm-executor", "LeNet-5, 4 SuperNodes: memory of a node between rounds")
-        ],
-    ),
-    Said(
         SPLIT,
         "of the measured time in {} of {} deployments on a busy machine, and off by {} % at worst",
         split_errors,
