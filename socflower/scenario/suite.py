@@ -55,7 +55,7 @@ class Suite:
     def words(self, file: Path, scenario: Scenario) -> tuple[str, ...]:
         """Return the words after `socflower` that check the claims of a scenario."""
         changes = [word for override in self.overrides for word in ("--set", override)]
-        if any(map(is_of_plan, scenario.expect)):
+        if scenario.is_pipeline and any(map(is_of_plan, scenario.expect)):
             return ("plan", str(file), *changes, "--json")
         names = dict.fromkeys((scenario.strategy.name, *strategies_of_claims(scenario.expect)))
         seeds = ("--seeds", ",".join(map(str, self.seeds))) if self.seeds else ()
