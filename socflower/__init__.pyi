@@ -65,6 +65,7 @@ from socflower.thermal.model.dynamics import RackDynamics as RackDynamics
 from socflower.thermal.model.rack import Rack as Rack
 from socflower.thermal.sensors.guarded import GuardedSource as GuardedSource
 from socflower.thermal.sensors.linux import LinuxSensors as LinuxSensors
+from socflower.thermal.sensors.reading import Reading as Reading
 from socflower.thermal.sensors.recording import RecordedSource as RecordedSource, record as record
 from socflower.thermal.sensors.simulated import SensorFault as SensorFault, SimulatedSource as SimulatedSource
 from socflower.thermal.sensors.step_times import StepTiming as StepTiming, TimedSource as TimedSource
