@@ -199,6 +199,16 @@ def test_a_device_that_is_slower_gets_fewer_samples_within_the_round_and_a_plan_
 
 
 @pytest.mark.slow
+def test_layers_leave_a_device_that_is_slow_alone_in_its_stage_within_the_round() -> None:
+    slow = {0: {"sample-s": 0.002}, 1: {"sample-s": 0.03}, 2: {"sample-s": 0.002}}
+    ours, own = on_processes("three stages", slow, rebalancing=Rebalancing(steps=2), num_epochs=2)
+    said = [event.text for report in own.reports for event in report.events]
+    assert any("another plan after 2 updates, for the measured speeds" in text for text in said)
+    reference = in_one_process("three stages", num_epochs=2)
+    assert all(torch.allclose(ours[name], reference[name], atol=1e-5) for name in reference)
+
+
+@pytest.mark.slow
 def test_of_two_devices_that_are_lost_together_the_leader_has_what_the_round_began_with() -> None:
     ours, own = on_processes("three stages", {1: {"dies-at-forward": 9}, 2: {"dies-at-forward": 9}})
     reference = in_one_process("three stages")
