@@ -111,10 +111,10 @@ def test_nodes_without_data_get_their_samples_from_another_one() -> None:
 
 
 @pytest.mark.slow
-def test_the_loss_of_the_only_samples_is_told() -> None:
+def test_the_loss_of_the_only_samples_ends_the_training() -> None:
     PLANS["samples on 1"] = replace(PLANS["three stages"], samples_on=1)
     nodes: dict[int, dict[str, Any]] = {0: {"no-data": True}, 2: {"no-data": True}}
-    with pytest.raises(SocflowerError, match="samples"):
+    with pytest.raises(SocflowerError, match="no group sent a usable model"):
         on_processes("samples on 1", {**nodes, 1: {"dies-at-forward": 6}}, num_epochs=2)
 
 
