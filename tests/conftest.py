@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.command_line import socflower  # noqa: F401 - a fixture
 from tests.few_digits import on_few_digits  # noqa: F401 - a fixture
+from tests.quick_plots import drawn, quick_plots, with_pictures  # noqa: F401 - fixtures
 
 # A test process has one core: threads of torch and OpenBLAS would take it, spinning, from the other test process, and
 # the models and racks of tests are too small to gain from them. What more threads compute is tested where a test sets
@@ -35,10 +36,10 @@ if threading.current_thread() is threading.main_thread():
 
 # A loaded machine must not fail a property: no deadline for an example, and slow drawing is no fault of a strategy.
 # Examples are the same in every run, so that a change fails by its own fault and anybody can see the failure again.
-# Other examples, and twice as many, are looked for where a failure surprises nobody: `make test-random` takes
+# Other examples, and five times as many, are looked for where a failure surprises nobody: `make test-random` takes
 # "exploring", with a seed.
 _common = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("reproducible", _common, derandomize=True, max_examples=50)
+settings.register_profile("reproducible", _common, derandomize=True, max_examples=20)
 settings.register_profile("exploring", _common, max_examples=100)
 settings.load_profile("reproducible")
 

@@ -9,14 +9,14 @@ from tests.test_doc_blocks import PAGES, ROOT
 README = ROOT / "README.md"
 
 
-def test_all_written_pages_together_have_at_most_24300_words() -> None:
+def test_all_written_pages_together_have_at_most_25000_words() -> None:
     """All but the changelog, which only grows, and what is made from the code: the reference and the papers."""
     words = {
         str(page.relative_to(ROOT)): len(page.read_text("utf-8").split())
         for page in PAGES
         if page.name != "CHANGELOG.md" and page.parent.name not in ("reference", "papers")
     }
-    assert sum(words.values()) <= 24_300, sorted(words.items(), key=lambda entry: -entry[1])
+    assert sum(words.values()) <= 25_000, sorted(words.items(), key=lambda entry: -entry[1])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -52,6 +52,11 @@ Workers = Annotated[
     ),
 ]
 
+Deadline = Annotated[
+    str | None,
+    typer.Option(help="HH:MM, the next one by this machine's clock, at which all must be done."),
+]
+
 Log = Annotated[
     str,
     typer.Option(
@@ -157,6 +162,7 @@ def unread_by_run(
     if of_app_folder:
         unread = {
             "save_model": "is for scenarios: an app of your own keeps its model itself",
+            "deadline": "is for scenarios: only they end before their last round",
             **dict.fromkeys(
                 ("superlink", "superlink_ca", "checkpoint_folder"),
                 "is for scenarios, and this is the folder of a Flower app",
@@ -184,6 +190,7 @@ def unread_by_run(
             _DEPLOYMENT_OPTIONS, f"is for --engine deployment only, and this is --engine {engine}"
         )
     elif is_remote:
+        unread["deadline"] = "is for SuperLinks that are started here"
         unread["fresh_processes"] = (
             "is for SuperNodes that are started here (docs/guides/deployment.md)"
         )

@@ -1,6 +1,7 @@
 """`socflower plan`: a plan without training."""
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from socflower.cli.options import (
+    Deadline,
     Fusion,
     Json,
     Set,
@@ -21,7 +23,14 @@ from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import OUT, print_json, print_text
 from socflower.errors import ConfigError
 from socflower.hierarchy.exchange.models import COMPRESSING, NONE, STAR
-from socflower.quantities import counted, human_bytes, human_joules, human_seconds, percent
+from socflower.quantities import (
+    counted,
+    human_bytes,
+    human_joules,
+    human_ratio,
+    human_seconds,
+    percent,
+)
 
 # Importing the planners takes long, so only the command does.
 if TYPE_CHECKING:
@@ -30,6 +39,7 @@ if TYPE_CHECKING:
 
 # The most boards and groups that are printed.
 _MOST_BOARDS, _MOST_GROUPS = 60, 40
+_JOULES_PER_KWH = 3.6e6
 
 
 def plan(
@@ -62,9 +72,19 @@ def plan(
             "update over time into this folder."
         ),
     ] = None,
+    deadline: Deadline = None,
+    start: Annotated[
+        str | None, typer.Option(help="HH:MM at which --deadline's window opens; default now.")
+    ] = None,
+    price_per_kwh: Annotated[
+        float | None,
+        typer.Option(
+            help="What a kilowatt-hour costs, in your currency: adds a price to the choices."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the groups on their boards, their communication groups, and predicted time, energy and memory."""
+    """Show the groups on their boards, every number of groups and method with its predicted cost, and the words."""
     from socflower.scenario.schema.config import several_groups
     from socflower.scenario.schema.file import load_scenario
 
@@ -101,26 +121,60 @@ def plan(
         return
     _refuse_out(out, scenario)
     with mistakes_name_file(loaded.name, scenario):
-        _plan_cluster(loaded, as_json)
+        fits = _plan_cluster(loaded, as_json, price_per_kwh, _window(deadline, start))
+    if not fits:
+        raise typer.Exit(1)
 
 
-def _plan_cluster(scenario: "Scenario", as_json: bool) -> None:
-    """Print the plan of a scenario with groups or with a cloud, and the predicted effect of heat."""
+def _window(deadline: str | None, start: str | None) -> tuple[datetime, datetime] | None:
+    """Return when the window of `--start` and `--deadline` opens and closes."""
+    from socflower.engines.ending import next_time
+
+    if deadline is None:
+        if start is not None:
+            raise ConfigError(
+                f"--start {start}: belongs to a --deadline; give one, or leave it out"
+            )
+        return None
+    begins = datetime.now() if start is None else next_time("--start", start, datetime.now())
+    return begins, next_time("--deadline", deadline, begins)
+
+
+def _plan_cluster(
+    scenario: "Scenario",
+    as_json: bool,
+    price_per_kwh: float | None,
+    window: tuple[datetime, datetime] | None,
+) -> bool:
+    """Print the plan of a scenario with groups or with a cloud, and return whether its window is long enough."""
+    from socflower.scenario.choices import with_choices
     from socflower.scenario.heat import predicted_heat
     from socflower.scenario.planning import plan_scenario
     from socflower.scenario.schema.file import scenario_cluster
     from socflower.scenario.split_planning import plan_split
+    from socflower.scenario.window import planned_window, window_lines
 
     with prints_to_stderr():
         cluster = scenario_cluster(scenario)
-        planned = plan_split(scenario) if scenario.is_split else plan_scenario(scenario)
+        if scenario.is_split:
+            planned = plan_split(scenario)
+        else:
+            planned = with_choices(scenario, cluster, plan_scenario(scenario))
         document = {**planned, "heat": predicted_heat(scenario, cluster)}
+        if window is not None:
+            document["window"] = planned_window(scenario, cluster, *window)
     if as_json:
         print_json(document)
     elif scenario.is_split:
         print_split_plan(OUT, document)
     else:
-        print_plan(OUT, cluster, document)
+        print_plan(OUT, cluster, document, price_per_kwh)
+    if window is None:
+        return True
+    if not as_json:
+        for line in window_lines(document["window"], scenario.train.epochs):
+            print_text(line, OUT, "bold" if document["window"]["fits"] else "bold yellow")
+    return bool(document["window"]["fits"])
 
 
 def _refuse_out(out: Path | None, scenario: Path) -> None:
@@ -149,8 +203,27 @@ def _plan_app_folder(
         print_plan(OUT, cluster, document)
 
 
-def print_plan(console: Console, cluster: "Cluster", document: Mapping[str, Any]) -> None:
-    """Print the boards with each slot's group, then the predictions."""
+_WORDS = (
+    "a slot is one SoC with a link of its own; a board is slots behind one shared uplink. A standalone machine, such "
+    "as a Raspberry Pi on the switch of its shelf, is a slot, and the shelf a board",
+    "a group computes each batch together and has one leader (*), which exchanges models with other leaders at a "
+    "synchronisation; an idle slot (.) takes no part",
+    "contention: how many other groups at most share an uplink with a split group; groups of one communication group "
+    "share none, and so send at once",
+    "an epoch is one pass over the data; N groups take N times fewer steps in it, of N batches, and learn less; < "
+    "marks this plan",
+    "J are of the SoCs with their network interfaces, without fans; memory is of the SoC that needs most",
+)
+"""What the words of a plan mean, for those who have not read the guide."""
+
+
+def print_plan(
+    console: Console,
+    cluster: "Cluster",
+    document: Mapping[str, Any],
+    price_per_kwh: float | None = None,
+) -> None:
+    """Print the boards with each slot's group, then the predictions, the choices and the words."""
     console.print(_boards(cluster, document["groups"]))
     if len(cluster.boards) > _MOST_BOARDS:
         hidden = counted(len(cluster.boards) - _MOST_BOARDS, "board")
@@ -167,10 +240,40 @@ def print_plan(console: Console, cluster: "Cluster", document: Mapping[str, Any]
     if document["predicted"] is not None:
         for line in _predicted_lines(document):
             print_text(line, console)
+    if choices := document.get("choices"):
+        console.print(_choices(choices, price_per_kwh))
+        for name, why in document["choices_refused"].items():
+            print_text(f"not {name}: {why}", console, "dim")
     if document["verdict"] is not None:
         pays = document["predicted"]["epoch_s"] < document["one_soc"]["epoch_s"]
         print_text(document["verdict"], console, "bold" if pays else "bold yellow")
     _print_heat_and_notes(console, document)
+    for words in _WORDS:
+        print_text(words, console, "dim")
+
+
+def _choices(rows: Sequence[Mapping[str, Any]], price_per_kwh: float | None) -> Table:
+    """Return a row for each choice, the planned one with a mark."""
+    heads = ("groups", "SoCs", "epoch", "J of it", "training", "J of it", "memory", "over\none SoC")
+    priced = () if price_per_kwh is None else ("price",)
+    table = Table("method", *heads, *priced, box=None, padding=(0, 1, 0, 0), header_style="bold")
+    for row in rows:
+        cells = [
+            f"{row['strategy']}{' <' if row['is_planned'] else ''}",
+            "" if row["groups"] is None else str(row["groups"]),
+            str(row["num_socs"]),
+            human_seconds(row["epoch_s"]),
+            human_joules(row["epoch_energy_j"]).partition(" (")[0],
+            human_seconds(row["training_s"]),
+            human_joules(row["training_energy_j"]).partition(" (")[0],
+            human_bytes(row["memory_bytes"]),
+            human_ratio(row["speedup"]),
+        ]
+        if price_per_kwh is not None:
+            price = row["training_energy_j"] / _JOULES_PER_KWH * price_per_kwh
+            cells.append(f"{price:.2f}" if price >= 0.01 else "< 0.01")
+        table.add_row(*cells, style="bold" if row["is_planned"] else None)
+    return table
 
 
 def _boards(cluster: "Cluster", groups: Sequence[Mapping[str, Any]]) -> Table:
@@ -211,6 +314,8 @@ def _print_heat_and_notes(console: Console, document: Mapping[str, Any]) -> None
             f"{percent(heat['slowdown'])} slower than without{hottest}",
             console,
         )
+    for warning in document.get("warnings", ()):
+        print_text(f"warning: {warning}", console, "bold yellow")
     for note in document["notes"]:
         print_text(f"note: {note}", console, "dim")
 

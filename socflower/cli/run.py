@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from socflower.cli.options import (
+    Deadline,
     Engine,
     FreshProcesses,
     Json,
@@ -20,6 +22,7 @@ from socflower.cli.options import (
     Set,
     Workers,
     mistakes_name_file,
+    refuse_all_but,
     refuse_unread,
     require_cluster,
     round_logging,
@@ -48,6 +51,7 @@ from socflower.report.quality import quality_of
 # Importing pydantic and the planners takes long, so only the command that needs them does.
 if TYPE_CHECKING:
     from socflower.engines.deployment.options import DeploymentOptions
+    from socflower.engines.ending import Ending
     from socflower.engines.run_log import RoundLogging
     from socflower.scenario.schema.config import Scenario
 
@@ -57,7 +61,7 @@ def run(
     scenario: Annotated[
         Path,
         scenario_argument(
-            "A scenario file (TOML), the name of a shipped scenario, or the folder of a Flower app."
+            "A scenario file (TOML), the name of a shipped scenario, a folder of scenarios, or that of a Flower app."
         ),
     ],
     engine: Engine = "local",
@@ -69,6 +73,12 @@ def run(
     ] = None,
     set_: Set = None,
     workers: Workers = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated: check all claims under each, those about other strategies too."
+        ),
+    ] = None,
     cluster: Annotated[
         Path | None, typer.Option(help="For an app folder: the cluster file it runs on.")
     ] = None,
@@ -86,6 +96,7 @@ def run(
             "example, to price its clients' work."
         ),
     ] = None,
+    deadline: Deadline = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; by default an interrupted run is resumed.")
     ] = False,
@@ -128,6 +139,23 @@ def run(
     from socflower.engines.deployment.options import DeploymentOptions
 
     is_app = scenario.is_dir()
+    if seeds is not None or (is_app and cluster is None):
+        from socflower.cli.suite import run_files, suite_files
+
+        if files := suite_files(scenario, seeds):
+            read = ("scenario", "seeds", "out", "set_", "workers", "as_json")
+            refuse_all_but(context, *read, because=f"{scenario} runs as a suite")
+            require_count("--workers", workers, 1, MAX_WORKERS)
+            target = out or Path("out") / scenario.resolve().stem
+            run_files(
+                files,
+                target,
+                seeds=seeds,
+                overrides=set_ or (),
+                workers=workers,
+                as_json=as_json,
+            )
+            return
     if cluster is not None and not scenario.exists():
         raise ConfigError(f"{scenario}: no such folder; name that of a Flower app's pyproject.toml")
     require_engine(engine)
@@ -171,7 +199,8 @@ def run(
         claims = _run_app_folder(scenario, cluster, out, settings, as_json, **shared)
     else:
         _require_model_file(save_model, out)
-        claims = _run_scenario(scenario, set_, engine, out, as_json, save_model, **shared)
+        ending = None if deadline is None else _ending_at(deadline)
+        claims = _run_scenario(scenario, set_, engine, out, as_json, save_model, ending, **shared)
     exit_on_failed_claims(claims)
 
 
@@ -182,6 +211,7 @@ def _run_scenario(
     out: Path | None,
     as_json: bool,
     save_model: Path | None,
+    ending: "Ending | None",
     *,
     deployment: "DeploymentOptions",
     fresh: bool,
@@ -194,6 +224,9 @@ def _run_scenario(
     is_remote = bool(deployment.superlink)
     loaded = load_scenario(path, overrides or ())
     target = out or Path("out") / loaded.name
+    if ending is not None:
+        # What was trained until then is to be used in the morning.
+        save_model = save_model or target / "model.npz"
     # Mistakes are found before the folder of --out is created.
     with mistakes_name_file(loaded.name, path):
         prepared = prepare(loaded, engine, trains_here=not is_remote)
@@ -222,6 +255,7 @@ def _run_scenario(
                 on_notice=print_notice,
                 deployment=deployment,
                 save_model=save_model,
+                ending=ending,
                 **settings,
             )
     except KeyboardInterrupt:
@@ -233,8 +267,22 @@ def _run_scenario(
         print_json(result)
     else:
         print_result(OUT, loaded, result, target)
+        if result["ended_after"] is not None:
+            kept = kept_line(runner.checkpoint_folder(target), fresh=fresh)
+            print_text(f"ended at the deadline with {save_model}; {kept}", OUT, "yellow")
     claims: list[dict[str, Any]] = result["expectations"]
     return claims
+
+
+def _ending_at(deadline: str) -> "Ending":
+    """Return the ending at a time of the day; `ConfigError` if not even its results could be written until then."""
+    from socflower.engines.ending import Ending, next_time
+
+    now = datetime.now()
+    ending = Ending(deadline_s=next_time("--deadline", deadline, now).timestamp())
+    if ending.leaves_no_round(now.timestamp(), 0.0):
+        raise ConfigError(f"--deadline {deadline}: is in seconds; name a later one")
+    return ending
 
 
 def _exit_interrupted(kept: str) -> NoReturn:

@@ -23,12 +23,14 @@ def record_mod(message: Message, context: Context, call_next: ClientAppCallable)
     if before is None:
         return call_next(message, context)
     config = message.content.config_records.get(CONFIG, ConfigRecord())
+    now_s = time.time()
     working = replace(
         before,
+        began_at_s=now_s,
         run=str(context.run_id),
         server_round=int(cast(int, config.get(SERVER_ROUND, before.server_round))),
         kind=message.metadata.message_type.partition(".")[0],
-        working_since_s=time.time(),
+        working_since_s=now_s,
         pid=os.getpid(),
     )
     write_record(working)

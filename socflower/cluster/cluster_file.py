@@ -259,3 +259,31 @@ def _only_device(path: Path) -> tuple[str, Mapping[str, Any]]:
         raise ConfigError(f"{path}: needs exactly one device, has {', '.join(devices)}")
     ((name, table),) = devices.items()
     return name, {**table, "link": profile["link"]} if "link" in profile else table
+
+
+_LEAST_RATE, _MOST_RATE, _LEAST_MEMORY = 1e3, 1e12, 1e6
+"""Bytes per second of a link, and bytes of a memory, beyond which a figure is likely in another unit."""
+
+
+def doubtful_figures(cluster: Cluster) -> list[str]:
+    """Return a line for each kind of figure of a cluster that can hardly be meant, with what it may be instead."""
+    found: dict[str, None] = {}
+    for link, rate in cluster.link_bytes_per_s.items():
+        kind = link.partition("/")[0].rstrip("0123456789")
+        if not _LEAST_RATE <= rate <= _MOST_RATE:
+            found[
+                f"a link of a {kind} has {rate:g} bytes per second; is that the figure in another unit?"
+            ] = None
+    for board in cluster.boards:
+        device = board.device
+        if device.memory_bytes < _LEAST_MEMORY:
+            found[
+                f"{device.name} has memory_bytes = {device.memory_bytes:g}; write bytes, not MB or GB"
+            ] = None
+        for processor in device.processors.values():
+            if processor.active_w < device.idle_w:
+                found[
+                    f"{device.name} draws {processor.active_w:g} W while its {processor.name} trains, and "
+                    f"{device.idle_w:g} W at rest; are active_w and idle_w exchanged?"
+                ] = None
+    return list(found)

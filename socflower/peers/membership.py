@@ -11,7 +11,7 @@ If a network partition splits a group, each part continues alone; the strategy u
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from logging import INFO, WARNING
@@ -68,6 +68,34 @@ class Generation:
     # The member whose optimiser is adopted; a leader that is new to its group has none.
     optimizer_source: int
     same_optimizer: bool
+
+
+def agree(number: int, members: Sequence[int], states: Mapping[int, MemberState]) -> Generation:
+    """Return the generation of these members, in ring order: all adopt the state of the one with most steps.
+
+    Of several, the one with the lowest number is the source; without any model the source is -1.
+    """
+    with_model = [member for member in members if states[member].has_model]
+    source, best = -1, MemberState(num_steps=0, has_model=False, optimizer="")
+    if with_model:
+        source = max(with_model, key=lambda member: (states[member].num_steps, -member))
+        best = states[source]
+    # Before the first step all optimisers are unchanged, so any will do; a node that returns has lost its own.
+    optimizer_source = source
+    with_optimizer = [member for member in members if states[member].optimizer]
+    if not best.num_steps and not best.optimizer and with_optimizer:
+        optimizer_source = with_optimizer[0]
+    optimizer = states[optimizer_source].optimizer if optimizer_source >= 0 else ""
+    own = [states[member] for member in members]
+    return Generation(
+        number=number,
+        members=tuple(members),
+        source=source,
+        num_steps=best.num_steps,
+        same_model=all(one.has_model and one.num_steps == best.num_steps for one in own),
+        optimizer_source=optimizer_source,
+        same_optimizer=all(one.optimizer == optimizer for one in own),
+    )
 
 
 class LeftOut(Exception):
@@ -416,30 +444,8 @@ class Membership:
         return absent
 
     def _decide(self, number: int, member_states: dict[int, MemberState]) -> Generation:
-        members = tuple(member for member in self._members if member in member_states)
-        with_model = [member for member in members if member_states[member].has_model]
-        source, best = -1, MemberState(num_steps=0, has_model=False, optimizer="")
-        if with_model:
-            source = max(with_model, key=lambda member: (member_states[member].num_steps, -member))
-            best = member_states[source]
-        # Before the first step all optimisers are unchanged, so any will do; a node that returns
-        # has lost its own.
-        optimizer_source = source
-        with_optimizer = [member for member in members if member_states[member].optimizer]
-        if not best.num_steps and not best.optimizer and with_optimizer:
-            optimizer_source = with_optimizer[0]
-        optimizer = member_states[optimizer_source].optimizer if optimizer_source >= 0 else ""
-        states = [member_states[member] for member in members]
-        has_best = [state.has_model and state.num_steps == best.num_steps for state in states]
-        decision = Generation(
-            number=number,
-            members=members,
-            source=source,
-            num_steps=best.num_steps,
-            same_model=all(has_best),
-            optimizer_source=optimizer_source,
-            same_optimizer=all(state.optimizer == optimizer for state in states),
-        )
+        members = [member for member in self._members if member in member_states]
+        decision = agree(number, members, member_states)
         with self._changed:
             self._decision = decision
             self._changed.notify_all()

@@ -152,6 +152,11 @@ def claims_without(expect: Mapping[str, float], left_out: Collection[str]) -> di
     return {key: value for key, value in expect.items() if key.partition("_")[2] not in compared}
 
 
+def strategies_of_claims(expect: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the strategies that claims compare with, in the order of the catalogue."""
+    return tuple(name for name in STRATEGIES if len(claims_without(expect, [name])) < len(expect))
+
+
 SOURCES = ("server", "evaluate", "train")
 """The sources of an app's metrics in a round."""
 

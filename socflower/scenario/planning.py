@@ -52,6 +52,8 @@ class PlannedTraining:
     energy_j: float
     # The SoCs that take part.
     socs: tuple[int, ...]
+    # Of the SoC that needs most.
+    memory_bytes: float
 
 
 def planned_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
@@ -60,8 +62,16 @@ def planned_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
     work, _ = planned_work(scenario, cluster, clock)
     usage = _usage_of(scenario, work, clock)
     return PlannedTraining(
-        duration_s=usage.duration_s, energy_j=usage.total_energy_j, socs=work.plan.participants
+        duration_s=usage.duration_s,
+        energy_j=usage.total_energy_j,
+        socs=work.plan.participants,
+        memory_bytes=_memory_bytes(work, optimizer_copies(scenario)),
     )
+
+
+def _memory_bytes(work: IntervalCosts, copies: float) -> float:
+    """Return the memory of the SoC with the largest share of a batch."""
+    return work.profile.training_memory_bytes(max(work.shares.values()), optimizer_copies=copies)
 
 
 def plan_scenario(scenario: Scenario) -> dict[str, Any]:
@@ -95,6 +105,7 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
         **exchanges.to_document(),
         "predicted": predicted,
         "one_soc": one_soc,
+        "slow_because": _cost_of_company(predicted)[0],
         "verdict": _verdict(predicted, one_soc),
         "notes": notes,
     }
@@ -150,15 +161,7 @@ def _verdict(predicted: Mapping[str, float], one_soc: Mapping[str, float] | None
     if one_soc is None:
         return None
     ours, alone = predicted["epoch_s"], one_soc["epoch_s"]
-    fraction = predicted["exchange_fraction"]
-    exchange = (
-        f"exchanging gradients takes {percent(fraction, 0 if fraction < 0.99 else 1)} of a step"
-    )
-    synchronising = predicted["sync_s"] * predicted["syncs_per_epoch"] / ours if ours else 0.0
-    advice = "Use strategy.name = 'sgd', or larger batches or a larger model"
-    if synchronising > fraction:
-        exchange = f"synchronising takes {percent(synchronising, 0)} of an epoch"
-        advice = "Use strategy.name = 'sgd', or raise strategy.sync_interval_epochs"
+    exchange, advice = _cost_of_company(predicted)
     if alone <= ours:
         return (
             f"one SoC is quicker: {human_seconds(alone)} an epoch instead of {human_seconds(ours)}, with "
@@ -166,6 +169,21 @@ def _verdict(predicted: Mapping[str, float], one_soc: Mapping[str, float] | None
             f"{exchange}. {advice}"
         )
     return f"{human_ratio(alone / ours)} as fast as one SoC, which takes {human_seconds(alone)} an epoch; {exchange}"
+
+
+def _cost_of_company(predicted: Mapping[str, float]) -> tuple[str, str]:
+    """Return what several SoCs lose most by, and how to lose less."""
+    fraction, epoch_s = predicted["exchange_fraction"], predicted["epoch_s"]
+    synchronising = predicted["sync_s"] * predicted["syncs_per_epoch"] / epoch_s if epoch_s else 0.0
+    if synchronising > fraction:
+        return (
+            f"synchronising takes {percent(synchronising, 0)} of an epoch",
+            "Use strategy.name = 'sgd', or raise strategy.sync_interval_epochs",
+        )
+    return (
+        f"exchanging gradients takes {percent(fraction, 0 if fraction < 0.99 else 1)} of a step",
+        "Use strategy.name = 'sgd', or larger batches or a larger model",
+    )
 
 
 def rebalancing(scenario: Scenario) -> Rebalancing | None:
@@ -443,9 +461,7 @@ def predicted_costs(
         "syncs_per_epoch": syncs_per_epoch,
         "epoch_s": training.duration_s / epochs,
         "epoch_energy_j": training.total_energy_j / epochs,
-        "memory_bytes": work.profile.training_memory_bytes(
-            max(work.shares.values()), optimizer_copies=optimizer_copies
-        ),
+        "memory_bytes": _memory_bytes(work, optimizer_copies),
         "compute_fraction": training.soc_seconds.get(Activity.COMPUTE, 0.0) / busy if busy else 0.0,
     }
 

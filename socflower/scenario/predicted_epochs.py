@@ -1,6 +1,7 @@
 """Epochs of a comparison that are predicted and not trained: as set, at equal samples a step, and each at its best."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from socflower.cluster import Cluster
@@ -102,9 +103,7 @@ def best_epoch(
 def mean_epoch(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
     """Return the mean cost of an epoch of a training; see `predicted_training`."""
     whole, epochs = predicted_training(scenario, cluster), scenario.train.epochs
-    return PlannedTraining(
-        duration_s=whole.duration_s / epochs, energy_j=whole.energy_j / epochs, socs=whole.socs
-    )
+    return replace(whole, duration_s=whole.duration_s / epochs, energy_j=whole.energy_j / epochs)
 
 
 def samples_a_step(scenario: Scenario) -> int:

@@ -8,6 +8,7 @@ from socflower.cluster.hub_round import local_round
 from socflower.errors import ConfigError
 from socflower.hierarchy import group_steps_per_epoch, sync_shapes
 from socflower.hierarchy.exchange.collectives import BUCKETS
+from socflower.pipeline.plan import TwoDPlan
 from socflower.pipeline.planner.selection import Planned, plan_pipeline
 from socflower.pipeline.schedule.run import interval_usage
 from socflower.scenario.costs import (
@@ -67,7 +68,11 @@ def _local_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
         model_bytes -= 0.75 * coded
     graph = local_round(training, model_bytes=model_bytes, num_messages=num_messages)
     usage = EventClock(cluster).run(graph, label="train")
-    return _planned(usage * (train.epochs // train.local_epochs), tuple(training))
+    whole = usage * (train.epochs // train.local_epochs)
+    memory_bytes = profile.training_memory_bytes(
+        max(batches.values()), optimizer_copies=optimizer_copies(scenario)
+    )
+    return _planned(whole, tuple(training), memory_bytes)
 
 
 def _part_sizes(scenario: Scenario, num_parts: int) -> Sequence[int]:
@@ -100,7 +105,15 @@ def _pipeline_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
     total = Usage()
     for shape, count in sync_shapes(train.epochs, steps_per_epoch, interval):
         total += _interval(planned, cluster, shape.num_steps) * count
-    return _planned(total, planned.plan.socs)
+    plan = planned.plan
+    parts = plan.groups if isinstance(plan, TwoDPlan) else (plan,)
+    memory_bytes = max(
+        stage.memory_bytes(planned.problem, share)
+        for part in parts
+        for stage in part.stages
+        for _, share in stage.members
+    )
+    return _planned(total, plan.socs, memory_bytes)
 
 
 def _interval(planned: Planned, cluster: Cluster, num_steps: int) -> Usage:
@@ -114,7 +127,10 @@ def _interval(planned: Planned, cluster: Cluster, num_steps: int) -> Usage:
     return usage + last_step * (num_steps - few)
 
 
-def _planned(usage: Usage, socs: Sequence[int]) -> PlannedTraining:
+def _planned(usage: Usage, socs: Sequence[int], memory_bytes: float) -> PlannedTraining:
     return PlannedTraining(
-        duration_s=usage.duration_s, energy_j=usage.total_energy_j, socs=tuple(socs)
+        duration_s=usage.duration_s,
+        energy_j=usage.total_energy_j,
+        socs=tuple(socs),
+        memory_bytes=memory_bytes,
     )

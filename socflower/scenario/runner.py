@@ -27,12 +27,10 @@ from socflower.scenario.jobs import Kept, run_job, run_job_to_folder
 from socflower.scenario.model_export import write_model
 from socflower.scenario.prepared_run import PreparedRun, prepare
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
-from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.config import NEED_WORKERS, Scenario
 from socflower.scenario.schema.file import num_nodes, num_participants, to_document
 from socflower.scenario.schema.strategies import group_strategy
 
-# Faults that would end this process if the client ran in it.
-_NEED_WORKERS = ("hang", "die")
 _NOTES = (
     "Virtual time and energy come from the cluster model; accuracy and loss come from real training of this model.",
     "Exchange constants are fitted to the eight latencies of SoCFlow+ 2.2 (see docs/concepts/virtual-time.md).",
@@ -175,7 +173,7 @@ def _prepared(scenario: Scenario | PreparedRun, settings: EngineSettings) -> Pre
         run = prepare(run, settings.engine, trains_here=trains_here)
     for event in run.scenario.events:
         in_this_process = settings.engine == "local" and settings.num_workers == 0
-        if in_this_process and event.kind in _NEED_WORKERS:
+        if in_this_process and event.kind in NEED_WORKERS:
             raise ConfigError(
                 f"{run.scenario.name} [[event]] kind = {event.kind!r} would take this process with it; use "
                 "--workers 1 or more"

@@ -124,7 +124,8 @@ def _again(before: Choice, after: Choice) -> Choice | None:
 
 def is_over(ending: Ending, latest: Mapping[str, Any]) -> bool:
     """Whether a run has ended by its latest round: by its quality, its virtual time, or its epochs."""
-    if QUALITIES[ending.quality].reaches(latest[ending.quality], ending.target):
+    quality = ending.quality
+    if quality is not None and QUALITIES[quality].reaches(latest[quality], ending.target):
         return True
     limits = {"virtual_s": ending.most_virtual_s, "epoch": ending.most_epochs}
     return any(limit is not None and latest[key] >= limit for key, limit in limits.items())

@@ -37,6 +37,10 @@ _REST_FACTOR = 3.0
 _REST_LEAST_S = 30.0
 """Once half of the nodes have answered a query, the others have three times as long as the slowest answer took, and at
 least 30 s. Slow nodes on a loaded machine answer within that; a node that hangs does not delay the run further."""
+_MEMORY_ROUNDS = 20
+_LONGEST_REST_ROUNDS = 32
+"""A node that is lost again within so many rounds after it came back rests for 1, 2, 4, … rounds, at most for so many.
+It is asked in each of them."""
 
 _LOST = frozenset({3, 4, 5, 8})
 """Flower's error codes for a message or reply that expired, a node that is gone, and a client process that died. Other
@@ -62,8 +66,16 @@ class NodeRegistry:
     order of node ids.
     """
 
-    def __init__(self, cluster: Cluster, socs: Sequence[int]) -> None:
+    def __init__(self, cluster: Cluster, socs: Sequence[int], min_nodes: int | None = None) -> None:
         self._cluster, self._socs = cluster, tuple(socs)
+        # With fewer nodes training does not start.
+        self._min_nodes = len(self._socs) if min_nodes is None else min_nodes
+        self._round = 0
+        # By SoC, the losses that are not forgotten, and the round in which it came back after the latest one.
+        self._num_losses: dict[int, int] = {}
+        self._back_in: dict[int, int] = {}
+        # By SoC, the first round in which it may be planned with again.
+        self._rests_until: dict[int, int] = {}
         self._node_of: dict[int, int] = {}
         self._status: dict[int, NodeStatus] = {}  # by SoC
         self._away: set[int] = set()
@@ -75,6 +87,11 @@ class NodeRegistry:
         self.left_out = ""  # a line about these nodes
         # Unknown nodes that were asked for their board and slot.
         self._queried_new_nodes: set[int] = set()
+
+    @property
+    def server_round(self) -> int:
+        """The round in which nodes were asked last."""
+        return self._round
 
     @property
     def node_of(self) -> Mapping[int, int]:
@@ -106,10 +123,10 @@ class NodeRegistry:
         Nodes that do not answer in time are left out, and their SoCs are away until they do.
         """
         nodes = sorted(grid.get_node_ids())
-        if len(nodes) < len(self._socs):
+        if len(nodes) < min(self._min_nodes, len(self._socs)):
             raise InfeasiblePlan(
-                f"SoCFlow: the plan needs {len(self._socs)} nodes and Flower has {len(nodes)}; start "
-                f"more SuperNodes, or plan with num_socs={len(nodes)}"
+                f"SoCFlow: the plan needs {self._min_nodes} nodes and Flower has {len(nodes)}; start "
+                f"more SuperNodes, or plan with num_socs={len(nodes)}, or with fewer min_nodes"
             )
         statuses, lost = self._first_answers(grid, nodes) if query else ({}, {})
         placed = {node: status for node, status in statuses.items() if _is_placed(status)}
@@ -209,14 +226,12 @@ class NodeRegistry:
 
     def ask(self, grid: Grid, server_round: int) -> None:
         """Push status queries to nodes that are away and to new nodes, unless an earlier query is unanswered."""
+        self._round = server_round
         connected = set(grid.get_node_ids()) - set(self._unanswered.values())
         away = [node for soc in sorted(self._away) if (node := self._node_of.get(soc)) in connected]
         known = set(self._node_of.values())
-        new = (
-            sorted(connected - known - self._queried_new_nodes)
-            if any(map(_is_placed, self._status.values()))
-            else []
-        )
+        expects_new = any(map(_is_placed, self._status.values())) or bool(self._vacant)
+        new = sorted(connected - known - self._queried_new_nodes) if expects_new else []
         self._queried_new_nodes |= set(new)
         if asked := [*away, *new]:
             soc_of = {node: soc for soc, node in self._node_of.items()}
@@ -251,8 +266,8 @@ class NodeRegistry:
         soc = next((soc for soc, known in self._node_of.items() if known == node), None)
         is_new = soc is None
         if soc is None:
-            # A restarted SuperNode has a new id, but the same board and slot.
-            soc = self._soc_at(status)
+            # A restarted SuperNode has a new id, but the same board and slot; without these it takes a free place.
+            soc = self._soc_at(status) if _is_placed(status) else next(iter(self._vacant), None)
         if soc is None or soc not in self._socs:
             return []
         if fault := self._fault_of(node, soc, status, grid, is_new=is_new):
@@ -269,10 +284,17 @@ class NodeRegistry:
         if is_new or soc in self.lost:
             self._status[soc] = status
             self.lost.discard(soc)
-        if status.preempted or soc not in self._away:
+        rests = self._round + 1 < self._rests_until.get(soc, 0)
+        if status.preempted or rests or soc not in self._away:
             return []
         self._away.discard(soc)
+        self._back_in[soc] = self._round
         return [soc]
+
+    @property
+    def _vacant(self) -> list[int]:
+        """SoCs that no node has been matched with."""
+        return [soc for soc in self._socs if soc not in self._node_of]
 
     def _fault_of(
         self, node: int, soc: int, status: NodeStatus, grid: Grid, *, is_new: bool
@@ -299,6 +321,28 @@ class NodeRegistry:
     def mark_away(self, socs: Collection[int]) -> None:
         """Exclude these SoCs from plans until their nodes answer that they are available."""
         self._away.update(socs)
+
+    def mark_lost(self, socs: Collection[int]) -> list[int]:
+        """Exclude SoCs that their rings have lost, those that are lost again and again for a growing time.
+
+        Return the SoCs that rest for more than the next round.
+        """
+        self.mark_away(socs)
+        resting = []
+        for soc in sorted(socs):
+            back_in = self._back_in.get(soc)
+            was_steady = back_in is None or self._round - back_in > _MEMORY_ROUNDS
+            losses = 0 if was_steady else self._num_losses.get(soc, 0)
+            self._num_losses[soc] = losses + 1
+            if losses:
+                rest = min(2 ** (losses - 1), _LONGEST_REST_ROUNDS)
+                self._rests_until[soc] = self._round + 2 + rest
+                resting.append(soc)
+        return resting
+
+    def rest_rounds(self, soc: int) -> int:
+        """Return for how many rounds, from the next one on, a SoC is not planned with though it may answer."""
+        return max(0, self._rests_until.get(soc, 0) - self._round - 1)
 
     @property
     def away(self) -> tuple[int, ...]:
@@ -376,7 +420,8 @@ class NodeRegistry:
             self._node_of[soc] = node
         missing = [soc for soc in self._socs if soc not in self._node_of]
         # Fewer may be the places of the nodes that are lost.
-        if len(missing) > num_lost:
+        may_be_missing = max(num_lost, len(self._socs) - self._min_nodes)
+        if len(missing) > may_be_missing:
             raise InfeasiblePlan(
                 f"SoCFlow: the plan needs SoCs {', '.join(map(str, missing))} and no node says that "
                 "it is there; start their SuperNodes, or plan with fewer SoCs"

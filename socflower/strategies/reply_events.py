@@ -18,7 +18,8 @@ class ReplyEvent:
     # It is kept: "backend-dropped" (an accelerator failed), "preempted", "returned", "replanned", "no-answer" (nodes
     # left out at the start), "re-balanced", "hot" (a device was throttled).
     # With a quorum: "late", "arrived", "late-dropped".
-    # In rings: "member-lost", "left-out", "leader-lost", "ring-formed-again", "pipeline" (a change of its plan),
+    # In rings: "member-lost", "resting" (a member that was lost several times), "left-out",
+    # "leader-lost", "ring-formed-again", "pipeline" (a change of its plan),
     # "gradient-dropped" (of one member).
     # Of no group: "outer-step", "not-evaluated".
     kind: str

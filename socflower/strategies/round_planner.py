@@ -1,5 +1,6 @@
 """Plans each round for the SoCs that are available, and for their measured speeds."""
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from socflower.strategies.balancer import Balancer
 from socflower.strategies.node_registry import NodeRegistry
 from socflower.strategies.reply_events import ReplyEvent
 
+_ENOUGH_TIMEOUT_S = 600.0
+_ENOUGH_POLL_S = 1.0
+
 
 class RoundPlanner:
     """Holds the plan of the current round, and makes the plan of the next one.
@@ -24,7 +28,7 @@ class RoundPlanner:
     is another one; the SoCs of such a group are left in peace until the group is whole again.
 
     `spares` are SoCs beyond those of the plan: they stand in for participants that are away and, if speeds are
-    measured, for slower ones.
+    measured, for slower ones. Without `min_nodes` all nodes have to be there at the start, and any one later.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class RoundPlanner:
         rebalancing: Rebalancing | None,
         preemption: str = SOCS,
         spares: Sequence[int] = (),
+        min_nodes: int | None = None,
     ) -> None:
         self.preemption = preemption
         self._cluster, self.rates = cluster, rates
@@ -42,7 +47,8 @@ class RoundPlanner:
         self._has_spares = bool(spares)
         everyone = (*plan.participants, *spares)
         self.participant_of = {soc: index for index, soc in enumerate(everyone)}
-        self.registry = NodeRegistry(cluster, sorted(everyone))
+        self.registry = NodeRegistry(cluster, sorted(everyone), min_nodes)
+        self._min_nodes = min_nodes or 0
         self.balancer = Balancer(cluster, rates, rebalancing)
         self.events: list[ReplyEvent] = []  # since the last `drain_events`
         self._idle_usage = Usage()
@@ -68,7 +74,7 @@ class RoundPlanner:
                 self.events.append(
                     ReplyEvent(kind="no-answer", group_id=0, text=self.registry.left_out)
                 )
-        free = self._wait_for_free_socs(self.registry.present(grid), clock)
+        free = self._wait_for_free_socs(self._await_enough(grid), clock)
         if self._has_spares:
             self.balancer.update_speeds(clock, free)
             whole, training = self.full_plan.participants, self.plan.participants
@@ -137,6 +143,34 @@ class RoundPlanner:
         """Return and clear the usage of idle waiting since the last call."""
         usage, self._idle_usage = self._idle_usage, Usage()
         return usage
+
+    def _await_enough(self, grid: Grid) -> Sequence[int]:
+        """Return the SoCs that are present; on real machines wait until they are `min_nodes`.
+
+        Raises `TrainingFailed` if they are not within `_ENOUGH_TIMEOUT_S`.
+        """
+        present = self.registry.present(grid)
+        deadline_s = time.monotonic() + _ENOUGH_TIMEOUT_S
+        while len(present) < self._min_nodes:
+            if time.monotonic() > deadline_s:
+                raise TrainingFailed(
+                    f"SoCFlow: {counted(len(present), 'node')} left of min_nodes = {self._min_nodes}, and "
+                    f"no other came within {_ENOUGH_TIMEOUT_S:g} s; start SuperNodes, and resume"
+                )
+            self.ask_absent(grid, self.registry.server_round)
+            time.sleep(_ENOUGH_POLL_S)
+            self.poll_absent()
+            present = self.registry.present(grid)
+        return present
+
+    def lose(self, socs: Collection[int]) -> None:
+        """Record SoCs that their rings have lost, and those that are not planned with for a while."""
+        for soc in self.registry.mark_lost(socs):
+            rounds = counted(self.registry.rest_rounds(soc), "round")
+            text = (
+                f"SoC {soc} is lost again and again, and is left out for {rounds} though it answers"
+            )
+            self.events.append(ReplyEvent(kind="resting", group_id=0, text=text))
 
     def _wait_for_free_socs(
         self, present: Sequence[int], clock: VirtualClock | None

@@ -173,7 +173,9 @@ class SoCFlow(GroupRoundStrategy):
         method = self._method(
             cluster=cluster,
             schedule=schedule,
-            planner=RoundPlanner(cluster, groups, rates, rebalancing, preemption, spares),
+            planner=RoundPlanner(
+                cluster, groups, rates, rebalancing, preemption, spares, rings.min_nodes
+            ),
             intervals=intervals,
             steps_per_epoch=steps_per_epoch,
             work=self._work,

@@ -25,7 +25,9 @@ class NodeRecord:
     run: str = ""
     server_round: int = 0
     kind: str = ""
-    # The Unix time at which the present message came, and the process that works on it; None: no message.
+    # The Unix time at which the newest message came.
+    began_at_s: float = 0.0
+    # The same if it is not answered yet, and the process that works on it; None: no message.
     working_since_s: float | None = None
     pid: int = 0
     answered_at_s: float | None = None

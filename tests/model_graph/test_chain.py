@@ -180,7 +180,7 @@ def test_a_module_that_fx_cannot_follow_is_one_piece() -> None:
     assert torch.equal(forward(chain, model, inputs), model(inputs))
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_joined_pieces_compute_the_same(data: st.DataObject) -> None:
     model, inputs = model_and_example("resnet8")

@@ -30,9 +30,10 @@ def ring_of_threads(
     tls: Tls | None = None,
     generation: int = 1,
     log: Callable[[str], Any] = print,
+    num_addresses: int = 0,
 ) -> Iterator[tuple[list[RingPort], list[Collective]]]:
     """Open ports and rings for a thread each; real sockets between them."""
-    addresses = free_addresses(size)
+    addresses = free_addresses(num_addresses or size)
     ports = [
         RingPort(
             addresses[rank],

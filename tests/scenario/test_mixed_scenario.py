@@ -136,7 +136,7 @@ def test_alpha_falls_by_more_than_a_tenth_if_the_npus_train_int8_models_of_their
         pytest.param({"leader_compression": "int8"}, marks=pytest.mark.slow),
         pytest.param({"overlap_buckets": 2}, marks=pytest.mark.slow),
         {"rebalance": "both"},
-        {"name": "ring", "groups": "auto"},
+        pytest.param({"name": "ring", "groups": "auto"}, marks=pytest.mark.slow),
     ],
 )
 def test_own_models_are_merged_with_any_exchange_of_gradients_and_models(

@@ -25,7 +25,6 @@ from socflower.peers.leaders.model_changes import ChangeCompression
 from socflower.peers.leaders.model_exchange import GroupsModel
 from socflower.peers.ring.settings import RingSettings
 from socflower.peers.transports.port import RingPort
-from socflower.peers.transports.stream import OutgoingStream
 from socflower.strategies.socflow import SoCFlow
 from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.wire.message_keys import CONFIG, GROUP, SERVER_ROUND, GroupTask
@@ -194,7 +193,7 @@ def _call_if_linked(port: RingPort, rank: int, *args: Any, **named: Any) -> byte
     return _call(port, rank, *args, **named)
 
 
-def _stream_if_linked(port: RingPort, rank: int, *args: Any, **named: Any) -> OutgoingStream:
+def _stream_if_linked(port: RingPort, rank: int, *args: Any, **named: Any) -> Any:
     _require_link(rank)
     return _open_stream(port, rank, *args, **named)
 

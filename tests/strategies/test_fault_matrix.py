@@ -114,7 +114,8 @@ def test_a_kill_at_any_moment_loses_no_step(tmp_path: Path, transport: str, seed
     kill_at_a_random_moment(tmp_path, transport, seed)
 
 
-@pytest.mark.parametrize("seed", [101, pytest.param(102, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [101, 102])
 def test_a_kill_at_some_moments_loses_no_step(tmp_path: Path, seed: int) -> None:
     kill_at_a_random_moment(tmp_path, ("gloo", "grpc")[seed % 2], seed)
 

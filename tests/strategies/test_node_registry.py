@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from socflower.cluster import parse_cluster
 from socflower.errors import InfeasiblePlan, TrainingFailed
 from socflower.hierarchy import plan_groups
-from socflower.strategies import node_registry
+from socflower.strategies import node_registry, round_planner
 from socflower.strategies.node_registry import QUERY_TYPE, NodeRegistry
 from socflower.strategies.round_planner import RoundPlanner
 from socflower.wire.message_keys import STATUS, NodeStatus, encode
@@ -414,3 +414,72 @@ def test_a_node_that_answers_late_without_a_ring_stays_out() -> None:
         assert registry.poll_answers(grid) == []
     assert registry.present(grid) == (0, 1, 2, 4)
     assert registry.transport("auto") == "gloo"  # the others go on
+
+
+# ------------------------------------------------------------------------------------------ min_nodes, flapping
+@pytest.mark.parametrize("statuses", [PLACES[:3], [NodeStatus()] * 3])
+def test_a_training_starts_with_fewer_nodes_and_takes_in_the_others_when_they_come(
+    statuses: list[NodeStatus],
+) -> None:
+    grid = QueriedGrid(dict(enumerate(statuses, start=100)))
+    refused_without = NodeRegistry(CLUSTER, SOCS, min_nodes=4)
+    with pytest.raises(InfeasiblePlan, match="needs 4 nodes and Flower has 3"):
+        refused_without.match_nodes(grid, query=True)
+    registry = NodeRegistry(CLUSTER, SOCS, min_nodes=3)
+    registry.match_nodes(grid, query=True)
+    assert len(registry.present(grid)) == 3 and len(registry.away) == 2
+    placed = statuses[0].board >= 0
+    for number, status in enumerate(PLACES[3:] if placed else [NodeStatus()] * 2):
+        grid.statuses[200 + number] = status
+        registry.ask(grid, number + 1)
+        assert len(registry.poll_answers(grid)) == 1
+    assert registry.present(grid) == tuple(SOCS) and registry.away == ()
+    assert len(set(registry.node_of.values())) == len(SOCS)
+
+
+def test_without_min_nodes_all_have_to_be_there() -> None:
+    registry = NodeRegistry(CLUSTER, SOCS)
+    with pytest.raises(InfeasiblePlan, match="needs 5 nodes and Flower has 4"):
+        registry.match_nodes(QueriedGrid(dict(enumerate(PLACES[:4]))), query=True)
+
+
+def test_a_node_that_flaps_is_asked_but_not_planned_with_for_a_growing_time() -> None:
+    registry, grid = registry_of(PLACES)
+    out_of: list[int] = []
+    server_round = 0
+    for _ in range(8):
+        lost_in = server_round
+        registry.mark_lost([2])
+        while 2 in registry.away:
+            server_round += 1
+            grid.asked.clear()
+            registry.ask(grid, server_round)
+            registry.poll_answers(grid)
+            assert grid.asked, "it is asked in every round"
+        out_of.append(server_round - lost_in)
+    assert out_of == [1, 2, 3, 5, 9, 17, 33, 33]
+
+
+def test_a_node_that_was_steady_for_long_is_forgiven() -> None:
+    registry, grid = registry_of(PLACES)
+    for server_round in (1, 50, 100):
+        registry.ask(grid, server_round)
+        assert registry.mark_lost([2]) == [] and 2 in registry.away
+        registry.ask(grid, server_round + 1)
+        assert registry.poll_answers(grid) == [2]
+
+
+def test_a_round_waits_for_min_nodes_and_says_which_number_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(round_planner, "_ENOUGH_TIMEOUT_S", 0.0)
+    rates = [1.0] * 5
+    plan = plan_groups(CLUSTER, 2, 5, rates)
+    planner = RoundPlanner(CLUSTER, plan, rates, None, min_nodes=4)
+    grid = QueriedGrid(dict(enumerate(PLACES)))
+    assert len(planner.plan_round(grid, None).participants) == 5
+    gone = [grid.statuses.pop(node) for node in (0, 1)]
+    with pytest.raises(TrainingFailed, match=r"3 nodes left of min_nodes = 4"):
+        planner.plan_round(grid, None)
+    grid.statuses[0] = gone[0]
+    assert len(planner.plan_round(grid, None).participants) == 4

@@ -27,8 +27,8 @@ from socflower.edgecloud.half_protocols import Weights
 from socflower.edgecloud.split_program import Arrays, PlacedHalf, SplitProgram, without_prefix
 from socflower.edgecloud.stream.frames import SplitRefused
 from socflower.errors import ConfigError
+from socflower.peers.stream import StreamLost
 from socflower.plain_numbers import plain_numbers
-from socflower.wire.resumable_channel import StreamLost
 from socflower.wire.split_message_keys import JOINED, OWN, TURNS, SplitTask
 
 CloudDataFn: TypeAlias = Callable[[int, int], Any]

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from logging import getLogger
 from pathlib import Path
-from threading import Lock, Thread, Timer
+from threading import Lock, Timer
 from typing import Any, TypeVar
 
 import grpc
@@ -21,8 +21,10 @@ from socflower.edgecloud.stream.credentials import (
     run_of,
     run_token,
 )
-from socflower.edgecloud.stream.frames import Limits, SplitChannel, SplitRefused, StartOver
+from socflower.edgecloud.stream.frames import Limits, SplitRefused, StartOver
 from socflower.errors import SocflowerError
+from socflower.peers.connections import serve
+from socflower.peers.stream import end_frame
 from socflower.wire.arrays import MalformedBytes, pack_arrays
 from socflower.wire.authentication import ServerAuthentication, caller_of
 from socflower.wire.framing import (
@@ -247,23 +249,20 @@ class CloudService:
         except StartOver:
             yield _refusal(wire.Refusal.START_OVER, "join again")
             return
-        channel = admitted.channel
-        stream_id = admitted.stream_id
-        context.add_callback(lambda: channel.detach(stream_id))
-        refusals: list[str] = []
-        reading = (channel, stream_id, messages, refusals)
-        Thread(target=self._read_frames, args=reading, daemon=True).start()
-        yield wire.Frame(welcome=admitted.welcome).SerializeToString()
-        for frame in channel.frames(stream_id):
-            yield frame.SerializeToString()
-        if refusals:
-            text = f"{sends} {refusals[0]}"
+        channel, connection = admitted.channel, admitted.connection
+        context.add_callback(lambda: channel.detach(connection))
+
+        def on_malformed(malformed: MalformedBytes) -> bytes:
+            text = f"{sends} {malformed}"
             self._log_refusal(context.peer(), "a stream", f"{text}; the run is unharmed")
-            yield _refusal(wire.Refusal.REFUSED, text)
-        elif isinstance(channel.failure, StartOver):
-            yield _refusal(wire.Refusal.START_OVER, "join again")
+            return _refusal(wire.Refusal.REFUSED, text)
+
+        yield wire.Frame(welcome=admitted.welcome).SerializeToString()
+        yield from serve(channel, connection, messages, on_malformed)
+        if isinstance(channel.failure, StartOver):
+            yield end_frame(_refusal(wire.Refusal.START_OVER, "join again"))
         elif channel.failure is not None:
-            yield _refusal(wire.Refusal.REFUSED, str(channel.failure))
+            yield end_frame(_refusal(wire.Refusal.REFUSED, str(channel.failure)))
 
     def _read_hello(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> wire.Hello:
         timer = Timer(_HELLO_S, context.cancel)
@@ -282,23 +281,6 @@ class CloudService:
         if kind != "hello":
             raise MalformedBytes(f"a {kind} instead of a greeting")
         return frame.hello
-
-    def _read_frames(
-        self,
-        channel: SplitChannel,
-        stream_id: int,
-        messages: Iterator[bytes],
-        refusals: list[str],
-    ) -> None:
-        try:
-            for message in messages:
-                channel.on_frame(stream_id, self._parse_frame(message))
-        except MalformedBytes as refused:
-            refusals.append(str(refused))
-        # gRPC raises a bare exception if the stream breaks off.
-        except Exception:
-            pass
-        channel.detach(stream_id)
 
     def _parse_frame(self, message: bytes) -> wire.Frame:
         check_size(len(message), "a frame", LARGEST_FRAME_BYTES)

@@ -13,6 +13,7 @@ from socflower.edgecloud.half_protocols import Weights
 from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.credentials import OPERATOR, PLAIN_TEXT, check_token, run_token
 from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, SplitRefused
+from socflower.peers.stream import StreamLost
 from socflower.plain_numbers import plain_numbers
 from socflower.wire.arrays import MalformedBytes, pack_arrays, unpack_arrays
 from socflower.wire.authentication import ClientAuthentication
@@ -23,7 +24,6 @@ from socflower.wire.framing import (
     body_num_bytes,
     parts_of,
 )
-from socflower.wire.resumable_channel import StreamLost
 from socflower.wire.secure_channel import (
     Address,
     PeerNotTrusted,

@@ -20,15 +20,15 @@ from socflower.edgecloud.runtime.half_state import HalfState, LoopReport
 from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.frames import (
     Limits,
-    SplitChannel,
     SplitMessages,
     SplitRefused,
+    SplitStream,
     StartOver,
     check_version,
 )
 from socflower.errors import SocflowerError
+from socflower.peers.stream import Traffic
 from socflower.wire.arrays import MalformedBytes
-from socflower.wire.resumable_channel import Traffic
 
 _POLL_S = 0.5
 _LARGEST_BATCH = 1 << 40
@@ -76,8 +76,8 @@ class _WaitingEdge:
 class Admitted:
     """The channel and the greeting with which an edge's stream continues."""
 
-    channel: SplitChannel
-    stream_id: int
+    channel: SplitStream
+    connection: int
     welcome: wire.Welcome
 
 
@@ -87,7 +87,7 @@ class _Training:
 
     epoch_id: str
     connection_ids: list[str]
-    channels: list[SplitChannel]
+    channels: list[SplitStream]
 
 
 class CloudSession:
@@ -217,7 +217,7 @@ class CloudSession:
         if channel.failure is not None:
             raise channel.failure
         try:
-            stream_id = channel.attach(
+            connection = channel.attach(
                 received=hello.received, used=hello.used, credit_bytes=hello.credit_bytes
             )
         except MalformedBytes as refused:
@@ -230,7 +230,7 @@ class CloudSession:
             credit_bytes=self._limits.credit_bytes,
             cut=self._state.half.cut,
         )
-        return Admitted(channel=channel, stream_id=stream_id, welcome=welcome)
+        return Admitted(channel=channel, connection=connection, welcome=welcome)
 
     def _end_training(self, newcomer: wire.Hello) -> None:
         """Make all training edges start over, except an edge that was replaced, which must not reconnect."""
@@ -299,7 +299,7 @@ class CloudSession:
                 **asdict(traffic),
             }
 
-    def _channels(self) -> list[SplitChannel]:
+    def _channels(self) -> list[SplitStream]:
         return self._training.channels if self._training else []
 
     def close(self, why: Exception, timeout_s: float = 10.0) -> None:
@@ -404,7 +404,7 @@ class CloudSession:
             [f"party {party}" for party in range(len(edges))] if len(edges) > 1 else ["the edge"]
         )
         channels = [
-            SplitChannel(
+            SplitStream(
                 name,
                 SplitMessages(self._limits),
                 limits=self._limits,
@@ -416,11 +416,11 @@ class CloudSession:
         return _Training(secrets.token_hex(8), connection_ids, channels)
 
     def _welcome(
-        self, hello: wire.Hello, channel: SplitChannel, place: SplitCheckpoint, restore_codec: bool
+        self, hello: wire.Hello, channel: SplitStream, place: SplitCheckpoint, restore_codec: bool
     ) -> Admitted:
         assert self._training is not None
         credit_bytes = max(1, hello.credit_bytes)
-        stream_id = channel.attach(received=0, used=0, credit_bytes=credit_bytes)
+        connection = channel.attach(received=0, used=0, credit_bytes=credit_bytes)
         welcome = wire.Welcome(
             epoch_id=self._training.epoch_id,
             start=wire.Checkpoint(**asdict(place)),
@@ -428,7 +428,7 @@ class CloudSession:
             credit_bytes=self._limits.credit_bytes,
             cut=self._state.half.cut,
         )
-        return Admitted(channel=channel, stream_id=stream_id, welcome=welcome)
+        return Admitted(channel=channel, connection=connection, welcome=welcome)
 
 
 def _span(hello: wire.Hello) -> str:

@@ -13,8 +13,8 @@ from socflower.edgecloud.stream.frames import (
     Mark,
     Message,
     Recut,
-    SplitChannel,
     SplitRefused,
+    SplitStream,
 )
 from socflower.wire.codecs.quantisation import EncodedTensor, encode
 
@@ -30,7 +30,7 @@ class BackLoop:
     """
 
     def __init__(
-        self, state: HalfState[BackHalf], channels: Sequence[SplitChannel], *, joined: bool = False
+        self, state: HalfState[BackHalf], channels: Sequence[SplitStream], *, joined: bool = False
     ) -> None:
         self._state = state
         self._half = state.half
@@ -191,6 +191,6 @@ def _name(message: Message) -> str:
     return f"a {type(message).__name__.lower()}"
 
 
-def unexpected(channel: SplitChannel, message: Message, wanted: str) -> SplitRefused:
+def unexpected(channel: SplitStream, message: Message, wanted: str) -> SplitRefused:
     """Return the error for a message other than the next one."""
     return SplitRefused(f"{channel.peer} sends {_name(message)}, but {wanted} is next")

@@ -3,11 +3,10 @@
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from queue import SimpleQueue
 from threading import Event, Thread, Timer
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -18,16 +17,17 @@ from socflower.edgecloud.stream.credentials import PLAIN_TEXT, check_token, run_
 from socflower.edgecloud.stream.frames import (
     PROTOCOL_VERSION,
     Limits,
-    SplitChannel,
     SplitMessages,
     SplitRefused,
+    SplitStream,
     StartOver,
 )
 from socflower.errors import ConfigError
+from socflower.peers.connections import DialledCall, always
+from socflower.peers.stream import StreamLost
 from socflower.wire.arrays import MalformedBytes
 from socflower.wire.authentication import ClientAuthentication
 from socflower.wire.framing import LARGEST_FRAME_BYTES
-from socflower.wire.resumable_channel import StreamLost
 from socflower.wire.secure_channel import (
     Address,
     HandlerFailed,
@@ -63,23 +63,6 @@ class JoinTerms:
     start: SplitCheckpoint
     restore_codec: bool
     cut: int
-
-
-_Outgoing: TypeAlias = "SimpleQueue[tuple[SplitChannel, int] | None]"
-
-
-@dataclass(slots=True)
-class _Call:
-    """One attempt: a gRPC call, its channel, and a queue with the channel and stream to send after the hello."""
-
-    grpc_channel: grpc.Channel
-    replies: Any
-    outgoing: "_Outgoing"
-
-    def end(self) -> None:
-        self.outgoing.put(None)
-        self.replies.cancel()
-        self.grpc_channel.close()
 
 
 class EdgeConnection:
@@ -130,7 +113,7 @@ class EdgeConnection:
         self._patience_s = patience_s
         self._connection_id = secrets.token_hex(8)
         self._closed = Event()
-        self._channel: SplitChannel | None = None
+        self._channel: SplitStream | None = None
         # Not part of the training: it only keeps many edges from dialling at the same time after an outage.
         self._jitter = random.Random()
 
@@ -141,7 +124,7 @@ class EdgeConnection:
         first_batch: int,
         num_batches: int,
         checkpoints: Sequence[SplitCheckpoint],
-    ) -> tuple[SplitChannel, JoinTerms]:
+    ) -> tuple[SplitStream, JoinTerms]:
         """Wait for all parties; return a channel to the cloud's half and where the span begins.
 
         `checkpoints` are those from which this side can start. The channel reconnects until it is ended by
@@ -159,13 +142,14 @@ class EdgeConnection:
             checkpoints=[wire.Checkpoint(**asdict(place)) for place in checkpoints],
         )
         call, welcome = self._dial_until(hello, lambda: False)
-        channel = SplitChannel(
+        channel = SplitStream(
             self._cloud,
             SplitMessages(self._limits),
             limits=self._limits,
             patience_s=self._patience_s,
+            end_error=self._end_error,
         )
-        stream_id = _attach(call, channel, welcome)
+        connection = _attach(call, channel, welcome)
         self._channel = channel
         if self._closed.is_set():
             self.close()
@@ -173,7 +157,7 @@ class EdgeConnection:
         resuming.CopyFrom(hello)
         resuming.ClearField("checkpoints")
         resuming.epoch_id = welcome.epoch_id
-        reader = (call, channel, stream_id, resuming)
+        reader = (call, channel, connection, resuming)
         Thread(
             target=self._maintain,
             args=reader,
@@ -188,7 +172,7 @@ class EdgeConnection:
             start=start,
         )
 
-    def end_channel(self, channel: SplitChannel) -> None:
+    def end_channel(self, channel: SplitStream) -> None:
         """End a channel, after waiting a moment for sent messages to arrive if nothing has failed."""
         if channel.failure is None:
             channel.flush(_FLUSH_TIMEOUT_S)
@@ -206,18 +190,12 @@ class EdgeConnection:
     # ------------------------------------------------------------------------------------------------------- inside
 
     def _maintain(
-        self, call: _Call, channel: SplitChannel, stream_id: int, resuming: wire.Hello
+        self, call: DialledCall, channel: SplitStream, connection: int, resuming: wire.Hello
     ) -> None:
-        """Read a channel's streams, one after the other, until it fails or is ended."""
+        """Read a channel's connections, one after the other, until it fails or is ended."""
         while True:
-            ending = (call, channel, stream_id)
-            Thread(
-                target=self._end_call_on_detach,
-                args=ending,
-                daemon=True,
-            ).start()
-            failure = self._read_stream(call, channel, stream_id)
-            channel.detach(stream_id)
+            failure = self._read(call, channel, connection)
+            channel.detach(connection)
             call.end()
             if failure is not None:
                 channel.fail(failure)
@@ -226,7 +204,7 @@ class EdgeConnection:
             try:
                 resuming.received, resuming.used = channel.received_and_used()
                 call, welcome = self._dial_until(resuming, lambda: channel.failure is not None)
-                stream_id = _attach(call, channel, welcome)
+                connection = _attach(call, channel, welcome)
             except (SplitRefused, StreamLost, StartOver) as error:
                 channel.fail(error)
                 return
@@ -235,31 +213,11 @@ class EdgeConnection:
                 channel.fail(SplitRefused(f"{self._cloud} resumes with {error}"))
                 return
 
-    def _end_call_on_detach(
-        self,
-        call: _Call,
-        channel: SplitChannel,
-        stream_id: int,
-    ) -> None:
-        """End a call when its stream is detached, even while its reader is waiting."""
-        channel.wait_detached(stream_id)
-        call.end()
-
-    def _read_stream(
-        self,
-        call: _Call,
-        channel: SplitChannel,
-        stream_id: int,
-    ) -> Exception | None:
-        """Read a stream to its end; return the error if dialling again would not help, or None."""
+    def _read(self, call: DialledCall, channel: SplitStream, connection: int) -> Exception | None:
+        """Read a connection to its end; return the error if dialling again would not help, or None."""
         try:
-            for content in call.replies:
-                if self._down is not None and not self._down.wait(len(content)):
-                    return None
-                frame = self._parse(content)
-                if frame.WhichOneof("kind") == "refusal":
-                    return self._refusal_error(frame.refusal)
-                channel.on_frame(stream_id, frame)
+            call.read(channel, connection)
+            return None if channel.peer_end is None else self._end_error(channel.peer_end)
         except grpc.RpcError as error:
             return self._fatal_error(error)
         except MalformedBytes as refused:
@@ -268,11 +226,10 @@ class EdgeConnection:
             return SplitRefused(f"{self._cloud}: {refused}")
         except SplitRefused as refused:
             return refused
-        return None
 
     def _dial_until(
         self, hello: wire.Hello, is_over: Callable[[], bool]
-    ) -> tuple[_Call, wire.Welcome]:
+    ) -> tuple[DialledCall, wire.Welcome]:
         """Dial until the cloud answers, and return its welcome; `StreamLost` after `give_up_s` without."""
         began_s = time.monotonic()
         pause_s = _FIRST_PAUSE_S
@@ -296,43 +253,30 @@ class EdgeConnection:
             f"run {self.run_id}: {self._cloud} is out of reach, after trying for {tried_s:.0f} s ({why})"
         )
 
-    def _dial(self, hello: wire.Hello) -> _Call:
-        grpc_channel = open_channel(
+    def _dial(self, hello: wire.Hello) -> DialledCall:
+        channel = open_channel(
             self.address,
             self._credentials,
             heartbeat_s=self._heartbeat_s,
             max_message_bytes=4 * LARGEST_FRAME_BYTES,
         )
-        outgoing: _Outgoing = SimpleQueue()
-        caller = run_caller(self.run_id)
         tls = self._credentials is not None
-        authenticated = ClientAuthentication(
-            caller,
-            self._token,
-            tls=tls,
-        ).on(grpc_channel)
-        messages = self._messages(wire.Frame(hello=hello), outgoing)
-        return _Call(grpc_channel, authenticated.stream_stream(_METHOD)(messages), outgoing)
+        authentication = ClientAuthentication(run_caller(self.run_id), self._token, tls=tls)
+        return DialledCall(
+            authentication.on(channel).stream_stream(_METHOD),
+            wire.Frame(hello=hello).SerializeToString(),
+            up=self._up.wait if self._up is not None else always,
+            down=self._down.wait if self._down is not None else always,
+            and_then=channel.close,
+        )
 
-    def _messages(self, hello: wire.Frame, outgoing: "_Outgoing") -> Iterator[bytes]:
-        yield hello.SerializeToString()
-        following = outgoing.get()
-        if following is None:
-            return
-        channel, stream_id = following
-        for frame in channel.frames(stream_id):
-            content = frame.SerializeToString()
-            if self._up is not None and not self._up.wait(len(content)):
-                return
-            yield content
-
-    def _welcome(self, call: _Call) -> wire.Welcome:
+    def _welcome(self, call: DialledCall) -> wire.Welcome:
         # The cloud limits the wait for other parties; this timer is for a peer that does not answer at all.
-        timer = Timer(self._patience_s, call.replies.cancel)
+        timer = Timer(self._patience_s, call.end)
         timer.daemon = True
         timer.start()
         try:
-            frame = self._parse(next(call.replies))
+            frame = self._parse(call.answer())
         except StopIteration:
             raise StreamLost("it hung up") from None
         except grpc.RpcError as error:
@@ -356,6 +300,13 @@ class EdgeConnection:
         except DecodeError:
             raise SplitRefused(f"{self._cloud} sends bytes that are no frame") from None
 
+    def _end_error(self, reason: bytes) -> Exception:
+        """Return the error for the reason with which the cloud has ended a channel."""
+        try:
+            return self._refusal_error(wire.Frame.FromString(reason).refusal)
+        except DecodeError:
+            return SplitRefused(f"{self._cloud} ends a stream with bytes that are no frame")
+
     def _refusal_error(self, refusal: wire.Refusal) -> Exception:
         if refusal.code == wire.Refusal.START_OVER:
             return StartOver()
@@ -370,10 +321,11 @@ class EdgeConnection:
         return SplitRefused(str(failure)) if is_final else None
 
 
-def _attach(call: _Call, channel: SplitChannel, welcome: wire.Welcome) -> int:
-    """Let a channel send and receive over a call; return the id of the stream."""
-    stream_id = channel.attach(
-        received=welcome.received, used=welcome.used, credit_bytes=max(1, welcome.credit_bytes)
+def _attach(call: DialledCall, channel: SplitStream, welcome: wire.Welcome) -> int:
+    """Let a channel send and receive over a call; return the id of the connection."""
+    return call.attach(
+        channel,
+        received=welcome.received,
+        used=welcome.used,
+        credit_bytes=max(1, welcome.credit_bytes),
     )
-    call.outgoing.put((channel, stream_id))
-    return stream_id

@@ -21,13 +21,13 @@ from socflower.edgecloud.stream.frames import (
     Mark,
     Message,
     Recut,
-    SplitChannel,
     SplitRefused,
+    SplitStream,
     digest_of_ids,
 )
 from socflower.errors import ConfigError, require_range
+from socflower.peers.stream import SentMessage
 from socflower.wire.codecs.quantisation import decode
-from socflower.wire.resumable_channel import SentMessage
 
 # In a report.
 _MAX_TRANSFERS = 100_000
@@ -135,7 +135,7 @@ class FrontLoop:
     def __init__(
         self,
         state: HalfState[FrontHalf],
-        channel: SplitChannel,
+        channel: SplitStream,
         plan: FrontPlan,
     ) -> None:
         self._state = state

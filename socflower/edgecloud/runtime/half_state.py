@@ -11,7 +11,7 @@ from typing import Generic, Literal, TypeVar
 from socflower.edgecloud.half_protocols import Half
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.checkpoints import CheckpointStore, SavedHalf, SplitCheckpoint
-from socflower.wire.resumable_channel import SentMessage, Traffic
+from socflower.peers.stream import SentMessage, Traffic
 
 HalfT = TypeVar("HalfT", bound=Half)
 

@@ -12,9 +12,9 @@ from socflower.edgecloud.runtime.checkpoints import CheckpointStore
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
 from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan
 from socflower.edgecloud.runtime.half_state import HalfState, LoopReport
-from socflower.edgecloud.stream.frames import SplitChannel, SplitRefused, StartOver
+from socflower.edgecloud.stream.frames import SplitRefused, SplitStream, StartOver
 from socflower.errors import require_range
-from socflower.wire.resumable_channel import StreamLost
+from socflower.peers.stream import StreamLost
 
 _PAUSE_S = 0.1
 
@@ -91,14 +91,14 @@ def _train(
     connection: EdgeConnection,
     state: HalfState[Any],
     span: BatchSpan,
-    drive: Callable[[SplitChannel, int], None],
+    drive: Callable[[SplitStream, int], None],
     *,
     front: bool,
 ) -> LoopReport:
     """Join and drive the half from the agreed checkpoint on, again after every `StartOver`."""
     report = state.report
     while True:
-        channel: SplitChannel | None = None
+        channel: SplitStream | None = None
         try:
             channel, terms = connection.join(
                 front=front,

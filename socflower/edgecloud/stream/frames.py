@@ -20,6 +20,7 @@ from socflower.edgecloud.half_protocols import Labels, Weights
 from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.errors import ConfigError, SocflowerError
 from socflower.field_rules import checked
+from socflower.peers.stream import ChannelLimits, Stream
 from socflower.wire.arrays import (
     MalformedBytes,
     array_from_bytes,
@@ -33,9 +34,8 @@ from socflower.wire.arrays import (
 from socflower.wire.codecs.delta_coding import DeltaMessage
 from socflower.wire.codecs.quantisation import BITS, EncodedTensor, Grouping
 from socflower.wire.framing import check_size
-from socflower.wire.resumable_channel import ChannelLimits, FrameChannel
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Increased whenever an older peer would misunderstand a newer one."""
 
 
@@ -117,7 +117,7 @@ class Goodbye:
 
 
 Message: TypeAlias = Features | GradientFrame | Recut | Mark | Goodbye
-SplitChannel: TypeAlias = FrameChannel[Message]
+SplitStream: TypeAlias = Stream[Message]
 
 
 @checked
@@ -135,8 +135,6 @@ def digest_of_ids(sample_ids: NDArray[np.int64]) -> bytes:
 
 class SplitMessages:
     """The messages of split training for a channel with these limits."""
-
-    frame = wire.Frame
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits

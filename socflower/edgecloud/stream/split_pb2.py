@@ -22,62 +22,61 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from socflower.wire import framing_pb2 as socflower_dot_wire_dot_framing__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&socflower/edgecloud/stream/split.proto\x12\x0fsocflower.split\x1a\x1csocflower/wire/framing.proto\"\xb1\x01\n\x07Opening\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x13\n\x0bnum_parties\x18\x05 \x01(\r\x12\x0e\n\x06joined\x18\x06 \x01(\x08\x12\x0f\n\x07reverse\x18\x07 \x01(\x08\x12\x10\n\x08settings\x18\x08 \x01(\t\x12\x11\n\tnum_bytes\x18\t \x01(\x04\x12\x0f\n\x07replace\x18\n \x01(\x08J\x04\x08\x03\x10\x04\"C\n\x08OpenPart\x12)\n\x07opening\x18\x01 \x01(\x0b\x32\x18.socflower.split.Opening\x12\x0c\n\x04part\x18\x02 \x01(\x0c\"\x08\n\x06Opened\"3\n\x0c\x46\x65tchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0bwhole_state\x18\x02 \x01(\x08\";\n\tFetchPart\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04part\x18\x03 \x01(\x0c\".\n\x0c\x43loseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06\x66orget\x18\x02 \x01(\x08\"\x08\n\x06\x43losed\"\x1f\n\rStatusRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x1f\n\x0bStatusReply\x12\x10\n\x08sessions\x18\x01 \x01(\t\"\xe8\x01\n\x05\x46rame\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.socflower.split.HelloH\x00\x12+\n\x07welcome\x18\x02 \x01(\x0b\x32\x18.socflower.split.WelcomeH\x00\x12+\n\x07refusal\x18\x03 \x01(\x0b\x32\x18.socflower.split.RefusalH\x00\x12+\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x19.socflower.framing.CreditH\x00\x12\'\n\x04part\x18\x05 \x01(\x0b\x32\x17.socflower.framing.PartH\x00\x42\x06\n\x04kind\"-\n\nCheckpoint\x12\x10\n\x08\x65poch_id\x18\x01 \x01(\t\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x04\"\x86\x02\n\x05Hello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\r\n\x05party\x18\x03 \x01(\r\x12\x15\n\rconnection_id\x18\x04 \x01(\t\x12\r\n\x05\x66ront\x18\x05 \x01(\x08\x12\x13\n\x0b\x66irst_batch\x18\x06 \x01(\x04\x12\x13\n\x0bnum_batches\x18\x07 \x01(\x04\x12\x30\n\x0b\x63heckpoints\x18\x08 \x03(\x0b\x32\x1b.socflower.split.Checkpoint\x12\x10\n\x08\x65poch_id\x18\t \x01(\t\x12\x10\n\x08received\x18\n \x01(\x04\x12\x0c\n\x04used\x18\x0b \x01(\x04\x12\x14\n\x0c\x63redit_bytes\x18\x0c \x01(\x04\"\xa1\x01\n\x07Welcome\x12\x10\n\x08\x65poch_id\x18\x01 \x01(\t\x12*\n\x05start\x18\x02 \x01(\x0b\x32\x1b.socflower.split.Checkpoint\x12\x15\n\rrestore_codec\x18\x03 \x01(\x08\x12\x10\n\x08received\x18\x04 \x01(\x04\x12\x0c\n\x04used\x18\x05 \x01(\x04\x12\x14\n\x0c\x63redit_bytes\x18\x06 \x01(\x04\x12\x0b\n\x03\x63ut\x18\x07 \x01(\r\"i\n\x07Refusal\x12+\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1d.socflower.split.Refusal.Code\x12\x0c\n\x04text\x18\x02 \x01(\t\"#\n\x04\x43ode\x12\x0b\n\x07REFUSED\x10\x00\x12\x0e\n\nSTART_OVER\x10\x01\"\xbc\x01\n\x04Head\x12)\n\x06tensor\x18\x02 \x01(\x0b\x32\x17.socflower.split.TensorH\x00\x12\'\n\x05recut\x18\x03 \x01(\x0b\x32\x16.socflower.split.RecutH\x00\x12%\n\x04mark\x18\x04 \x01(\x0b\x32\x15.socflower.split.MarkH\x00\x12+\n\x07goodbye\x18\x05 \x01(\x0b\x32\x18.socflower.split.GoodbyeH\x00\x42\x06\n\x04kindJ\x04\x08\x01\x10\x02\"\xfa\x01\n\x06Tensor\x12\x10\n\x08gradient\x18\x01 \x01(\x08\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x04\x12\x0b\n\x03\x63ut\x18\x03 \x01(\r\x12\'\n\x05plain\x18\x04 \x01(\x0b\x32\x18.socflower.split.Encoded\x12\x0c\n\x04loss\x18\x05 \x01(\x01\x12\x13\n\x0b\x61nswer_bits\x18\x06 \x01(\r\x12\x12\n\nids_digest\x18\x07 \x01(\x0c\x12&\n\x06labels\x18\x08 \x03(\x0b\x32\x16.socflower.split.Block\x12%\n\x05\x64\x65lta\x18\t \x01(\x0b\x32\x16.socflower.split.Delta\x12\x13\n\x0blabels_form\x18\n \x01(\t\"T\n\x07\x45ncoded\x12\x0c\n\x04\x62its\x18\x01 \x01(\r\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x0b\n\x03low\x18\x03 \x03(\x01\x12\x0c\n\x04high\x18\x04 \x03(\x01\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"\xb3\x01\n\x05\x44\x65lta\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\'\n\x05\x66irst\x18\x03 \x01(\x0b\x32\x18.socflower.split.Encoded\x12(\n\x06\x63hange\x18\x04 \x01(\x0b\x32\x18.socflower.split.Encoded\x12\x0f\n\x07num_ids\x18\x05 \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x06 \x01(\x04\x12\x11\n\tby_sample\x18\x07 \x01(\x08\"+\n\x05\x42lock\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04J\x04\x08\x01\x10\x02\"#\n\x05Recut\x12\x0b\n\x03\x63ut\x18\x01 \x01(\r\x12\r\n\x05gives\x18\x02 \x01(\x08\"\"\n\x04Mark\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12\x0b\n\x03\x63ut\x18\x02 \x01(\r\"\t\n\x07Goodbye2\xd1\x02\n\x05Split\x12<\n\x04Open\x12\x19.socflower.split.OpenPart\x1a\x17.socflower.split.Opened(\x01\x12;\n\x05Train\x12\x16.socflower.split.Frame\x1a\x16.socflower.split.Frame(\x01\x30\x01\x12\x44\n\x05\x46\x65tch\x12\x1d.socflower.split.FetchRequest\x1a\x1a.socflower.split.FetchPart0\x01\x12?\n\x05\x43lose\x12\x1d.socflower.split.CloseRequest\x1a\x17.socflower.split.Closed\x12\x46\n\x06Status\x12\x1e.socflower.split.StatusRequest\x1a\x1c.socflower.split.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&socflower/edgecloud/stream/split.proto\x12\x0fsocflower.split\"\xb1\x01\n\x07Opening\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x13\n\x0bnum_parties\x18\x05 \x01(\r\x12\x0e\n\x06joined\x18\x06 \x01(\x08\x12\x0f\n\x07reverse\x18\x07 \x01(\x08\x12\x10\n\x08settings\x18\x08 \x01(\t\x12\x11\n\tnum_bytes\x18\t \x01(\x04\x12\x0f\n\x07replace\x18\n \x01(\x08J\x04\x08\x03\x10\x04\"C\n\x08OpenPart\x12)\n\x07opening\x18\x01 \x01(\x0b\x32\x18.socflower.split.Opening\x12\x0c\n\x04part\x18\x02 \x01(\x0c\"\x08\n\x06Opened\"3\n\x0c\x46\x65tchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0bwhole_state\x18\x02 \x01(\x08\";\n\tFetchPart\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04part\x18\x03 \x01(\x0c\".\n\x0c\x43loseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06\x66orget\x18\x02 \x01(\x08\"\x08\n\x06\x43losed\"\x1f\n\rStatusRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x1f\n\x0bStatusReply\x12\x10\n\x08sessions\x18\x01 \x01(\t\"\x9e\x01\n\x05\x46rame\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.socflower.split.HelloH\x00\x12+\n\x07welcome\x18\x02 \x01(\x0b\x32\x18.socflower.split.WelcomeH\x00\x12+\n\x07refusal\x18\x03 \x01(\x0b\x32\x18.socflower.split.RefusalH\x00\x42\x06\n\x04kindJ\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06\"-\n\nCheckpoint\x12\x10\n\x08\x65poch_id\x18\x01 \x01(\t\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x04\"\x86\x02\n\x05Hello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\r\n\x05party\x18\x03 \x01(\r\x12\x15\n\rconnection_id\x18\x04 \x01(\t\x12\r\n\x05\x66ront\x18\x05 \x01(\x08\x12\x13\n\x0b\x66irst_batch\x18\x06 \x01(\x04\x12\x13\n\x0bnum_batches\x18\x07 \x01(\x04\x12\x30\n\x0b\x63heckpoints\x18\x08 \x03(\x0b\x32\x1b.socflower.split.Checkpoint\x12\x10\n\x08\x65poch_id\x18\t \x01(\t\x12\x10\n\x08received\x18\n \x01(\x04\x12\x0c\n\x04used\x18\x0b \x01(\x04\x12\x14\n\x0c\x63redit_bytes\x18\x0c \x01(\x04\"\xa1\x01\n\x07Welcome\x12\x10\n\x08\x65poch_id\x18\x01 \x01(\t\x12*\n\x05start\x18\x02 \x01(\x0b\x32\x1b.socflower.split.Checkpoint\x12\x15\n\rrestore_codec\x18\x03 \x01(\x08\x12\x10\n\x08received\x18\x04 \x01(\x04\x12\x0c\n\x04used\x18\x05 \x01(\x04\x12\x14\n\x0c\x63redit_bytes\x18\x06 \x01(\x04\x12\x0b\n\x03\x63ut\x18\x07 \x01(\r\"i\n\x07Refusal\x12+\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1d.socflower.split.Refusal.Code\x12\x0c\n\x04text\x18\x02 \x01(\t\"#\n\x04\x43ode\x12\x0b\n\x07REFUSED\x10\x00\x12\x0e\n\nSTART_OVER\x10\x01\"\xbc\x01\n\x04Head\x12)\n\x06tensor\x18\x02 \x01(\x0b\x32\x17.socflower.split.TensorH\x00\x12\'\n\x05recut\x18\x03 \x01(\x0b\x32\x16.socflower.split.RecutH\x00\x12%\n\x04mark\x18\x04 \x01(\x0b\x32\x15.socflower.split.MarkH\x00\x12+\n\x07goodbye\x18\x05 \x01(\x0b\x32\x18.socflower.split.GoodbyeH\x00\x42\x06\n\x04kindJ\x04\x08\x01\x10\x02\"\xfa\x01\n\x06Tensor\x12\x10\n\x08gradient\x18\x01 \x01(\x08\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x04\x12\x0b\n\x03\x63ut\x18\x03 \x01(\r\x12\'\n\x05plain\x18\x04 \x01(\x0b\x32\x18.socflower.split.Encoded\x12\x0c\n\x04loss\x18\x05 \x01(\x01\x12\x13\n\x0b\x61nswer_bits\x18\x06 \x01(\r\x12\x12\n\nids_digest\x18\x07 \x01(\x0c\x12&\n\x06labels\x18\x08 \x03(\x0b\x32\x16.socflower.split.Block\x12%\n\x05\x64\x65lta\x18\t \x01(\x0b\x32\x16.socflower.split.Delta\x12\x13\n\x0blabels_form\x18\n \x01(\t\"T\n\x07\x45ncoded\x12\x0c\n\x04\x62its\x18\x01 \x01(\r\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x0b\n\x03low\x18\x03 \x03(\x01\x12\x0c\n\x04high\x18\x04 \x03(\x01\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"\xb3\x01\n\x05\x44\x65lta\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\'\n\x05\x66irst\x18\x03 \x01(\x0b\x32\x18.socflower.split.Encoded\x12(\n\x06\x63hange\x18\x04 \x01(\x0b\x32\x18.socflower.split.Encoded\x12\x0f\n\x07num_ids\x18\x05 \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x06 \x01(\x04\x12\x11\n\tby_sample\x18\x07 \x01(\x08\"+\n\x05\x42lock\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04J\x04\x08\x01\x10\x02\"#\n\x05Recut\x12\x0b\n\x03\x63ut\x18\x01 \x01(\r\x12\r\n\x05gives\x18\x02 \x01(\x08\"\"\n\x04Mark\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12\x0b\n\x03\x63ut\x18\x02 \x01(\r\"\t\n\x07Goodbye2\xd1\x02\n\x05Split\x12<\n\x04Open\x12\x19.socflower.split.OpenPart\x1a\x17.socflower.split.Opened(\x01\x12;\n\x05Train\x12\x16.socflower.split.Frame\x1a\x16.socflower.split.Frame(\x01\x30\x01\x12\x44\n\x05\x46\x65tch\x12\x1d.socflower.split.FetchRequest\x1a\x1a.socflower.split.FetchPart0\x01\x12?\n\x05\x43lose\x12\x1d.socflower.split.CloseRequest\x1a\x17.socflower.split.Closed\x12\x46\n\x06Status\x12\x1e.socflower.split.StatusRequest\x1a\x1c.socflower.split.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'socflower.edgecloud.stream.split_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OPENING']._serialized_start=90
-  _globals['_OPENING']._serialized_end=267
-  _globals['_OPENPART']._serialized_start=269
-  _globals['_OPENPART']._serialized_end=336
-  _globals['_OPENED']._serialized_start=338
-  _globals['_OPENED']._serialized_end=346
-  _globals['_FETCHREQUEST']._serialized_start=348
-  _globals['_FETCHREQUEST']._serialized_end=399
-  _globals['_FETCHPART']._serialized_start=401
-  _globals['_FETCHPART']._serialized_end=460
-  _globals['_CLOSEREQUEST']._serialized_start=462
-  _globals['_CLOSEREQUEST']._serialized_end=508
-  _globals['_CLOSED']._serialized_start=510
-  _globals['_CLOSED']._serialized_end=518
-  _globals['_STATUSREQUEST']._serialized_start=520
-  _globals['_STATUSREQUEST']._serialized_end=551
-  _globals['_STATUSREPLY']._serialized_start=553
-  _globals['_STATUSREPLY']._serialized_end=584
-  _globals['_FRAME']._serialized_start=587
-  _globals['_FRAME']._serialized_end=819
-  _globals['_CHECKPOINT']._serialized_start=821
-  _globals['_CHECKPOINT']._serialized_end=866
-  _globals['_HELLO']._serialized_start=869
-  _globals['_HELLO']._serialized_end=1131
-  _globals['_WELCOME']._serialized_start=1134
-  _globals['_WELCOME']._serialized_end=1295
-  _globals['_REFUSAL']._serialized_start=1297
-  _globals['_REFUSAL']._serialized_end=1402
-  _globals['_REFUSAL_CODE']._serialized_start=1367
-  _globals['_REFUSAL_CODE']._serialized_end=1402
-  _globals['_HEAD']._serialized_start=1405
-  _globals['_HEAD']._serialized_end=1593
-  _globals['_TENSOR']._serialized_start=1596
-  _globals['_TENSOR']._serialized_end=1846
-  _globals['_ENCODED']._serialized_start=1848
-  _globals['_ENCODED']._serialized_end=1932
-  _globals['_DELTA']._serialized_start=1935
-  _globals['_DELTA']._serialized_end=2114
-  _globals['_BLOCK']._serialized_start=2116
-  _globals['_BLOCK']._serialized_end=2159
-  _globals['_RECUT']._serialized_start=2161
-  _globals['_RECUT']._serialized_end=2196
-  _globals['_MARK']._serialized_start=2198
-  _globals['_MARK']._serialized_end=2232
-  _globals['_GOODBYE']._serialized_start=2234
-  _globals['_GOODBYE']._serialized_end=2243
-  _globals['_SPLIT']._serialized_start=2246
-  _globals['_SPLIT']._serialized_end=2583
+  _globals['_OPENING']._serialized_start=60
+  _globals['_OPENING']._serialized_end=237
+  _globals['_OPENPART']._serialized_start=239
+  _globals['_OPENPART']._serialized_end=306
+  _globals['_OPENED']._serialized_start=308
+  _globals['_OPENED']._serialized_end=316
+  _globals['_FETCHREQUEST']._serialized_start=318
+  _globals['_FETCHREQUEST']._serialized_end=369
+  _globals['_FETCHPART']._serialized_start=371
+  _globals['_FETCHPART']._serialized_end=430
+  _globals['_CLOSEREQUEST']._serialized_start=432
+  _globals['_CLOSEREQUEST']._serialized_end=478
+  _globals['_CLOSED']._serialized_start=480
+  _globals['_CLOSED']._serialized_end=488
+  _globals['_STATUSREQUEST']._serialized_start=490
+  _globals['_STATUSREQUEST']._serialized_end=521
+  _globals['_STATUSREPLY']._serialized_start=523
+  _globals['_STATUSREPLY']._serialized_end=554
+  _globals['_FRAME']._serialized_start=557
+  _globals['_FRAME']._serialized_end=715
+  _globals['_CHECKPOINT']._serialized_start=717
+  _globals['_CHECKPOINT']._serialized_end=762
+  _globals['_HELLO']._serialized_start=765
+  _globals['_HELLO']._serialized_end=1027
+  _globals['_WELCOME']._serialized_start=1030
+  _globals['_WELCOME']._serialized_end=1191
+  _globals['_REFUSAL']._serialized_start=1193
+  _globals['_REFUSAL']._serialized_end=1298
+  _globals['_REFUSAL_CODE']._serialized_start=1263
+  _globals['_REFUSAL_CODE']._serialized_end=1298
+  _globals['_HEAD']._serialized_start=1301
+  _globals['_HEAD']._serialized_end=1489
+  _globals['_TENSOR']._serialized_start=1492
+  _globals['_TENSOR']._serialized_end=1742
+  _globals['_ENCODED']._serialized_start=1744
+  _globals['_ENCODED']._serialized_end=1828
+  _globals['_DELTA']._serialized_start=1831
+  _globals['_DELTA']._serialized_end=2010
+  _globals['_BLOCK']._serialized_start=2012
+  _globals['_BLOCK']._serialized_end=2055
+  _globals['_RECUT']._serialized_start=2057
+  _globals['_RECUT']._serialized_end=2092
+  _globals['_MARK']._serialized_start=2094
+  _globals['_MARK']._serialized_end=2128
+  _globals['_GOODBYE']._serialized_start=2130
+  _globals['_GOODBYE']._serialized_end=2139
+  _globals['_SPLIT']._serialized_start=2142
+  _globals['_SPLIT']._serialized_end=2479
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,3 @@
-from socflower.wire import framing_pb2 as _framing_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -84,18 +83,14 @@ class StatusReply(_message.Message):
     def __init__(self, sessions: _Optional[str] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("hello", "welcome", "refusal", "credit", "part")
+    __slots__ = ("hello", "welcome", "refusal")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
-    CREDIT_FIELD_NUMBER: _ClassVar[int]
-    PART_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     welcome: Welcome
     refusal: Refusal
-    credit: _framing_pb2.Credit
-    part: _framing_pb2.Part
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., credit: _Optional[_Union[_framing_pb2.Credit, _Mapping]] = ..., part: _Optional[_Union[_framing_pb2.Part, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
     __slots__ = ("epoch_id", "batch")

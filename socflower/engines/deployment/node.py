@@ -1,7 +1,8 @@
 """`socflower node`: runs a SuperNode, shows what it does, and ends it between two messages.
 
-SIGTERM, as from `systemctl stop`, drains the node: it completes the interval that it works on, leaves its group at the
-beginning of the next one, and ends once it has been idle for `_IDLE_S`. A second SIGTERM, or SIGINT, ends it at once.
+SIGTERM, as from `systemctl stop`, drains the node: it completes the interval that it works on, declines the next one,
+or says to a query that it is away, and ends when that is sent, or when nothing came for `_IDLE_S`. A second SIGTERM,
+or SIGINT, ends it at once.
 """
 
 import signal
@@ -32,6 +33,8 @@ SUPERNODE = "flower-supernode"
 _POLL_S = 0.2
 # A round's next message comes within Flower's polling interval of 3 s after the last reply has been fetched.
 _IDLE_S = 8.0
+# The SuperNode sends an answer within this time.
+_SEND_S = 2.0
 
 
 class Node:
@@ -40,7 +43,7 @@ class Node:
     def __init__(self, command: Sequence[str], folder: Path, *, drain_s: float) -> None:
         self._command, self._folder, self._drain_s = command, folder, drain_s
         self._process: subprocess.Popen[bytes] | None = None
-        # When draining began; None before.
+        # The Unix time at which draining began; None before.
         self._draining_since_s: float | None = None
         self._ends_now = False
 
@@ -72,7 +75,7 @@ class Node:
         if number == signal.SIGINT or self._draining_since_s is not None:
             self._ends_now = True
             return
-        self._draining_since_s = time.monotonic()
+        self._draining_since_s = time.time()
         file = drain_file(self._folder)
         assert file is not None
         file.touch()
@@ -83,14 +86,13 @@ class Node:
             return True
         if self._draining_since_s is None:
             return False
-        drained_s = time.monotonic() - self._draining_since_s
-        record = self.record
+        drained_s, record = time.time() - self._draining_since_s, self.record
         if record.working_since_s is not None:
             return drained_s >= self._drain_s
-        idle_s = drained_s
-        if record.answered_at_s is not None:
-            idle_s = min(idle_s, time.time() - record.answered_at_s)
-        return idle_s >= _IDLE_S
+        idle_s = min(drained_s, time.time() - (record.answered_at_s or 0.0))
+        # The strategy knows of the drain by the answer to a message that came after it.
+        has_told = record.began_at_s > self._draining_since_s
+        return idle_s >= (_SEND_S if has_told else _IDLE_S)
 
     @property
     def record(self) -> NodeRecord:

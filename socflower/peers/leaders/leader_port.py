@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from socflower.peers.transports.port import Admission, Caller, Handler, Reader, RingPort
-from socflower.peers.transports.stream import OutgoingStream
+from socflower.peers.connections import DialledCall
+from socflower.peers.transports.port import Admission, Admitted, Caller, Handler, RingPort
 from socflower.wire.secure_channel import PeerFailed, PeerNotReady, PeerRefused, PeerSilent
 
 # A prefix of methods, so that the group's own ring can use the same port.
@@ -45,8 +45,8 @@ class LeaderPort:
     def handle_stream(self, method: str, admission: Admission) -> None:
         """Accept other leaders' streams of `method` from now on, in place of an earlier admission."""
 
-        def admit(caller: Caller, opening: bytes) -> Reader:
-            return admission(self._as_group(caller), opening)
+        def admit(caller: Caller, greeting: bytes) -> Admitted:
+            return admission(self._as_group(caller), greeting)
 
         self._port.handle_stream(_PREFIX + method, admit)
 
@@ -59,10 +59,11 @@ class LeaderPort:
             ),
         )
 
-    def open_stream(self, rank: int, method: str, opening: bytes = b"") -> OutgoingStream:
-        """Return a stream that the leader of a group has accepted."""
+    def open_stream(self, rank: int, method: str, greeting: bytes) -> tuple[DialledCall, bytes]:
+        """Return a call that the leader of a group has accepted as a stream, and its answer."""
         return self._first_of(
-            rank, lambda participant: self._port.open_stream(participant, _PREFIX + method, opening)
+            rank,
+            lambda participant: self._port.open_stream(participant, _PREFIX + method, greeting),
         )
 
     def report_refused(self, peer: str, what: str) -> None:

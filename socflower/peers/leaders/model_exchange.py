@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
-from logging import INFO
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from numpy.typing import NDArray
 from socflower.hierarchy.averaging import first_non_finite
 from socflower.peers.collective import (
     Collective,
-    PeerLost,
     Poll,
     exchange_over,
     gather_json,
@@ -35,14 +33,13 @@ from socflower.peers.membership import (
     LeaderMembership,
     LeftOut,
     MemberState,
-    OthersDone,
 )
+from socflower.peers.session import ElasticSession, Role
 from socflower.peers.transports.grpc import GrpcRing
 from socflower.peers.transports.in_process import in_process_rings
 from socflower.peers.transports.port import CALL_LIMIT_BYTES, Caller, RingPort
 from socflower.peers.transports.tree import Place, grpc_tree, in_process_trees
 from socflower.wire.arrays import MalformedBytes, array_to_bytes, pack_arrays, unpack_arrays
-from socflower.wire.logs import log
 from socflower.wire.message_keys import RingTask
 from socflower.wire.secure_channel import PeerFailed
 
@@ -227,8 +224,10 @@ def _layout_digest(arrays: Mapping[str, _Array]) -> str:
     return hashlib.sha256(json.dumps(layout).encode()).hexdigest()
 
 
-class LeaderMeeting:
+class LeaderMeeting(Role[GroupsModel]):
     """One group's part in an exchange among the groups of a plan, on its own machine; used once."""
+
+    what = "leaders"
 
     def __init__(
         self,
@@ -243,6 +242,7 @@ class LeaderMeeting:
         self._heartbeat_s, self._rendezvous_until_s = heartbeat_s, rendezvous_until_s
         self._result: GroupsModel | None = None
         self._packed = b""
+        self._ring: Collective | None = None
         self.log_lines: list[str] = []
         port.handle(_RESULT, self._on_result)
 
@@ -254,6 +254,7 @@ class LeaderMeeting:
         The wait for a group lasts as long as any of its members lives. If the others have a mean without this group,
         its own model is returned.
         """
+        self._own, self._changes, self._poll = own, changes, poll
         membership = LeaderMembership(
             self._port,
             self._port.rank,
@@ -261,54 +262,58 @@ class LeaderMeeting:
             heartbeat_s=self._heartbeat_s,
             rendezvous_s=max(0.0, self._rendezvous_until_s - time.monotonic()),
         )
-
-        def check() -> None:
-            poll()
-            membership.require_complete()
-
+        self._session = ElasticSession(membership, poll)
         try:
-            while True:
-                try:
-                    generation = membership.form(
-                        MemberState(
-                            num_steps=int(self._result is not None), has_model=True, optimizer=""
-                        ),
-                        poll,
-                    )
-                    mean = self._exchange_in(generation, own, check, changes)
-                    membership.finish()
-                    return mean
-                except PeerLost as lost:
-                    log(INFO, "leaders: %s; meeting again", lost)
-                except OthersDone as done:
-                    self._result = self._result or self._ask_for_result(done.group, poll)
-                    membership.go_on_without(done.group)
-        except LeftOut as left:
-            self.log_lines.append(f"its leader met no other leader: {left}")
-            return own
+            return self._session.run(self)
         finally:
+            self.release()
             self.log_lines += membership.log_lines
             membership.close()
 
-    def _exchange_in(
-        self,
-        generation: Generation,
-        own: GroupsModel,
-        poll: Poll,
-        changes: ChangeCompression | None,
-    ) -> GroupsModel:
-        ring = self._open(generation)
-        try:
-            if not generation.num_steps:
-                self._result = exchange_models(ring, own, poll, changes)
-                return self._result
-            source = generation.members.index(generation.source)
-            payload = ring.broadcast(self._pack() if ring.rank == source else None, source, poll)
-            self._result = self._result or unpack_model(payload)
-            # The others may have summed without this group if they could reach none of its members.
-            return self._result if {*own.groups} <= {*self._result.groups} else own
-        finally:
-            ring.close()
+    def kept(self) -> MemberState:
+        """Return whether this leader has the result."""
+        return MemberState(num_steps=int(self._result is not None), has_model=True, optimizer="")
+
+    def form(self, generation: Generation) -> None:
+        """Open a ring or a tree of the leaders."""
+        self._generation, self._ring = generation, self._open(generation)
+
+    def work(self) -> None:
+        """Sum the models, unless a leader has the result; then all get it."""
+        generation, ring, poll = self._generation, self._ring, self._session.poll
+        assert ring is not None
+        if not generation.num_steps:
+            self._result = exchange_models(ring, self._own, poll, self._changes)
+            return
+        source = generation.members.index(generation.source)
+        payload = ring.broadcast(self._pack() if ring.rank == source else None, source, poll)
+        self._result = self._result or unpack_model(payload)
+
+    def finish(self) -> GroupsModel:
+        """Announce the result, and return it; this group's own model if the others have summed without it."""
+        self.release()
+        self._session.membership.finish()
+        assert self._result is not None
+        # The others may have reached none of its members.
+        is_in = {*self._own.groups} <= {*self._result.groups}
+        return self._result if is_in or not self._generation.num_steps else self._own
+
+    def release(self) -> None:
+        """Close the ring."""
+        if self._ring is not None:
+            self._ring.close()
+
+    def without_model(self, outcome: str) -> GroupsModel:
+        """Return the group's own model: its leader met no other."""
+        why = self._session.why_left_out
+        self.log_lines.append(f"its leader met no other leader: {why}")
+        return self._own
+
+    def ask_for_result(self, other: int) -> None:
+        """Ask a leader that has finished for the result, and continue without it."""
+        self._result = self._result or self._fetch_result(other)
+        assert isinstance(self._session.membership, LeaderMembership)
+        self._session.membership.go_on_without(other)
 
     def _open(self, generation: Generation) -> Collective:
         members = generation.members
@@ -324,14 +329,14 @@ class LeaderMeeting:
             self._heartbeat_s,
         )
 
-    def _ask_for_result(self, group: int, poll: Poll) -> GroupsModel | None:
+    def _fetch_result(self, group: int) -> GroupsModel | None:
         """Return the result of a leader that has finished; None if it is no longer available."""
         payload = bytearray()
         with suppress(PeerFailed, MalformedBytes):
             while part := self._port.call(
                 group, _RESULT, str(len(payload)).encode(), timeout_s=self._heartbeat_s
             ):
-                poll()
+                self._poll()
                 payload += part
             return unpack_model(bytes(payload))
         return None

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from logging import INFO
 from typing import Any
 
 import torch
@@ -20,14 +19,15 @@ from socflower.hierarchy.exchange.gradients import RING, SERVER, gradient_coding
 from socflower.hierarchy.exchange.models import NONE
 from socflower.model_graph.random_state import RandomState, own_random_state
 from socflower.model_graph.torch_device import device_label, device_of
-from socflower.peers.collective import Collective, PeerLost, RingPeers, gather_json
+from socflower.peers.collective import Collective, RingPeers, gather_json
 from socflower.peers.leaders.model_changes import Floats, MemberChanges, feedback_digest
 from socflower.peers.leaders.model_exchange import GroupLeader, GroupsModel, feedback_after
-from socflower.peers.membership import Generation, LeftOut, Membership, MemberState, NoModel
+from socflower.peers.membership import Generation, Membership, MemberState
 from socflower.peers.preemption import Preempted, PreemptionSwitch
 from socflower.peers.ring.balance import RingBalance, StepTimer
 from socflower.peers.ring.bucket_exchange import BucketExchange, TurnCallbacks
 from socflower.peers.ring.turn_signals import Neighbours, TurnSignals
+from socflower.peers.session import ElasticSession, Role, answering, counts_pending
 from socflower.peers.transports.gloo import GlooRing, GlooServer
 from socflower.peers.transports.grpc import GrpcRing
 from socflower.peers.transports.in_process import in_process_rings
@@ -52,12 +52,8 @@ from socflower.training.trainer import (
     try_loss,
 )
 from socflower.wire.arrays import array_to_bytes, pack_arrays, unpack_arrays
-from socflower.wire.logs import log
 from socflower.wire.message_keys import (
     COMPLETED,
-    LEFT_OUT,
-    NO_MODEL,
-    PREEMPTED,
     DeviceReport,
     GroupTask,
     RingOutcome,
@@ -226,8 +222,10 @@ class _PendingStep:
     loss: Tensor
 
 
-class _MemberSession:
+class _MemberSession(Role[MemberResult]):
     """The state of a member's part."""
+
+    what = "ring"
 
     def __init__(self, member: RingMember) -> None:
         group, ring = member.group, member.ring
@@ -242,6 +240,8 @@ class _MemberSession:
             heartbeat_s=ring.heartbeat_s,
             rendezvous_s=ring.rendezvous_s,
         )
+        self._elastic = ElasticSession(self._membership, member.switch.raise_if_active)
+        self._poll = self._elastic.poll
         # None for sessions that exchange their gradients themselves.
         self._exchange: BucketExchange | None = None
         self._turns = _turns(member.port, group, ring)
@@ -277,8 +277,6 @@ class _MemberSession:
         # Gradients that were left out, by step and SoC.
         self._dropped: dict[tuple[int, int], str] = {}
         self._members: tuple[int, ...] = ()
-        self._lost_at_s: float | None = None
-        self._recoveries_s: list[float] = []
         self._hooks: list[RemovableHandle] = []
         self._tries_loss = False
         self._timer = StepTimer(member.clock)
@@ -290,25 +288,13 @@ class _MemberSession:
 
     def run(self) -> MemberResult:
         """Form the ring and train; repeat both whenever a member is lost."""
-        while True:
-            try:
-                self._form_ring()
-                self._train()
-                return self._finish()
-            except PeerLost as error:
-                log(INFO, "ring: %s; re-forming it", error)
-                self._lost_at_s = self._lost_at_s or time.monotonic()
-                if self._exchange is not None:
-                    self._exchange.abandon()
-                self._close_ring()
-            except Preempted:
-                self._membership.leave()
-                return self._result_without_model(PREEMPTED)
-            except LeftOut as error:
-                log(INFO, "ring: %s", error)
-                return self._result_without_model(LEFT_OUT)
-            except NoModel:
-                return self._result_without_model(NO_MODEL)
+        return self._elastic.run(self)
+
+    def release(self) -> None:
+        """Release the ring; the sum of the present step is not used."""
+        if self._exchange is not None:
+            self._exchange.abandon()
+        self._close_ring()
 
     def close(self) -> None:
         self._leader.close()
@@ -323,15 +309,17 @@ class _MemberSession:
 
     # ------------------------------------------------------------------------------------------------- forming
 
-    def _form_ring(self) -> None:
-        switch = self._member.switch
+    def kept(self) -> MemberState:
+        """Return the steps that this member has applied, and its optimiser."""
         state = self._current_state()
-        own = MemberState(
+        return MemberState(
             num_steps=self._num_steps + self._stage,
             has_model=self._has_model,
             optimizer=hashlib.sha256(state).hexdigest() if state else "",
         )
-        generation = self._membership.form(own, switch.raise_if_active)
+
+    def form(self, generation: Generation) -> None:
+        """Open the ring, and adopt the state of the generation's source."""
         # The port itself knows whether it has TLS.
         transport = self._ring.transport.partition("+")[0]
         self._collective = open_ring(
@@ -353,19 +341,13 @@ class _MemberSession:
         if self._balance is not None:
             self._balance.synchronise(self._collective, self._poll)
         self._synchronise_state(generation)
-        if self._lost_at_s is not None:
-            self._recoveries_s.append(time.monotonic() - self._lost_at_s)
-            self._lost_at_s = None
 
     def _synchronise_state(self, generation: Generation) -> None:
-        """Adopt the state of the generation's source: its weights, optimiser and number of steps.
-
-        If a member failed in a step that the source has applied, the sum includes its gradient: otherwise the source
-        could not have received the sum. So the member counts the step and does not repeat it.
-        """
+        """Adopt the state of the generation's source: its weights, optimiser and number of steps."""
         is_behind = generation.num_steps != self._num_steps + self._stage or not self._has_model
-        if self._pending_step is not None and generation.num_steps == self._num_steps:
-            # The step is repeated.
+        if self._pending_step is not None and not counts_pending(
+            self._num_steps, generation.num_steps
+        ):
             self._pending_step.snapshot.restore()
             self._pending_step = None
         weights = (
@@ -510,7 +492,8 @@ class _MemberSession:
 
     # ------------------------------------------------------------------------------------------------ training
 
-    def _train(self) -> None:
+    def work(self) -> None:
+        """Train through the steps that are left."""
         session, group = self._session, self._group
         assert session is not None and self._collective is not None
         present = [group.partitions.index(participant) for participant in self._members]
@@ -763,13 +746,9 @@ class _MemberSession:
 
         return TurnCallbacks(begin=begin, end=end)
 
-    def _poll(self) -> None:
-        self._member.switch.raise_if_active()
-        self._membership.require_complete()
-
     # -------------------------------------------------------------------------------------------------- ending
 
-    def _finish(self) -> MemberResult:
+    def finish(self) -> MemberResult:
         """Check that all members have the same weights, average their statistics, and return the result."""
         assert self._session is not None and self._collective is not None
         if self._end is None:
@@ -796,8 +775,8 @@ class _MemberSession:
             "measured": None if diverging is None else diverging.measured,
         }
         reports = gather_json(self._collective, own, self._poll)
-        answering = self._ring.leader if self._ring.leader in self._members else self._members[0]
-        self._require_same_weights(reports, answering)
+        answers = answering(self._ring.leader, self._members)[0]
+        self._require_same_weights(reports, answers)
         if self._stage < _AVERAGED:
             self._average(floats, counters, reports)
             if diverging is not None and averages_weights:
@@ -810,7 +789,7 @@ class _MemberSession:
                     [entry["changes"] for entry in reports],
                     lambda rank, make: self._broadcast_from(self._members[rank], make),
                 )
-            self._meet(answering)
+            self._meet(answers)
         self._rates = {
             member: entry["rate"] for member, entry in zip(self._members, reports, strict=True)
         }
@@ -821,7 +800,7 @@ class _MemberSession:
             arithmetic=arithmetic_of(self._member.trainer),
         )
         return MemberResult(
-            outcome=self._outcome(COMPLETED, answers=answering == self._ring.participant),
+            outcome=self._outcome(COMPLETED, answers=answers == self._ring.participant),
             mean_loss=sum(entry["loss"] for entry in reports),
             num_samples=self._num_samples,
             end=self._end,
@@ -922,7 +901,8 @@ class _MemberSession:
             began_with=self._began_with,
         )
 
-    def _result_without_model(self, outcome: str) -> MemberResult:
+    def without_model(self, outcome: str) -> MemberResult:
+        """Return what a member reports that has no model of the interval."""
         return MemberResult(
             outcome=self._outcome(outcome, answers=False), mean_loss=0.0, num_samples=0, end=None
         )
@@ -942,7 +922,7 @@ class _MemberSession:
             members=self._socs_of(finished),
             num_steps=self._num_steps,
             answers=answers,
-            recoveries_s=tuple(self._recoveries_s),
+            recoveries_s=tuple(self._elastic.recoveries_s),
             preempted=self._socs_of(self._membership.preempted),
             log=tuple(log_lines),
             dropped=tuple(_shortened([*self._dropped.values()])),

@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from logging import WARNING
-from threading import Lock, Thread
-from typing import Protocol, TypeAlias
+from threading import Lock
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 
 from socflower.errors import ConfigError
-from socflower.peers.transports.stream import OutgoingStream
+from socflower.peers.connections import DialledCall, serve
+from socflower.peers.stream import Stream
+from socflower.wire.arrays import MalformedBytes
 from socflower.wire.authentication import (
     OVERHEAD_BYTES,
     ClientAuthentication,
@@ -61,21 +63,22 @@ class Caller:
 Handler: TypeAlias = Callable[[Caller, bytes], bytes]
 
 
-class Reader(Protocol):
-    """Reads a stream."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admitted:
+    """A stream to which a caller's connection was attached."""
 
-    def read(self, messages: Iterator[bytes]) -> None:
-        """Read to the end, in a thread; `messages` raises `PeerUnreachable` if the stream breaks."""
-        ...
+    stream: Stream[Any]
+    connection: int
+    # The answer to the caller's greeting.
+    answer: bytes
+    # Called with what is wrong if the caller sends no frames; returns the reason that it gets.
+    on_malformed: Callable[[MalformedBytes], bytes]
+    # Called in a thread when the connection has ended, for any reason.
+    on_end: Callable[[], None]
 
-    def wait(self) -> None:
-        """Return when the stream shall end normally, at the latest after `read`; raise `PeerRefused` to break it."""
-        ...
 
-
-Admission: TypeAlias = Callable[[Caller, bytes], Reader]
-"""Checks a caller and the opening message of its stream; returns a reader, or raises `PeerRefused` or
-`PeerNotReady`."""
+Admission: TypeAlias = Callable[[Caller, bytes], Admitted]
+"""Checks a caller and the greeting of its stream; raises `PeerRefused` or `PeerNotReady`."""
 
 
 class PortView(Protocol):
@@ -99,7 +102,7 @@ class PortView(Protocol):
         """See `RingPort.call`."""
         ...
 
-    def open_stream(self, rank: int, method: str, opening: bytes = b"") -> OutgoingStream:
+    def open_stream(self, rank: int, method: str, greeting: bytes) -> tuple[DialledCall, bytes]:
         """See `RingPort.open_stream`."""
         ...
 
@@ -155,7 +158,7 @@ class RingPort:
         self._admissions: dict[str, Admission] = {}
         self._lock = Lock()
         self._closed = False
-        self._streams: list[OutgoingStream] = []
+        self._streams: list[DialledCall] = []
         self._channels: dict[tuple[int, bool], grpc.Channel] = {}
         self._credentials = tls.channel_credentials() if tls else None
         authentication = ServerAuthentication(
@@ -217,30 +220,31 @@ class RingPort:
             # This is how gRPC reports a channel that another thread has closed.
             raise PeerUnreachable("this ring port is closed") from None
 
-    def open_stream(self, rank: int, method: str, opening: bytes = b"") -> OutgoingStream:
-        """Return a stream that member `rank` has accepted; raise as `call` does.
+    def open_stream(self, rank: int, method: str, greeting: bytes) -> tuple[DialledCall, bytes]:
+        """Return a call that member `rank` has accepted as a stream, and its answer; raise as `call` does.
 
-        Streams have a connection of their own, so that calls and pings do not queue behind chunks.
+        Streams have a connection of their own, so that calls and pings do not queue behind parts of messages.
         """
         peer = self._name(rank)
-        stream = OutgoingStream(
-            peer,
-            self._channel(rank, own=True).stream_stream(f"/{_SERVICE}/{method}{_STREAM}"),
-            opening,
-        )
+        method = f"/{_SERVICE}/{method}{_STREAM}"
+        call = DialledCall(self._channel(rank, own=True).stream_stream(method), greeting)
         try:
-            stream.wait_accepted()
-        except ForgedAnswer:
-            stream.cancel()
-            raise self._forged(peer) from None
-        except BaseException:
-            stream.cancel()
+            answer = call.answer()
+        except BaseException as error:
+            call.end()
+            if isinstance(error, ForgedAnswer):
+                raise self._forged(peer) from None
+            if isinstance(error, grpc.RpcError):
+                raise failure_of(peer, error) from None
+            if isinstance(error, StopIteration):
+                raise PeerUnreachable(f"{peer} has ended the stream") from None
+            if isinstance(error, ValueError):
+                # This is how gRPC reports a channel that another thread has closed.
+                raise PeerUnreachable("this ring port is closed") from None
             raise
         with self._lock:
-            self._streams = [open_one for open_one in self._streams if not open_one.has_ended()] + [
-                stream
-            ]
-        return stream
+            self._streams = [*(each for each in self._streams if not each.has_ended()), call]
+        return call, answer
 
     def report_refused(self, peer: str, what: str) -> None:
         """Log that `what` of `peer` (an address) was refused, subject to a rate limit per peer."""
@@ -278,16 +282,23 @@ class RingPort:
     def read_stream(
         self, method: str, messages: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        """Read an authenticated stream; yield one empty message when it is accepted."""
+        """Serve an authenticated stream."""
         admission = self._admissions.get(method)
         if admission is None:
             raise PeerNotReady(f"{method!r} is not taken here yet")
-        checked = _checked_messages(messages, context)
-        reader = admission(self._caller(context), next(checked, b""))
-        yield b""
-        # The thread that waits for a message cannot end the call; this one can.
-        Thread(target=reader.read, args=(checked,), daemon=True).start()
-        reader.wait()
+        try:
+            greeting = next(messages, b"")
+        except PeerRefused:
+            raise
+        except Exception:
+            # A broken stream raises a bare Exception in gRPC.
+            raise PeerRefused("a stream broke off before its greeting") from None
+        admitted = admission(self._caller(context), greeting)
+        context.add_callback(lambda: admitted.stream.detach(admitted.connection))
+        yield admitted.answer
+        yield from serve(
+            admitted.stream, admitted.connection, messages, admitted.on_malformed, admitted.on_end
+        )
 
     def _caller(self, context: grpc.ServicerContext) -> Caller:
         return Caller(
@@ -344,14 +355,3 @@ class _Dispatch(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(
             lambda body, context: self._port.answer(method, body, context)
         )
-
-
-def _checked_messages(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-    """Yield a stream's messages; raise `PeerUnreachable` if it breaks instead of ending."""
-    try:
-        yield from messages
-    except Exception:
-        # A broken stream raises a bare Exception in gRPC.
-        raise PeerUnreachable("the stream broke off") from None
-    if not context.is_active():
-        raise PeerUnreachable("the stream broke off")

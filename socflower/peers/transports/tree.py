@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from socflower.hierarchy.exchange.models import tree_levels
 from socflower.peers.collective import Collective, PeerLost
+from socflower.peers.connections import DialledCall
 from socflower.peers.transports.grpc import GrpcRing
 from socflower.peers.transports.in_process import in_process_rings
 from socflower.peers.transports.links import QueuedCollective
 from socflower.peers.transports.port import Admission, Handler, PortView
-from socflower.peers.transports.stream import OutgoingStream
 
 Place = tuple[int, ...]
 """Where a member is, from the narrowest part of the cluster to the widest: its board and its server."""
@@ -125,8 +125,8 @@ class _EdgePort:
     def call(self, rank: int, method: str, body: bytes = b"", *, timeout_s: float) -> bytes:
         return self._port.call(rank, self._prefix + method, body, timeout_s=timeout_s)
 
-    def open_stream(self, rank: int, method: str, opening: bytes = b"") -> OutgoingStream:
-        return self._port.open_stream(rank, self._prefix + method, opening)
+    def open_stream(self, rank: int, method: str, greeting: bytes) -> tuple[DialledCall, bytes]:
+        return self._port.open_stream(rank, self._prefix + method, greeting)
 
     def report_refused(self, peer: str, what: str) -> None:
         self._port.report_refused(peer, what)

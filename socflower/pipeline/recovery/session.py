@@ -9,21 +9,19 @@ repeated, so each is in the weights once, as if the pipeline had been planned at
 import json
 import math
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from logging import INFO
 from typing import Any
 
 from torch import nn
 
 from socflower.errors import InfeasiblePlan, SocflowerError
 from socflower.model_graph.model_copy import copied
-from socflower.peers.collective import PeerLost
-from socflower.peers.membership import LeftOut, Membership, MemberState, NoModel
+from socflower.peers.membership import Generation, Membership, MemberState, NoModel
 from socflower.peers.preemption import Preempted, PreemptionSwitch
 from socflower.peers.ring.member import AppliedStep, MemberResult
+from socflower.peers.session import ElasticSession, Role, answering
 from socflower.peers.transports.port import RingPort
 from socflower.pipeline.plan import Plan, from_json, to_json
 from socflower.pipeline.problem import PipelineProblem
@@ -49,12 +47,8 @@ from socflower.training.batches import BatchSchedule, sample_key
 from socflower.training.fp32 import FP32Trainer
 from socflower.training.model_state import load_trainable_state, trainable_state
 from socflower.training.saved_values import from_bytes
-from socflower.wire.logs import log
 from socflower.wire.message_keys import (
     COMPLETED,
-    LEFT_OUT,
-    NO_MODEL,
-    PREEMPTED,
     DeviceReport,
     GroupTask,
     RingOutcome,
@@ -111,8 +105,10 @@ class PipelineMember:
             work.close()
 
 
-class _Session:
+class _Session(Role[MemberResult]):
     """The state of a device's part of an interval."""
+
+    what = "pipeline"
 
     def __init__(self, member: PipelineMember) -> None:
         self._config, self._group, self._ring = member, member.group, member.ring
@@ -125,6 +121,8 @@ class _Session:
             heartbeat_s=member.ring.heartbeat_s,
             rendezvous_s=member.ring.rendezvous_s,
         )
+        self._elastic = ElasticSession(self._membership, member.switch.raise_if_active)
+        self._poll = self._elastic.poll
         read = member.read
         self._names = frozenset(trainable_state(member.model)) - read.aliases.keys()
         self._of_layers = [
@@ -150,8 +148,6 @@ class _Session:
         self._stage: Member | None = None
         self._plan = member.plan
         self._step = 0
-        self._lost_at_s: float | None = None
-        self._recoveries_s: list[float] = []
         self._log: list[str] = []
         # Of the first device: the thread of the whole planner after a loss, and its plan.
         self._searching: tuple[threading.Thread, list[str]]
@@ -164,26 +160,14 @@ class _Session:
         if not group.first_step and self._has_samples:
             data = LabelledSource(config.data)
             config.trainer.require_divisible_loss(config.model, (), data, group.batch_size)
-        while True:
-            try:
-                self._form()
-                self._train()
-                return self._finish()
-            except PeerLost as error:
-                log(INFO, "pipeline: %s; re-forming it", error)
-                self._lost_at_s = self._lost_at_s or time.monotonic()
-                if self._stage is not None:
-                    self._keep(self._stage)
-                    self._stage = None
-                self._close_channels()
-            except Preempted:
-                self._membership.leave()
-                return self._without_model(PREEMPTED)
-            except LeftOut as error:
-                log(INFO, "pipeline: %s", error)
-                return self._without_model(LEFT_OUT)
-            except NoModel:
-                return self._without_model(NO_MODEL)
+        return self._elastic.run(self)
+
+    def release(self) -> None:
+        """Keep the state of this device's stage, and release the channels."""
+        if self._stage is not None:
+            self._keep(self._stage)
+            self._stage = None
+        self._close_channels()
 
     def close(self) -> None:
         """Leave the pipeline."""
@@ -192,11 +176,14 @@ class _Session:
 
     # ------------------------------------------------------------------------------------------------- forming
 
-    def _form(self) -> None:
-        kept = MemberState(
+    def kept(self) -> MemberState:
+        """Return the newest step of which this device has a state."""
+        return MemberState(
             num_steps=max(self._kept, default=0), has_model=bool(self._kept), optimizer=""
         )
-        generation = self._membership.form(kept, self._config.switch.raise_if_active)
+
+    def form(self, generation: Generation) -> None:
+        """Open the channels, agree on a step and a plan, and move parts of the state of that step."""
         socs = self._socs = [self._soc_of[participant] for participant in generation.members]
         if len(socs) == 1:
             self._channels = QueueChannels.of(socs)[self._soc]
@@ -221,10 +208,8 @@ class _Session:
         self._awaited.clear()
         self._stage = self._make_stage()
         self._awaits_heavy = False
-        if self._lost_at_s is not None:
+        if self._elastic.is_recovering:
             self._search_heavy(self._plan)
-            self._recoveries_s.append(time.monotonic() - self._lost_at_s)
-            self._lost_at_s = None
             self._log.append(
                 f"the pipeline continues from update {self._step} on "
                 f"{counted(len(self._plan.socs), 'device')}, as {self._plan.architecture}"
@@ -295,7 +280,8 @@ class _Session:
 
     def _leader_of(self, plan: Plan) -> int:
         """Return the device that answers: the group's leader, or the plan's first device if the leader is lost."""
-        return self._group.leader if self._group.leader in self._socs else plan.socs[0]
+        leader = self._group.leader
+        return leader if leader in self._socs else plan.socs[0]
 
     def _move(self, parts: list[StateTransfer]) -> None:
         """Send and receive parts of the state of the common step; forget other steps."""
@@ -338,7 +324,8 @@ class _Session:
 
     # ------------------------------------------------------------------------------------------------ training
 
-    def _train(self) -> None:
+    def work(self) -> None:
+        """Train through the updates that are left."""
         group, backup_steps = self._group, self._config.backup_steps
         share_steps, begun = self._ring.rebalance_steps, self._step
         while self._step < group.num_steps:
@@ -490,21 +477,17 @@ class _Session:
                 if step in self._kept:
                     self._kept[step] = self._kept[step].joined(StageState.from_bytes(body))
 
-    def _poll(self) -> None:
-        self._config.switch.raise_if_active()
-        self._membership.require_complete()
-
     # -------------------------------------------------------------------------------------------------- ending
 
-    def _finish(self) -> MemberResult:
+    def finish(self) -> MemberResult:
         """Collect the model on the leader, which answers; the others wait until the leader has it.
 
         One other device, the deputy, also gets the model, in case the leader is lost before it has answered.
         """
         channels = self._open_channels
         end = run_script(self._present_stage.finish(), channels, self._poll)
-        leader = self._leader_of(self._plan)
-        deputy = next((soc for soc in self._socs if soc != leader), None)
+        leader, *deputies = answering(self._leader_of(self._plan), self._socs)
+        deputy = deputies[0] if deputies else None
         if end is not None:
             for soc in self._socs:
                 if soc != leader:
@@ -545,7 +528,8 @@ class _Session:
             devices=devices,
         )
 
-    def _without_model(self, outcome: str) -> MemberResult:
+    def without_model(self, outcome: str) -> MemberResult:
+        """Return what a device reports that has no model of the interval."""
         own = self._outcome(outcome, None, answers=False)
         return MemberResult(
             outcome=own,
@@ -565,7 +549,7 @@ class _Session:
             num_steps=self._step,
             answers=answers,
             rates=tuple(rates) if sample_s else (),
-            recoveries_s=tuple(self._recoveries_s),
+            recoveries_s=tuple(self._elastic.recoveries_s),
             log=tuple(membership.log_lines),
             notes=tuple(self._log),
             preempted=tuple(soc_of[participant] for participant in membership.preempted),

@@ -40,6 +40,7 @@ from socflower.workloads.data_source import DataSource
 FolderOf: TypeAlias = Callable[[Context], RunFolder]
 
 _NODES_TIMEOUT_S = 120.0
+_OTHERS_S = 5.0
 
 
 def scenario_server_app(folder_of: FolderOf, prepared: PreparedRun | None = None) -> ServerApp:
@@ -56,8 +57,10 @@ def scenario_server_app(folder_of: FolderOf, prepared: PreparedRun | None = None
 
         def outcome() -> dict[str, Any]:
             num_nodes = int(context.run_config.get(NUM_NODES_KEY, 0))
-            await_nodes(grid, num_nodes, on_status=folder.write_status)
             run = prepared or PreparedRun(from_document(folder.read_scenario()))
+            await_nodes(
+                grid, num_nodes, on_status=folder.write_status, least=run.scenario.ring.min_nodes
+            )
             return train(run, GroupGrid(WatchedGrid(grid, folder.write_status)), folder)
 
         report_outcome(folder, outcome)
@@ -144,18 +147,25 @@ def await_nodes(
     num_nodes: int,
     timeout_s: float = _NODES_TIMEOUT_S,
     on_status: OnStatus = lambda document: None,
+    least: int | None = None,
 ) -> None:
-    """Wait until `num_nodes` SuperNodes are connected; after `timeout_s` log a warning and continue with fewer."""
+    """Wait until `num_nodes` SuperNodes are connected; after `timeout_s` log a warning and continue with fewer.
+
+    Once `least` of them are connected, the others are waited for only `_OTHERS_S`.
+    """
     deadline = time.monotonic() + timeout_s
+    has_enough = False
     num_logged = -1
     while (connected := len(list(grid.get_node_ids()))) < num_nodes:
+        if not has_enough and least is not None and connected >= least:
+            has_enough = True
+            deadline = min(deadline, time.monotonic() + _OTHERS_S)
         if time.monotonic() >= deadline:
             log(
                 WARNING,
-                "Only %d of %d SuperNodes are connected after %g s; going on",
+                "Only %d of %d SuperNodes are connected; going on",
                 connected,
                 num_nodes,
-                timeout_s,
             )
             return
         if connected != num_logged:

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import metadata
@@ -59,6 +60,7 @@ class RoundRecord:
         self._checkpointing = folder.read_checkpointing()
         self._training = folder.training
         self._ending = folder.read_ending()
+        self._longest_round_s, self._round_began_s = 0.0, time.time()
         self._trace_parts: list[int] = []
         self._num_spans_kept = 0
 
@@ -109,8 +111,7 @@ class RoundRecord:
             if server_round:
                 self._write_checkpoint(server_round, num_rounds, arrays, own_state())
             self._folder.append_progress({**self.rounds[-1], "num_rounds": num_rounds})
-            ending = self._ending
-            if ending and server_round < num_rounds and is_over(ending, self.rounds[-1]):
+            if server_round < num_rounds and self._is_over():
                 raise Ended(server_round, arrays)
             scores: dict[str, int | float | list[int] | list[float]] = {"loss": outcome.loss}
             if outcome.accuracy is not None:
@@ -118,6 +119,17 @@ class RoundRecord:
             return MetricRecord(scores)
 
         return evaluate_round
+
+    def _is_over(self) -> bool:
+        """Whether the run ends after the latest round, which is timed."""
+        # The deadline is one of the clock on the wall.
+        now_s = time.time()
+        self._longest_round_s = max(self._longest_round_s, now_s - self._round_began_s)
+        self._round_began_s = now_s
+        ending = self._ending
+        return ending is not None and (
+            is_over(ending, self.rounds[-1]) or ending.leaves_no_round(now_s, self._longest_round_s)
+        )
 
     def entry(
         self, server_round: int, arrays: ArrayRecord, round_end: RoundEnd | None

@@ -740,6 +740,10 @@ class CompareConfig(Table):
             raise ConfigError("epochs_to_target: to which? give target_accuracy or target_loss")
 
 
+NEED_WORKERS = ("hang", "die")
+"""Faults that would end this process if the client ran in it."""
+
+
 class EventConfig(Table):
     """`[[event]]`: a fault of a SoC's client in one round, or "preempt": its user takes the SoC for some rounds."""
 
@@ -1352,3 +1356,8 @@ class Scenario(ScenarioFile):
     def factories(self) -> tuple[str, ...]:
         """The user's functions that it names."""
         return tuple(each.factory for each in (self.model, self.data) if each.factory)
+
+    @property
+    def needs_processes(self) -> bool:
+        """Whether some fault needs worker processes."""
+        return any(event.kind in NEED_WORKERS for event in self.events)

@@ -429,7 +429,9 @@ class GroupsMethod(Method[Round, SettledRound]):
         arrived = {} if self.late is None or not this.in_rings else self.late.answers(this, replies)
         settled = settle(this, replies, tolerate_errors=self._tolerates, arrived=arrived)
         self.planner.poll_absent()
-        self.planner.registry.mark_away(settled.away)
+        preempted = {soc for reply in settled.usable for soc in _preempted_of(reply)}
+        self.planner.registry.mark_away(settled.away & preempted)
+        self.planner.lose(settled.away - preempted)
         self._read_outcomes(this, replies)
         # Rings of real machines go on without a member until the synchronisation; then its group is left out.
         if self._preemption == GROUPS and not this.in_rings:

@@ -30,9 +30,9 @@ from socflower.edgecloud.cloud.operator_calls import session_status
 from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.credentials import new_token, run_caller
 from socflower.errors import SocflowerError
+from socflower.peers.stream import end_frame
 from socflower.wire.authentication import ClientAuthentication
 from socflower.wire.certificates import HostCertificate, write_certificates
-from socflower.wire.framing_pb2 import Part
 from socflower.wire.secure_channel import Tls
 from socflower.wire.split_message_keys import SplitTask
 from tests.edgecloud.cloud.processes import (
@@ -44,6 +44,7 @@ from tests.edgecloud.cloud.processes import (
 )
 from tests.edgecloud.runtime.numpy_halves import same
 from tests.edgecloud.stream.breaking_line import BreakingLine
+from tests.peers.memory_line import part_frame
 
 NUM_BATCHES = 40
 STRUCK_AT = 19  # between two checkpoints
@@ -219,7 +220,7 @@ def strangers(run: Deployed) -> list[str]:
 
 def _bad_streams(task: SplitTask) -> Iterator[tuple[str, list[bytes], str]]:
     head = wire.Head(mark=wire.Mark(batch=0, cut=1)).SerializeToString()
-    part = wire.Frame(part=Part(number=2, head=head)).SerializeToString()
+    part = part_frame(2, head)
     yield "garbage", [os.urandom(100)], task.token
     yield "oversized frame", [b"\x2a" + b"\0" * (3 << 20)], task.token
     yield "frame beyond what gRPC takes", [b"\0" * (9 << 20)], task.token
@@ -234,7 +235,7 @@ def _dialled(run: Deployed, name: str, frames: list[bytes], token: str) -> str:
         replies = channel.stream_stream("/socflower.split.Split/Train")(iter(frames), timeout=30)
         try:
             for reply in replies:
-                frame = wire.Frame.FromString(reply)
+                frame = wire.Frame.FromString(reply.removeprefix(end_frame()))
                 if frame.WhichOneof("kind") == "refusal":
                     return f"{name}: {frame.refusal.text}"
         except grpc.RpcError as error:

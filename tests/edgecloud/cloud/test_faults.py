@@ -21,9 +21,8 @@ from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.credentials import run_caller, run_token
 from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, SplitRefused
 from socflower.engines.deployment.flower_processes import free_ports
+from socflower.peers.stream import StreamLost, end_frame
 from socflower.wire.authentication import ClientAuthentication
-from socflower.wire.framing_pb2 import Credit, Part
-from socflower.wire.resumable_channel import StreamLost
 from tests.edgecloud.cloud.local import Cloud, plan, train
 from tests.edgecloud.runtime.numpy_halves import (
     FINGERPRINT,
@@ -35,6 +34,7 @@ from tests.edgecloud.runtime.numpy_halves import (
     targets,
 )
 from tests.one_line import refused
+from tests.peers.memory_line import credit_frame, part_frame
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = "tests.edgecloud.runtime.numpy_halves"
@@ -250,12 +250,12 @@ def hello(**changes: Any) -> wire.Frame:
     return wire.Frame(hello=wire.Hello(**settings | changes))
 
 
-def part(head: wire.Head | None = None, **changes: Any) -> wire.Frame:
+def part(head: wire.Head | None = None, **changes: Any) -> bytes:
     content = (head or wire.Head(mark=wire.Mark(batch=0, cut=1))).SerializeToString()
-    return wire.Frame(part=Part(**{"number": 1, "head": content, **changes}))
+    return part_frame(**{"number": 1, "head": content, **changes})
 
 
-def tensor(body: bytes = b"\0" * 24, plain: Any = (), **changes: Any) -> wire.Frame:
+def tensor(body: bytes = b"\0" * 24, plain: Any = (), **changes: Any) -> bytes:
     encoded = wire.Encoded(**{"bits": 32, "shape": [2, 3], "num_bytes": 24, **dict(plain)})
     labels = [wire.Block(dtype="float32", shape=[0])]
     fields = {"plain": encoded, "cut": 1, "answer_bits": 32, "labels": labels, **changes}
@@ -276,7 +276,7 @@ def converse(port: int, frames: list[Any], *, token: str = run_token(OPERATOR, "
         replies = channel.stream_stream("/socflower.split.Split/Train")(messages(), timeout=30)
         try:
             for reply in replies:
-                frame = wire.Frame.FromString(reply)
+                frame = wire.Frame.FromString(reply.removeprefix(end_frame()))
                 if frame.WhichOneof("kind") == "refusal":
                     return frame.refusal.text
         except grpc.RpcError as error:
@@ -294,21 +294,21 @@ WEIGHTS = wire.Head(recut=wire.Recut(cut=0, gives=True))
 BEFORE: dict[str, tuple[Any, list[str]]] = {
     "garbage": (GARBAGE, ["frame", "11"]),
     "empty": (b"", ["unknown", "greeting"]),
-    "no hello": (part(), ["part", "greeting"]),
-    "older version": (hello(version=1), ["version 3", "edge 1"]),
-    "newer version": (hello(version=7), ["version 3", "edge 7"]),
+    "no hello": (part(), ["frame"]),
+    "older version": (hello(version=1), [f"version {PROTOCOL_VERSION}", "edge 1"]),
+    "newer version": (hello(version=7), [f"version {PROTOCOL_VERSION}", "edge 7"]),
     "span": (hello(first_batch=1 << 60), ["span", str((1 << 60) + 5)]),
 }
 # Frames after a greeting.
 AFTER: dict[str, tuple[list[Any], list[str]]] = {
-    "later garbage": ([GARBAGE], ["frame", "11"]),
-    "second hello": ([hello()], ["hello"]),
+    "later garbage": ([GARBAGE], ["frame", "255"]),
+    "second hello": ([hello()], ["frame", "kind 10"]),
     "large frame": ([LARGE], ["frame", str(len(LARGE))]),
     "large part": ([part(body=b"\0" * ((1 << 20) + 1))], ["part", "1048577"]),
     "out of order": ([part(number=2)], ["part", "message 2", "1"]),
     "middle first": ([part(index=1)], ["part 1", "message 1"]),
     "parts swapped": (
-        [tensor(body=b"\0" * 4), wire.Frame(part=Part(number=1, index=2, body=b"\0" * 4))],
+        [tensor(body=b"\0" * 4), part_frame(1, body=b"\0" * 4, index=2)],
         ["part 2", "message 1", "part 1"],
     ),
     "too much": ([tensor(body=b"\0" * 25)], ["24 bytes"]),
@@ -333,7 +333,7 @@ AFTER: dict[str, tuple[list[Any], list[str]]] = {
     "labels that are not there": ([tensor(labels_form='{"a": 7}')], ["labels", '{"a": 7}']),
     "labels in no form": ([tensor(labels_form="[")], ["labels", "'['"]),
     "weights": ([part(WEIGHTS, num_bytes=4, body=b"\xff\xff\xff\x7f")], ["index"]),
-    "credit": ([wire.Frame(credit=Credit(received=5, used=5))], ["credit", "5"]),
+    "credit": ([credit_frame(5, 5)], ["credit", "5"]),
 }
 BAD = {name: ([first], named) for name, (first, named) in BEFORE.items()} | {
     name: ([hello(), *frames], named) for name, (frames, named) in AFTER.items()

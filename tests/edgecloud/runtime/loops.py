@@ -8,11 +8,11 @@ from socflower.edgecloud.runtime.back_loop import BackLoop
 from socflower.edgecloud.runtime.checkpoints import CheckpointStore
 from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan
 from socflower.edgecloud.runtime.half_state import HalfState, LoopReport
-from socflower.edgecloud.stream.frames import Limits, SplitChannel, SplitMessages
+from socflower.edgecloud.stream.frames import Limits, SplitMessages, SplitStream
 from tests.edgecloud.runtime.numpy_halves import Back, Front
-from tests.wire.memory_line import MemoryLine
+from tests.peers.memory_line import MemoryLine
 
-Channels = tuple[SplitChannel, SplitChannel]
+Channels = tuple[SplitStream, SplitStream]
 
 
 def plan(window: int = 0, bits: int = 32, cut: int = 1, **options: Any) -> FrontPlan:
@@ -22,7 +22,7 @@ def plan(window: int = 0, bits: int = 32, cut: int = 1, **options: Any) -> Front
 def channels() -> Channels:
     limits = Limits()
     near, far = (
-        SplitChannel(name, SplitMessages(limits), limits=limits, patience_s=20)
+        SplitStream(name, SplitMessages(limits), limits=limits, patience_s=20)
         for name in ("the cloud", "the edge")
     )
     return near, far

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from socflower.edgecloud.half_protocols import Array
 from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontPlan
 from socflower.edgecloud.runtime.half_state import LoopReport
-from socflower.edgecloud.stream.frames import SplitChannel
-from socflower.wire.resumable_channel import SentMessage
+from socflower.edgecloud.stream.frames import SplitStream
+from socflower.peers.stream import SentMessage
 from tests.edgecloud.runtime.loops import channels, plan, run_loops
 from tests.edgecloud.runtime.numpy_halves import Back, Front
-from tests.wire.memory_line import lags
+from tests.peers.memory_line import lags
 
 WINDOW = 3
 
@@ -28,7 +28,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 class Recording(Front):
     """Notes what it does, and does its first update only when the gradients of a full window have come."""
 
-    def __init__(self, channel: SplitChannel) -> None:
+    def __init__(self, channel: SplitStream) -> None:
         super().__init__()
         self.channel = channel
         self.order: list[tuple[str, int]] = []
@@ -94,7 +94,7 @@ def test_no_batch_goes_forward_while_another_waits_for_the_link() -> None:
 
     class Counting(Front):
         def forward(self, batch: int, *, keep_graph: bool = False) -> Array:
-            longest.append(sum(kept.number > near._started for kept in near._unacknowledged))
+            longest.append(sum(kept.number > near._out.started for kept in near._out.kept))
             return super().forward(batch, keep_graph=keep_graph)
 
     # The line is slower than the halves.

@@ -28,7 +28,7 @@ from socflower.wire.codecs.quantisation import encode
 from tests.edgecloud.runtime.loops import channels, plan, run_loops
 from tests.edgecloud.runtime.numpy_halves import Back, Front, local_training, same
 from tests.one_line import refused
-from tests.wire.memory_line import MemoryLine, lags
+from tests.peers.memory_line import MemoryLine, lags
 
 
 @settings(max_examples=10)

@@ -1,9 +1,12 @@
 """Rings over gRPC streams: the contract, the bits of the in-process ring, and intruders on the streams."""
 
 import struct
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +14,14 @@ import torch
 from socflower.peers.collective import PeerLost
 from socflower.peers.ring.member import open_ring
 from socflower.peers.transports.in_process import in_process_rings
+from socflower.peers.transports.lanes import Lanes
 from socflower.peers.transports.port import RingPort
-from socflower.peers.transports.stream import OutgoingStream
-from socflower.wire.secure_channel import PeerNotReady, PeerRefused, PeerUnreachable
+from socflower.wire.secure_channel import PeerNotReady, PeerRefused
+from tests.edgecloud.stream.breaking_line import BreakingLine
 from tests.one_line import refused
 from tests.peers import transport_contract as ring_contract
 from tests.peers.certificates import Authority
+from tests.peers.memory_line import credit_frame, part_frame
 from tests.peers.peers import TOKEN, free_addresses
 from tests.peers.transport_contract import (
     on_all,
@@ -74,21 +79,23 @@ def test_unknown_transports_are_refused_and_a_ring_of_one_is_none() -> None:
 # ------------------------------------------------------------------------------------------------ intruders
 
 
-def opening(generation: int, *ranks: int) -> bytes:
-    return struct.pack(f"!{1 + len(ranks)}I", generation, *ranks)
+def greeting(generation: int, *ranks: int, lane: int = 0, used: int = 0) -> bytes:
+    header = struct.pack("!III8sQQ", generation, lane, len(ranks), b"another!", 0, used)
+    return header + struct.pack(f"!{len(ranks)}I", *ranks)
 
 
 @pytest.mark.parametrize(
     ("sender", "words", "line"),
     [
-        (1, opening(1, 0, 1, 2), "belongs to rank 2 alone"),
-        (2, opening(1, 0, 1, 2), "alone, and once"),
-        (2, opening(0, 0, 1, 2), "generation 0, which is over"),
-        (2, opening(1, 0, 2), "for another ring"),
+        (1, greeting(1, 0, 1, 2), "belongs to another rank"),
+        (2, greeting(1, 0, 1, 2), "a second stream"),
+        (2, greeting(0, 0, 1, 2), "generation 0, which is over"),
+        (2, greeting(1, 0, 2), "for other members"),
+        (2, greeting(1, 0, 1, 2, lane=1), "lane 1"),
         (2, b"", "which is over"),
-        (2, b"odd", "which is over"),
+        (2, greeting(1, 0, 1, 2) + b"odd", "which is over"),
     ],
-    ids=["not-the-neighbour", "second-stream", "older-generation", "other-members", "empty", "odd"],
+    ids=["not-the-neighbour", "second-stream", "older", "other-members", "lane", "empty", "odd"],
 )
 def test_a_stream_that_does_not_belong_is_refused_and_the_ring_goes_on(
     sender: int, words: bytes, line: str
@@ -108,7 +115,7 @@ def test_a_stream_that_does_not_belong_is_refused_and_the_ring_goes_on(
             with pytest.raises(PeerRefused, match=line):
                 intruder.open_stream(0, "exchange", words)
             with pytest.raises(PeerNotReady):
-                intruder.open_stream(0, "exchange", opening(2, 0, 1, 2))
+                intruder.open_stream(0, "exchange", greeting(2, 0, 1, 2))
         finally:
             intruder.close()
         assert len(lines) == 1
@@ -117,77 +124,100 @@ def test_a_stream_that_does_not_belong_is_refused_and_the_ring_goes_on(
         assert torch.equal(sums[0][0], sums[2][0])
 
 
-def chunk(generation: int, number: int, length: int, payload: bytes) -> bytes:
-    return struct.pack("!IQI", generation, number, length) + payload
-
-
 @pytest.mark.parametrize(
     ("message", "line"),
     [
-        (b"short", "a message of 5 bytes"),
-        (chunk(1, 0, 0, b""), "a message of 16 bytes"),
-        (chunk(1, 0, (1 << 20) + 1, bytes((1 << 20) + 1)), "a message of 1048593 bytes"),
-        (chunk(2, 0, 4, bytes(4)), "out of order or of a wrong length"),
-        (chunk(1, 1, 4, bytes(4)), "out of order or of a wrong length"),
-        (chunk(1, 0, 8, bytes(4)), "out of order or of a wrong length"),
-        (chunk(1, 0, 4, bytes(4)), "4 bytes where 40 belong"),
+        (b"", "unknown kind None"),
+        (b"short", "unknown kind 115"),
+        (part_frame(1, body=bytes((1 << 20) + 1)), "a part of 1048577 bytes"),
+        (part_frame(2, body=bytes(4)), "a part of message 2"),
+        (part_frame(1, body=bytes(4), num_bytes=1 << 21), "a message of 2097152 bytes"),
+        (part_frame(1, b"head", bytes(4)), "a head of 4 bytes"),
+        (part_frame(1, body=bytes(4)), "4 bytes where 40 belong"),
+        (credit_frame(1, 1), "a credit for 1 messages"),
         (bytes(5 << 20), None),
     ],
     ids=[
-        "short",
         "empty",
+        "short",
         "oversized",
-        "generation",
         "order",
-        "truncated",
-        "other-length",
+        "large",
+        "head",
+        "length",
+        "credit",
         "beyond-grpc",
     ],
 )
-def test_a_wrong_chunk_of_the_neighbour_ends_the_ring(message: bytes, line: str | None) -> None:
+def test_a_wrong_frame_of_the_neighbour_ends_the_ring(message: bytes, line: str | None) -> None:
     """Rank 1 is played by hand: it opens its stream as it should, and then sends something else."""
     lines: list[str] = []
+    with ring_of_threads("grpc", 1, log=lines.append, num_addresses=2) as ((port,), _):
+        ring = open_ring("grpc", port, [0, 1], 1, 1.0)
+        with neighbour(port) as other:
+            Lanes(other, "exchange", [0, 1], 1, 10.0, accepts=lambda rank, lane: True)
+            work = ring.all_reduce(torch.ones(20))  # two parts of 40 bytes
+            call, _ = other.open_stream(0, "exchange", greeting(1, 0, 1))
+            call.attach(OneFrame(message), received=0, used=0, credit_bytes=1)  # type: ignore[arg-type]
+            with pytest.raises(PeerLost):
+                wait_with_timeout(work)
+        ring.close()
+    if line is not None:
+        assert len(lines) == 1
+        assert line in lines[0]
+
+
+class OneFrame:
+    """Stands for a stream that sends one frame."""
+
+    is_finishing = False
+
+    def __init__(self, frame: bytes) -> None:
+        self._frame = frame
+
+    def attach(self, **counts: Any) -> int:
+        return 1
+
+    def frames(self, connection: int) -> Iterator[bytes]:
+        yield self._frame
+        time.sleep(2.0)
+
+
+@contextmanager
+def neighbour(port: RingPort) -> Iterator[RingPort]:
+    addresses = port.addresses
+    other = RingPort(
+        addresses[1], rank=1, addresses=addresses, token=TOKEN, tls=None, heartbeat_s=10.0
+    )
+    try:
+        yield other
+    finally:
+        other.close()
+
+
+def test_a_connection_that_breaks_is_dialled_again_and_nothing_is_lost() -> None:
+    """Each ring's streams go through lines that break after some bytes."""
     addresses = free_addresses(2)
+    lines = [
+        BreakingLine(int(address.rpartition(":")[2]), seed=rank, mean_bytes=3_000_000)
+        for rank, address in enumerate(addresses)
+    ]
+    seen = [f"127.0.0.1:{line.port}" for line in lines]
     ports = [
         RingPort(
-            addresses[rank],
-            rank=rank,
-            addresses=addresses,
-            token=TOKEN,
-            tls=None,
-            heartbeat_s=10.0,
-            log=lines.append,
+            addresses[rank], rank=rank, addresses=seen, token=TOKEN, tls=None, heartbeat_s=10.0
         )
         for rank in range(2)
     ]
-    ring = open_ring("grpc", ports[0], [0, 1], 1, 10.0)
-    partner = open_ring("grpc", ports[1], [0, 1], 1, 10.0)
+    rings = [open_ring("grpc", port, [0, 1], 1, 10.0) for port in ports]
     try:
-        stream = once_ready(lambda: intrude(partner))
-        work = ring.all_reduce(torch.ones(20))  # two parts of 40 bytes
-        stream.write(message)
-        with pytest.raises(PeerLost):
-            wait_with_timeout(work)
+        for _ in range(5):
+            sums = on_all(rings, lambda ring: reduce_several(ring, (1_000_000,))[0])
+            assert torch.equal(sums[0], sums[1])
+        assert min(line.num_connections for line in lines) >= 3
     finally:
-        for end in (ring, partner, *ports):
+        for end in (*rings, *ports, *lines):
             end.close()
-    # The partner may still try to open its stream again, which is refused as well.
-    refused = [each for each in lines if "a stream of generation 1, which is over" not in each]
-    if line is not None:
-        assert len(refused) == 1
-        assert line in refused[0]
-
-
-def intrude(partner: object) -> OutgoingStream | None:
-    return partner._links._stream  # type: ignore[attr-defined]
-
-
-def once_ready(find: Callable[[], OutgoingStream | None]) -> OutgoingStream:
-    end_s = time.monotonic() + ring_contract.PATIENCE_S
-    while (found := find()) is None:
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-    return found
 
 
 def test_a_neighbour_that_never_comes_is_lost() -> None:
@@ -205,7 +235,7 @@ def test_a_neighbour_that_never_comes_is_lost() -> None:
 
 
 def test_what_is_sent_waits_while_nobody_reads() -> None:
-    """No more than a few MiB are under way to a member that does not reduce."""
+    """No more than a few MiB are under way to a member that does not receive."""
     addresses = free_addresses(2)
     ports = [
         RingPort(
@@ -213,26 +243,27 @@ def test_what_is_sent_waits_while_nobody_reads() -> None:
         )
         for rank in range(2)
     ]
-    rings = [open_ring("grpc", port, [0, 1], 1, 10.0) for port in ports]
-    try:
-        stream = once_ready(lambda: intrude(rings[0]))
-        written = []
+    lanes = [
+        Lanes(port, "exchange", [0, 1], 1, 10.0, accepts=lambda rank, lane: True) for port in ports
+    ]
+    written: list[int] = []
 
-        def write() -> None:
+    def write() -> None:
+        with suppress(PeerLost):
             for number in range(64):
-                try:
-                    stream.write(chunk(1, number, 1 << 20, bytes(1 << 20)))
-                except (PeerUnreachable, PeerRefused):
-                    return
+                lanes[0].send(1, 0, memoryview(bytes(1 << 20)))
                 written.append(number)
 
-        import threading
-
-        writer = threading.Thread(target=write)
-        writer.start()
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
         time.sleep(1.5)
-        assert 4 <= len(written) <= 24
+        assert 4 <= len(written) <= 16
+        for _ in range(20):
+            assert lanes[1].receive(0, 0).nbytes == 1 << 20
     finally:
-        for end in (*rings, *ports):
-            end.close()
+        for end in lanes:
+            end.close(graceful=False)
+        for port in ports:
+            port.close()
         writer.join()

@@ -25,11 +25,11 @@ from socflower.edgecloud.stream.credentials import new_token
 from socflower.engines.deployment.flower_processes import free_ports
 from socflower.engines.run_folder import CloudAddress, RunFolder
 from socflower.errors import SocflowerError
+from socflower.peers.stream import StreamLost
 from socflower.scenario.app.presets import cloud_of
 from socflower.scenario.app.split_cloud import read_or_create_token, status_table
 from socflower.user_code import forgotten_modules
 from socflower.wire.certificates import write_certificates
-from socflower.wire.resumable_channel import StreamLost
 from socflower.wire.secure_channel import Tls
 from socflower.wire.split_message_keys import SplitTask
 from tests.clients.split.models import layered, task_settings

@@ -6,7 +6,26 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from socflower.wire.resumable_channel import FrameChannel
+from socflower.peers.stream import CREDIT, CREDIT_HEADER, PART, PART_HEADER, TRANSFER, Stream
+
+
+def part_frame(
+    number: int,
+    head: bytes = b"",
+    body: bytes = b"",
+    *,
+    index: int = 0,
+    num_bytes: int | None = None,
+) -> bytes:
+    """Return a part of a message, `num_bytes` of which are announced."""
+    announced = len(body) if num_bytes is None else num_bytes
+    return PART_HEADER.pack(PART, number, index, len(head), announced) + head + body
+
+
+def credit_frame(received: int, used: int, *transfers: tuple[int, float]) -> bytes:
+    """Return a credit with these transfers: bytes and seconds."""
+    reports = b"".join(TRANSFER.pack(*transfer) for transfer in transfers)
+    return CREDIT_HEADER.pack(CREDIT, received, used) + reports
 
 
 class MemoryLine:
@@ -14,8 +33,8 @@ class MemoryLine:
 
     def __init__(
         self,
-        near: FrameChannel[Any],
-        far: FrameChannel[Any],
+        near: Stream[Any],
+        far: Stream[Any],
         *,
         breaks: Sequence[int] = (),
         lag_s: Callable[[], float] = lambda: 0.0,
@@ -58,9 +77,9 @@ class MemoryLine:
 
     def _pump(
         self,
-        source: FrameChannel[Any],
+        source: Stream[Any],
         out: int,
-        sink: FrameChannel[Any],
+        sink: Stream[Any],
         into: int,
         budget: list[int],
     ) -> None:
@@ -70,7 +89,7 @@ class MemoryLine:
                 if budget[0] < 0:
                     break
                 time.sleep(self._lag_s())
-                sink.on_frame(into, type(frame).FromString(frame.SerializeToString()))
+                sink.on_frame(into, frame)
         except Exception as error:
             self.failures.append(error)
         source.detach(out)
