@@ -1,5 +1,6 @@
 """What all tests take for granted, and the processes that they start: waiting threads, signals, and what is drawn."""
 
+import gc
 import logging
 import os
 import signal
@@ -51,6 +52,17 @@ def flower_logs_as_before() -> Iterator[None]:
     yield
     for handler, level in levels.items():
         handler.setLevel(level)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep what is imported and collected out of the garbage collector, which would visit it again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

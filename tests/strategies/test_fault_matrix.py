@@ -171,6 +171,7 @@ def test_a_device_that_is_wanted_is_left_and_taken_in_again(tmp_path: Path) -> N
         assert run.lines(1)[-1]["round"] == run.strategy.num_rounds
 
 
+@pytest.mark.slow
 def test_a_node_that_vanishes_is_not_waited_for(tmp_path: Path) -> None:
     run = struck_mid_batch(tmp_path, lambda run: run.grid.remove(run.nodes[1]), lost=(1,))
     assert {"member-lost", "replanned"} <= set(run.kinds())
