@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks.harness import Row, main
 from benchmarks.processes import LineProcess
+from socflower.allocator import keep_freed_memory
 from socflower.engines.deployment.flower_processes import free_ports
 from socflower.peers.transports.lanes import Lanes
 from socflower.peers.transports.port import CALL_LIMIT_BYTES, RingPort
@@ -39,6 +40,8 @@ def _total(message: bytes | memoryview) -> float:
 
 
 def _lanes(rank: int, addresses: list[str]) -> tuple[RingPort, Lanes]:
+    # As in a process that trains.
+    keep_freed_memory()
     port = RingPort(
         addresses[rank],
         rank=rank,
