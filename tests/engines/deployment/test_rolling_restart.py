@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import psutil
 import pytest
 
 from socflower.engines.deployment.flower_processes import flower_environment, free_ports
@@ -147,3 +148,50 @@ def test_a_node_that_is_drained_completes_its_interval_and_takes_part_again(tmp_
     # It left by itself: nobody had to notice a death.
     assert not {"member-lost", "group-lost", "no-reply", "leader-lost"} & {*kinds}, events
     assert "preempted" in kinds and took_s < 60
+
+
+def test_a_killed_serverapp_is_replaced_long_before_flower_tells_of_its_death(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "case.toml").write_text(SCENARIO)
+    out, said = tmp_path / "out", tmp_path / "said"
+    with rack_in(tmp_path) as rack:
+        rack.start(0)
+        rack.start(1)
+        with said.open("wb") as stream:
+            run = subprocess.Popen(
+                [
+                    *(SOCFLOWER, "run", tmp_path / "case.toml", "--engine", "deployment"),
+                    *("--superlink", f"127.0.0.1:{rack.port}", "--out", out),
+                    *("--checkpoint-folder", tmp_path / "kept"),
+                ],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=dict(os.environ),
+            )
+
+        def rounds_kept() -> int:
+            return max(
+                (int(path.stem[6:]) for path in (tmp_path / "kept").glob("round-*.ckpt")), default=0
+            )
+
+        wait_for(lambda: rounds_kept() >= 2, run, said)
+        before = rounds_kept()
+        (server,) = [
+            process
+            for process in psutil.process_iter()
+            if "flwr-serverapp" in " ".join(process.cmdline()[:3])
+            and process.environ().get("FLWR_HOME") == rack.environment["FLWR_HOME"]
+        ]
+        server.kill()
+        killed_s = time.monotonic()
+        wait_for(lambda: rounds_kept() > before + 1, run, said)
+        took_s = time.monotonic() - killed_s
+        assert run.wait(300) == 0, said.read_text()
+    result = json.loads((out / "result.json").read_text())
+    print(
+        f"{took_s:.1f} s from the kill to the end of the second round after it", result["restarts"]
+    )
+    (restart,) = result["restarts"]
+    assert "no sign of life" in restart["cause"] and restart["after_round"] >= before
+    assert took_s < 120
