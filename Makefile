@@ -13,7 +13,10 @@ WORKERS ?= $(if $(filter 1 2,$(CORES)),3,4)
 CONSTRAINTS := constraints.txt
 OTHER_FLOWER := $(shell sed -nE 's/^also-tested = .*"flwr==([0-9.]+)".*/\1/p' pyproject.toml)
 OLDEST_TORCH := $(shell sed -nE 's/^also-tested = .*"torch==([0-9.]+)".*/\1/p' pyproject.toml)
-DOCS := mkdocs-material==9.8.2 nbclient==0.11.0 ipykernel==7.4.0
+# The packages of extras that need not be in .venv.
+extra = $(shell sed -nE 's/^$(1) = \[(.*)\].*/\1/p' pyproject.toml | tr -d '",')
+RELEASE := build/release
+BARE := build/bare
 PURE_LAYERS := cluster edgecloud hierarchy pipeline sim thermal wire
 
 export FLWR_TELEMETRY_ENABLED := 0
@@ -22,7 +25,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Else every process that a test starts compiles socflower anew, and every run the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo picture figures papers site notebooks test scenarios coverage api test-random test-slow test-matrix other-flower test-flower test-torch test-arm test-sanitized lint proto bench clean
+.PHONY: help setup demo picture figures papers site notebooks dist test scenarios coverage api test-random test-slow test-matrix \
+  other-flower test-flower test-torch test-arm test-sanitized lint proto bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -58,7 +62,7 @@ papers: setup ## write the pages of papers, from what `socflower paper` computes
 	  echo "== $$paper"; $(BIN)/socflower paper $$paper --json | $(BIN)/python docs/paper_pages.py; done
 
 $(VENV)/.docs: $(STAMP)
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) $(DOCS)
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) $(call extra,docs)
 	@touch $@
 
 # Its banner tells of a successor of the theme.
@@ -128,6 +132,21 @@ lint: setup ## ruff, its formatter, mypy and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/mypy --num-workers 2 || { [ $$? -eq 2 ] && $(BIN)/mypy; }
 	$(BIN)/lint-imports
+
+$(RELEASE)/.installed: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install -q -c $(CONSTRAINTS) $(call extra,release)
+	@touch $@
+
+# In the bare environment there is the wheel, with the packages that it asks for, and nothing else.
+dist: $(RELEASE)/.installed ## sdist, wheel and SBOM in dist/: checked, and the wheel run in a bare environment
+	rm -rf dist $(BARE)
+	PIP_CONSTRAINT="$(CURDIR)/$(CONSTRAINTS)" $(RELEASE)/bin/python -m build --outdir dist
+	$(RELEASE)/bin/twine check --strict dist/*
+	$(PYTHON) -m venv $(BARE)
+	$(BARE)/bin/python -m pip install -q -c $(CONSTRAINTS) "$$(echo dist/*.whl)[demo]"
+	cd $(BARE) && bin/socflower run broken_reply && bin/socflower new my-app
+	$(RELEASE)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-file dist/socflower.cdx.json $(BARE)/bin/python
 
 proto: ## generate the messages of the streams anew, with code that old and new protobuf can run
 	$(PYTHON) -m venv build/proto

@@ -7,7 +7,7 @@ What this module exports is what programs may rely on (docs/reference/api.md). N
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _EXPORTS = {
     "strategies.socflow": ("SoCFlow",),

@@ -160,7 +160,11 @@ def forgotten_modules(folder: Path) -> Iterator[None]:
     finally:
         sys.path[:] = before
         inside = folder.resolve()
-        for name, module in list(sys.modules.items()):
-            file = getattr(module, "__file__", None)
-            if file and Path(file).resolve().is_relative_to(inside):
+        # A list, since reading `__file__` of a lazy module may load others.
+        modules = list(sys.modules.items())
+        files = {name: str(getattr(module, "__file__", None) or "") for name, module in modules}
+        # Resolving a path takes several system calls, and installed packages have thousands of modules.
+        others = () if str(inside).startswith(_NOT_OF_USERS) else _NOT_OF_USERS
+        for name, file in files.items():
+            if file and not file.startswith(others) and Path(file).resolve().is_relative_to(inside):
                 del sys.modules[name]

@@ -1,5 +1,6 @@
 """What all tests take for granted, and the processes that they start: waiting threads, signals, and what is drawn."""
 
+import gc
 import logging
 import os
 import signal
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.command_line import socflower  # noqa: F401 - a fixture
 from tests.few_digits import on_few_digits  # noqa: F401 - a fixture
+from tests.quick_plots import drawn, quick_plots, with_pictures  # noqa: F401 - fixtures
 
 # A test process has one core: threads of torch and OpenBLAS would take it, spinning, from the other test process, and
 # the models and racks of tests are too small to gain from them. What more threads compute is tested where a test sets
@@ -35,10 +37,10 @@ if threading.current_thread() is threading.main_thread():
 
 # A loaded machine must not fail a property: no deadline for an example, and slow drawing is no fault of a strategy.
 # Examples are the same in every run, so that a change fails by its own fault and anybody can see the failure again.
-# Other examples, and twice as many, are looked for where a failure surprises nobody: `make test-random` takes
+# Other examples, and five times as many, are looked for where a failure surprises nobody: `make test-random` takes
 # "exploring", with a seed.
 _common = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("reproducible", _common, derandomize=True, max_examples=50)
+settings.register_profile("reproducible", _common, derandomize=True, max_examples=20)
 settings.register_profile("exploring", _common, max_examples=100)
 settings.load_profile("reproducible")
 
@@ -50,6 +52,17 @@ def flower_logs_as_before() -> Iterator[None]:
     yield
     for handler, level in levels.items():
         handler.setLevel(level)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep what is imported and collected out of the garbage collector, which would visit it again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+import socflower
 from socflower.cli.diagnosis import diagnose
 from socflower.engines import installed as known
 from socflower.engines.installed import Dependency, dependencies
@@ -59,6 +60,20 @@ def test_what_was_tested_is_pinned_and_allowed() -> None:
     assert {name: PINS[name] for name in TESTED} == TESTED
     for name, dependency in dependencies().items():
         assert all(map(dependency.allowed.contains, dependency.tested)), name
+
+
+def test_the_version_is_the_same_everywhere_and_in_the_changelog() -> None:
+    version = PROJECT["version"]
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"\nversion: {version}\n" in citation
+    assert f"\n## [{version}] - " in (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert socflower.__version__ == version
+
+
+def test_the_long_description_has_every_extra_of_users() -> None:
+    rows = re.findall(r"^\| (`.*`) \|", (ROOT / PROJECT["readme"]).read_text("utf-8"), re.MULTILINE)
+    ours = {"also-tested", "dev", "docs", "release", "tested"}
+    assert set(re.findall(r"`([\w-]+)`", " ".join(rows))) == set(EXTRAS) - ours
 
 
 def test_flower_is_bounded_by_the_minor_versions_that_were_tested() -> None:
@@ -177,24 +192,29 @@ def foreign_private_names(path: Path) -> Iterator[str]:
                 yield name
 
 
-USED = {
-    path.relative_to(ROOT / "socflower").as_posix(): set(foreign_private_names(path))
-    for path in (ROOT / "socflower").rglob("*.py")
-    if not path.name.endswith("_pb2.py")
-}
+@pytest.fixture(scope="module")
+def used() -> dict[str, set[str]]:
+    """Return what each file of the package uses of other packages' private parts."""
+    return {
+        path.relative_to(ROOT / "socflower").as_posix(): set(foreign_private_names(path))
+        for path in (ROOT / "socflower").rglob("*.py")
+        if not path.name.endswith("_pb2.py")
+    }
 
 
 def is_of_flower(name: str) -> bool:
     return name.startswith("flwr.") or name == "_mods"
 
 
-def test_every_private_part_of_another_package_is_named_in_one_place() -> None:
-    used = {name for name in set[str]().union(*USED.values()) if not is_of_flower(name)}
-    assert {"_buffers", "torch._dynamo"} <= used
-    assert [name for name in sorted(used) if f"`{name}`" not in PRIVATE] == []
+def test_every_private_part_of_another_package_is_named_in_one_place(
+    used: dict[str, set[str]],
+) -> None:
+    others = {name for name in set[str]().union(*used.values()) if not is_of_flower(name)}
+    assert {"_buffers", "torch._dynamo"} <= others
+    assert [name for name in sorted(others) if f"`{name}`" not in PRIVATE] == []
 
 
-def test_one_file_adapts_to_flower_and_one_warms_its_executor() -> None:
-    users = {file for file, names in USED.items() if any(map(is_of_flower, names))}
+def test_one_file_adapts_to_flower_and_one_warms_its_executor(used: dict[str, set[str]]) -> None:
+    users = {file for file, names in used.items() if any(map(is_of_flower, names))}
     assert users == {"flower_adapter.py", "engines/deployment/warm_executor.py"}
     assert all(f"`{file}`" in PRIVATE.replace("socflower/", "") for file in users)

@@ -18,6 +18,7 @@ written to that file as well, and its functions whose names begin with `test_` a
 """
 
 import ast
+import functools
 import importlib
 import json
 import os
@@ -66,6 +67,7 @@ class Block(NamedTuple):
         return found[1] if found and self.language in ("python", "toml") else None
 
 
+@functools.cache
 def blocks_of(page: Path) -> list[Block]:
     """Return the blocks of a page."""
     blocks: list[Block] = []

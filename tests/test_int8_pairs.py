@@ -11,7 +11,7 @@ from benchmarks.int8_pairs import ARITHMETICS, QUICK, Store, interval, train
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("SOCFLOWER_DATA", ROOT.parent / "shared" / "data"))
-TINY = replace(QUICK, epochs=2, num_images=640)
+TINY = replace(QUICK, epochs=2, num_images=128)
 
 
 @pytest.fixture(autouse=True)

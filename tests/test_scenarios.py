@@ -13,7 +13,9 @@ import pytest
 
 from socflower import load_data
 from socflower.errors import DataUnavailable
+from socflower.scenario.runner import run_scenario
 from tests.command_line import Ran, Socflower
+from tests.scenario.small_runs import small
 
 ROOT = Path(__file__).parents[1]
 SOCFLOWER = Path(sysconfig.get_path("scripts")) / "socflower"
@@ -85,15 +87,14 @@ def test_each_scenario_opens_with_a_question_and_ends_with_a_claim(scenario: Pat
 
 
 @pytest.mark.timeout(900)
-def test_local_and_simulation_give_equal_weights(tmp_path: Path, socflower: Socflower) -> None:
-    """Two Snapdragon groups with a split batch, on our engine and on Flower's with Ray."""
+def test_local_and_simulation_give_equal_weights() -> None:
+    """Two groups of two, on our engine and on Flower's with Ray and one process for clients."""
     pytest.importorskip("ray", reason="the engine simulation needs socflower[simulation]")
-    settings = "train.epochs=1 train.batch_size=64 model.name=lenet5 cluster.boards=[2,2]"
-    overrides = [f"--set {each}" for each in (*settings.split(), "strategy.groups=2", "expect={}")]
-    command = f"run digits_demo {' '.join(overrides)} --json --out {tmp_path}"
-    simulation = in_a_process(*f"{command}/simulation --engine simulation".split(), timeout_s=280.0)
-    local = socflower(f"{command}/local --workers 0")
-    there, here = document_of(simulation), document_of(local)
+    scenario = small(batch_size=64)
+    there, here = (
+        run_scenario(scenario, "simulation", num_workers=1),
+        run_scenario(scenario, num_workers=0),
+    )
     for key in ("weights_sha256", "virtual_s", "energy_j", "final_accuracy"):
         assert here[key] == there[key]
 

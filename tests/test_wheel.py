@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import socflower
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[1]
 CACHES = (
@@ -86,7 +88,10 @@ def test_the_wheel_has_scenarios_templates_and_results_and_no_caches_or_data(whe
         check=True,
     ).stdout.split()
     assert shipped == set(tracked)
-    assert {name.partition("/")[0] for name in names} == {"socflower", "socflower-0.1.0.dist-info"}
+    assert {name.partition("/")[0] for name in names} == {
+        "socflower",
+        f"socflower-{socflower.__version__}.dist-info",
+    }
     assert wheel.stat().st_size < 3e6
 
 

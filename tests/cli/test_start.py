@@ -51,21 +51,28 @@ def reads_model(pipeline: PipelineConfig | None) -> bool:
     return pipeline is not None and bool(pipeline.sample or pipeline.int8_socs)
 
 
-def test_a_plan_of_a_built_in_model_loads_no_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "each_method", ["once", pytest.param("with every file", marks=pytest.mark.slow)]
+)
+def test_a_plan_of_a_built_in_model_loads_no_torch(each_method: str, tmp_path: Path) -> None:
     from socflower.scenario.schema.file import load_scenario
     from socflower.scenario.shipped import scenario_files
     from socflower.scenario.split_costs import is_built_in
 
     loaded = {name: load_scenario(path) for name, path in scenario_files().items()}
-    planned = [
-        ["plan", name, "--json"]
+    planned = {
+        name: scenario.strategy.name
         for name, scenario in loaded.items()
         if (scenario.has_groups and not scenario.factories)
         or (scenario.is_split and is_built_in(scenario))
         or (scenario.is_pipeline and not reads_model(scenario.pipeline))
-    ]
+    }
     assert len(planned) > 38
-    assert set(statuses(planned, tmp_path).values()) == {0}
+    names = planned.keys()
+    if each_method == "once":
+        names = {method: name for name, method in reversed(planned.items())}.values()
+    commands = [["plan", name, "--json"] for name in names]
+    assert set(statuses(commands, tmp_path).values()) == {0}
 
 
 def test_a_refusal_loads_no_torch(tmp_path: Path) -> None:
@@ -123,14 +130,14 @@ def test_a_refusal_loads_no_torch(tmp_path: Path) -> None:
     assert set(statuses(commands, tmp_path).values()) == {2}
 
 
-@pytest.mark.parametrize("name", ["cifar10", "mnist"])
 def test_data_that_cannot_be_read_are_refused_before_torch_is_loaded(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / name
-    folder.mkdir()
-    for split in ("train", "test"):
-        (folder / f"{split}.parquet").write_bytes(b"no parquet")
+    names = ("cifar10", "mnist")
+    for name in names:
+        (tmp_path / name).mkdir()
+        for split in ("train", "test"):
+            (tmp_path / name / f"{split}.parquet").write_bytes(b"no parquet")
     monkeypatch.setenv("SOCFLOWER_DATA", str(tmp_path))
-    command = ["run", "digits_demo", "--set", f"data.name={name}"]
-    assert set(statuses([command], tmp_path).values()) == {2}
+    commands = [["run", "digits_demo", "--set", f"data.name={name}"] for name in names]
+    assert set(statuses(commands, tmp_path).values()) == {2}

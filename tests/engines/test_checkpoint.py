@@ -122,7 +122,7 @@ def test_somebody_elses_files_are_never_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine.ckpt"]
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     where=st.floats(0, 1, exclude_max=True),
     bit=st.integers(0, 7),

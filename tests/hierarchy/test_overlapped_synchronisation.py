@@ -112,7 +112,7 @@ def works(draw: st.DrawFn) -> IntervalCosts:
     )
 
 
-@settings(max_examples=80)
+@settings(max_examples=25)
 @given(of=works(), num_steps=st.integers(1, 30), across_servers=st.booleans())
 def test_an_interval_takes_what_a_graph_of_it_without_barrier_takes(
     of: IntervalCosts,
@@ -123,7 +123,7 @@ def test_an_interval_takes_what_a_graph_of_it_without_barrier_takes(
     same_usage(of.run(this, EventClock(of.cluster)), brute_force(of, this))
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(of=works(), num_steps=st.integers(1, 30))
 def test_reduced_it_takes_the_same(of: IntervalCosts, num_steps: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

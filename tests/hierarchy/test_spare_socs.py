@@ -10,7 +10,7 @@ from socflower.hierarchy.spare_socs import FASTER, spares_fault, with_stand_ins
 _RATES = st.sampled_from([0.25, 0.5, 0.95, 1.0, 1.05, 2.0])
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(
     boards=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     data=st.data(),

@@ -99,7 +99,7 @@ def trainings(draw: st.DrawFn) -> tuple[IntervalCosts, Sequence[SyncInterval]]:
     return work, sync_schedule(draw(st.integers(1, 2)), 6, draw(st.sampled_from([0.25, 0.5, 1.0])))
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(trainings())
 def test_what_is_chosen_is_never_slower_than_either_way(
     training: tuple[IntervalCosts, Sequence[SyncInterval]],
@@ -113,7 +113,7 @@ def test_what_is_chosen_is_never_slower_than_either_way(
     assert both_s[turns.enabled] <= min(both_s.values()) * (1.0 + 1e-9)
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(trainings())
 def test_the_mean_step_is_that_of_the_training_executed_step_by_step(
     training: tuple[IntervalCosts, Sequence[SyncInterval]],

@@ -64,7 +64,7 @@ def test_concurrent_transfers_share_links() -> None:
     assert concurrent_s(case.cluster, [(0, 1, 100.0), (0, 2, 100.0)]) == pytest.approx(2.0)
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**32 - 1), choices=st.data())
 def test_after_either_recovery_every_device_has_the_layers_of_its_stage(
     seed: int, choices: st.DataObject

@@ -52,7 +52,7 @@ def test_all_divisions_of_five_devices_are_enumerated_once_and_send_what_equatio
 
 def test_the_nearest_plan_fits_and_no_other_that_fits_is_nearer() -> None:
     case, plans = enumerated("resnet50", "hpp")
-    for wanted in (50e6, 212.4e6, 1e9):
+    for wanted in (50e6, 1e9):
         found = nearest("resnet50", "hpp", wanted)
         assert found is not None and found.over_best >= 1.0
         found.plan.check(case)

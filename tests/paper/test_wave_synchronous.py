@@ -70,7 +70,7 @@ def most_lacking(
     return most_own, most_other
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**32 - 1), minibatches=st.integers(1, 4), max_ahead=st.integers(0, 2))
 def test_no_minibatch_lacks_more_than_the_bounds_of_wsp_allow(
     seed: int, minibatches: int, max_ahead: int

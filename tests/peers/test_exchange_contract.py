@@ -171,22 +171,34 @@ def test_a_peer_that_leaves_ends_the_exchange(exchange: GradientExchange) -> Non
             list(threads.map(is_told, wires.rings[:2], timeout=60))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_buckets": 3},
-        {"norm": True},
-        {"own_data": True, "loss": nn.CrossEntropyLoss(weight=torch.tensor([0.1, 4.0, 0.5]))},
-    ],
-    ids=["buckets", "norm", "own data and class weights"],
-)
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *((name, RING) for name in CODINGS),
-        *((name, SERVER) for name in ("none", "dgc", "powersgd")),
-    ],
-)
+MEMBERS: dict[str, dict[str, Any]] = {
+    "buckets": {"num_buckets": 3},
+    "norm": {"norm": True},
+    "own data and class weights": {
+        "own_data": True,
+        "loss": nn.CrossEntropyLoss(weight=torch.tensor([0.1, 4.0, 0.5])),
+    },
+}
+# Each coding with one kind of members, another for its neighbour; with the others it is slow.
+GROUPS = [
+    pytest.param(
+        name,
+        kind,
+        options,
+        id=f"{name}-{kind}-{members}",
+        marks=() if (row + column) % len(MEMBERS) == 0 else pytest.mark.slow,
+    )
+    for row, (name, kind) in enumerate(
+        [
+            *((name, RING) for name in CODINGS),
+            *((name, SERVER) for name in ("none", "dgc", "powersgd")),
+        ]
+    )
+    for column, (members, options) in enumerate(MEMBERS.items())
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "options"), GROUPS)
 def test_a_group_in_one_process_has_the_bits_of_its_members_over_intervals(
     name: str, kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

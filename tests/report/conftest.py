@@ -1,38 +1,19 @@
-"""Plots of equal arguments are drawn once, and become pictures only in tests that look at pictures."""
+"""Plots of equal arguments are drawn once."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from markupsafe import Markup
 
 from socflower.report import plots, report
-from socflower.report.summary import printable
-
-
-@pytest.fixture
-def drawn() -> None:
-    """Ask for real pictures, drawn again."""
-
-
-@pytest.fixture
-def with_pictures() -> None:
-    """Ask for real pictures, perhaps those of another test."""
 
 
 @pytest.fixture(autouse=True)
-def quick_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "drawn" in request.fixturenames:
-        return
-    if "with_pictures" not in request.fixturenames:
-        monkeypatch.setattr(plots, "as_svg", _words)
-    for name in ("quality_plot", "breakdown_plot", "heat_plots", "cut_plot"):
-        monkeypatch.setattr(report, name, _once(getattr(report, name)))
-
-
-def _words(drawing: Any, alt: str, prefix: str) -> Markup:
-    return Markup('<svg role="img" aria-label="{}"></svg>').format(printable(alt))
+def plots_drawn_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "drawn" not in request.fixturenames:
+        for name in ("quality_plot", "breakdown_plot", "heat_plots", "cut_plot"):
+            monkeypatch.setattr(report, name, _once(getattr(report, name)))
 
 
 _drawn: dict[str, Any] = {}

@@ -40,6 +40,7 @@ def document() -> dict[str, Any]:
     }
 
 
+@pytest.mark.usefixtures("with_pictures")
 def test_every_pass_is_drawn_and_the_axis_ends_with_the_update() -> None:
     plot = timeline_plot(passes(), 12.5)
     assert {entry.name for entry in plot.legend} == {"forward pass", "backward pass"}

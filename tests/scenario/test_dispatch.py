@@ -31,7 +31,9 @@ def without_data(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return monkeypatch.undo
 
 
-@pytest.mark.parametrize("name", ["socflow", "ring", "local-sgd"])
+@pytest.mark.parametrize(
+    "name", ["socflow", "local-sgd", pytest.param("ring", marks=pytest.mark.slow)]
+)
 def test_nodes_without_data_train_to_the_same_weights(
     name: str, without_data: Callable[[], None]
 ) -> None:

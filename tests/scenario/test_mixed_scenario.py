@@ -136,7 +136,7 @@ def test_alpha_falls_by_more_than_a_tenth_if_the_npus_train_int8_models_of_their
         pytest.param({"leader_compression": "int8"}, marks=pytest.mark.slow),
         pytest.param({"overlap_buckets": 2}, marks=pytest.mark.slow),
         {"rebalance": "both"},
-        {"name": "ring", "groups": "auto"},
+        pytest.param({"name": "ring", "groups": "auto"}, marks=pytest.mark.slow),
     ],
 )
 def test_own_models_are_merged_with_any_exchange_of_gradients_and_models(
@@ -355,7 +355,7 @@ def cell(batch_size: int, *on_cpu: str, data: str = "digits") -> dict[str, Any]:
     return {"model": "lenet5", "data": data, "batch_size": batch_size, "operators": operators}
 
 
-@pytest.mark.parametrize("arithmetic", ["int8", "mixed"])
+@pytest.mark.parametrize("arithmetic", ["int8", pytest.param("mixed", marks=pytest.mark.slow)])
 def test_training_follows_the_placement_of_a_profile(arithmetic: str, tmp_path: Path) -> None:
     """Of the cell with the nearest batch size; what ran in FP32 is in the notes, and weights follow from it."""
     cells = cell(1, "3"), cell(64, "9", "11"), cell(128, "2", data="mnist")

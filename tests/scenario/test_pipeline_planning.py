@@ -33,6 +33,7 @@ from tests.one_line import refused
 from tests.scenario.small_runs import small
 
 PLANNED = sorted((Path(__file__).parents[2] / "scenarios" / "planned").glob("*.toml"))
+QUICK = ("hybrid_beats_two_dimensions", "pipeline_pays")
 PIPELINE_PAYS = next(path for path in PLANNED if path.stem == "pipeline_pays")
 BASE = """
 [cluster]
@@ -55,7 +56,13 @@ def scenario(tmp_path: Path, *overrides: str, text: str = BASE) -> Scenario:
     return load_scenario(path, overrides)
 
 
-@pytest.mark.parametrize("path", PLANNED, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=() if path.stem in QUICK else pytest.mark.slow, id=path.stem)
+        for path in PLANNED
+    ],
+)
 def test_the_claims_of_each_planned_scenario_hold(path: Path) -> None:
     document, _ = plan_of_pipeline(load_scenario(path))
     assert document["expectations"] and all(claim["holds"] for claim in document["expectations"]), (

@@ -92,6 +92,7 @@ def test_methods_without_earlier_trainings_are_predicted_and_never_trained() -> 
             assert row["time_s"] is row["energy_j"] is None and not row["on_front"]
 
 
+@pytest.mark.usefixtures("on_few_digits")
 @pytest.mark.parametrize("changes", [{}, {"fusion": "per-tensor"}])
 def test_fedavg_is_predicted_as_it_runs(changes: dict[str, Any]) -> None:
     """Flower's arrays have heads of some bytes, which the prediction has not."""

@@ -22,7 +22,7 @@ def own(name: str, **changes: object) -> Scenario:
     [
         own("fedavg", socs=3),
         own("fedavg").replaced(data=DataConfig(partition="dirichlet", alpha=0.3)),
-        own("2d"),
+        pytest.param(own("2d"), marks=pytest.mark.slow),
         pytest.param(own("hybrid-pipeline"), marks=pytest.mark.slow),
         own("ring"),
     ],

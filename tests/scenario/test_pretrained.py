@@ -44,7 +44,14 @@ def loss_of(scenario: Scenario) -> float:
     return evaluate(initial_model(scenario), scenario_data(scenario).test).loss
 
 
-@pytest.mark.parametrize("name", METHODS)
+# Of methods with the same strategy and client, the others are slow.
+QUICK = ("socflow", "fedavg", "diloco", "hybrid-pipeline")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in METHODS],
+)
 def test_every_method_begins_with_the_weights_of_the_file(name: str, weights: Path) -> None:
     """Before the first step the loss is that of the saved model under a new head, to the last bit."""
     scenario = under(name, pretrained=str(weights))

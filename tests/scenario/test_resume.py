@@ -156,7 +156,13 @@ CASES: dict[str, Scenario] = {
     "mixed fedavg": with_precision(small("fedavg", epochs=2), arithmetic="mixed"),
 }
 
+# What another case keeps in the same files: gradients' residuals, leaders' models, and the strategy's state.
 SLOW = (
+    "largest gradients",
+    "low rank at a server",
+    "hipress",
+    "diloco",
+    "post-local-sgd",
     "tree-fedavg",
     "ring",
     "preempted",

@@ -313,7 +313,7 @@ CASES = {
         edges=2, precision={"arithmetic": "int8"}, event=[{"soc": 1, "round": 1}]
     ),
 }
-SLOW = ("moving cut", "averaged halves", "edge alone", "averaged int8", "mixed")
+SLOW = ("adam, frozen", "moving cut", "averaged halves", "edge alone", "averaged int8", "mixed")
 
 
 @pytest.mark.parametrize(

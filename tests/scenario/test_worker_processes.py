@@ -29,7 +29,10 @@ def in_this_process(name: str) -> dict[str, Any]:
     return run_scenario(SCENARIOS[name], num_workers=0)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name",
+    ["socflow", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fedavg", "mixed"))],
+)
 def test_worker_processes_change_nothing(name: str) -> None:
     """Betas come from the catalogue, alphas from the held-out samples: no stopwatch decides a weight."""
     processes = run_scenario(SCENARIOS[name], num_workers=2)

@@ -102,7 +102,7 @@ def training(
     return b.build(sorted(computes))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_symmetric_and_nearly_symmetric_clusters_take_what_full_simulation_says(
     data: st.DataObject,
@@ -299,7 +299,7 @@ def rows_of(name: str) -> list[str]:
     return [f"{noun}{space}{number}{kind}" for number in numbers]
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(data=st.data())
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_rows_of_a_large_cluster_are_those_of_its_socs_together(

@@ -220,7 +220,7 @@ def test_a_balancer_that_is_restored_decides_as_if_it_had_not_been_interrupted(
 
 
 # ----------------------------------------------------------------------------------------------------- weights
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     capacities=st.lists(
         st.lists(st.floats(0.05, 1.0), min_size=3, max_size=3), min_size=1, max_size=3

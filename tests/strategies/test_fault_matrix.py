@@ -114,7 +114,8 @@ def test_a_kill_at_any_moment_loses_no_step(tmp_path: Path, transport: str, seed
     kill_at_a_random_moment(tmp_path, transport, seed)
 
 
-@pytest.mark.parametrize("seed", [101, pytest.param(102, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [101, 102])
 def test_a_kill_at_some_moments_loses_no_step(tmp_path: Path, seed: int) -> None:
     kill_at_a_random_moment(tmp_path, ("gloo", "grpc")[seed % 2], seed)
 
@@ -170,6 +171,7 @@ def test_a_device_that_is_wanted_is_left_and_taken_in_again(tmp_path: Path) -> N
         assert run.lines(1)[-1]["round"] == run.strategy.num_rounds
 
 
+@pytest.mark.slow
 def test_a_node_that_vanishes_is_not_waited_for(tmp_path: Path) -> None:
     run = struck_mid_batch(tmp_path, lambda run: run.grid.remove(run.nodes[1]), lost=(1,))
     assert {"member-lost", "replanned"} <= set(run.kinds())

@@ -218,7 +218,7 @@ def planned_rounds(draw: st.DrawFn) -> dict[int, Planned]:
     return plans
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(rounds=st.lists(planned_rounds(), min_size=1, max_size=6), seed=st.integers(0, 2**32 - 1))
 def test_whoever_leads_and_whoever_is_lost_each_change_is_sent_once_or_still_owed(
     rounds: list[dict[int, Planned]], seed: int

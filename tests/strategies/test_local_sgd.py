@@ -693,8 +693,16 @@ def test_the_weights_are_those_of_torchft(
         np.testing.assert_allclose(ours[name].numpy(), value.numpy(), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("compression", ["none", "int4"])
-@pytest.mark.parametrize("done", [1, 4])
+@pytest.mark.parametrize(
+    ("done", "compression"),
+    [
+        (4, "int4"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, "none"), (1, "int4"), (4, "none"))
+        ),
+    ],
+)
 def test_a_streaming_training_continues_with_the_models_of_its_clients(
     done: int, compression: LeaderCompression, tmp_path: Path
 ) -> None:

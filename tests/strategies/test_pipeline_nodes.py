@@ -86,7 +86,7 @@ def on_processes(
     ("plan", "transport"),
     [
         ("a stage of two", "gloo"),
-        ("a stage of two", "grpc"),
+        pytest.param("a stage of two", "grpc", marks=pytest.mark.slow),
         pytest.param("three stages", "gloo", marks=pytest.mark.slow),
         pytest.param("three stages", "grpc", marks=pytest.mark.slow),
     ],

@@ -47,7 +47,8 @@ def assert_close(ours: ArrayRecord, reference: ArrayRecord, tolerance: float = 1
         )
 
 
-@pytest.mark.parametrize("transport", ["gloo", "grpc"])
+# Other tests of this file have rings of gRPC.
+@pytest.mark.parametrize("transport", ["gloo", pytest.param("grpc", marks=pytest.mark.slow)])
 def test_a_ring_of_processes_trains_what_one_process_does(transport: str) -> None:
     ours, strategy = on_processes(rings={"transport": transport}, overlap_buckets=2)
     assert strategy.method.transport == transport
@@ -56,7 +57,13 @@ def test_a_ring_of_processes_trains_what_one_process_does(transport: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("norm", "compression"), [(False, "none"), (True, "none"), (False, "dgc"), (True, "int8")]
+    ("norm", "compression"),
+    [
+        pytest.param(False, "none", marks=pytest.mark.slow),
+        pytest.param(True, "none", marks=pytest.mark.slow),
+        (False, "dgc"),
+        (True, "int8"),
+    ],
 )
 def test_one_process_can_train_the_very_bits_of_a_ring(norm: bool, compression: str) -> None:
     """One group of four, so that the order of the sum matters; in two rounds, between which residuals are kept."""
@@ -77,9 +84,11 @@ def test_one_process_can_train_the_very_bits_of_a_ring(norm: bool, compression: 
 @pytest.mark.parametrize(
     ("compression", "lost"),
     [
-        ("none", ""),
         ("int8", ""),
-        *(pytest.param("none", lost, marks=pytest.mark.slow) for lost in ("first", "last", "all")),
+        *(
+            pytest.param("none", lost, marks=pytest.mark.slow)
+            for lost in ("", "first", "last", "all")
+        ),
     ],
 )
 def test_a_training_is_resumed_where_every_machine_has_but_its_own_files(

@@ -61,7 +61,7 @@ def group(**changes: object) -> GroupTask:
     return task(0, 1, **(members | {"steps_per_epoch": 5} | changes))
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(lambda sizes: sum(sizes) > 0)
 )

@@ -20,8 +20,15 @@ from tests.one_line import refused
 DATA = {(data_shape(name).channels, data_shape(name).size): name for name in data_names()}
 
 
-@pytest.mark.parametrize("data", DATA.values())
-@pytest.mark.parametrize("name", BUILDERS)
+# Each model on one form of images, another one than the model before it; on the others it is slow.
+CASES = [
+    pytest.param(name, data, marks=() if (row + column) % len(DATA) == 0 else pytest.mark.slow)
+    for row, name in enumerate(BUILDERS)
+    for column, data in enumerate(DATA.values())
+]
+
+
+@pytest.mark.parametrize(("name", "data"), CASES)
 def test_profile_cuts_and_pieces_without_torch_are_those_of_the_model(name: str, data: str) -> None:
     shape = data_shape(data)
     model = build_model(

@@ -100,7 +100,14 @@ BUILDERS: dict[str, tuple[Callable[[int], nn.Module], Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+# Others of their families are built by the same functions.
+DEEP = ("vgg16", "vgg19", "resnet34", "resnet50")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in DEEP else ()) for name in BUILDERS],
+)
 def test_a_model_follows_from_its_seed_and_its_trace_computes_the_same(name: str) -> None:
     build_from, inputs_of = BUILDERS[name]
     before = torch.get_rng_state()

@@ -142,7 +142,7 @@ def test_a_decision_is_the_best_of_all_deployments(
     )
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     costs=tables(),
     rates=RATES,
@@ -171,7 +171,7 @@ def test_on_a_constant_link_one_move_is_all(
     assert settled.log == ()
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(
     costs=tables(frozen=False),
     rates=st.tuples(RATES, RATES),

@@ -292,7 +292,7 @@ def constant_of(one: SplitCosts, split_plan: SplitPlan, rates: LinkRates) -> Par
     return Party(costs=one, bandwidth_profile=constant(*astuple(rates)), split_plan=split_plan)
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(
     one=costs(frozen=False),
     where=st.integers(0, 2),

@@ -62,7 +62,7 @@ def exchanged(
     ]
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=5)
 @given(
     name=st.sampled_from([INT8, INT4]),
     num_groups=st.integers(2, 5),

@@ -34,7 +34,7 @@ from tests.pipeline.runtime.training import (
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(plan=plans(), num_samples=st.integers(1, 24), seed=st.integers(0, 9))
 def test_a_plan_computes_the_weights_of_one_device(plan: Plan, num_samples: int, seed: int) -> None:
     module, steps = model(seed), minis(2, min(num_samples, plan.num_samples), seed)
@@ -45,7 +45,7 @@ def test_a_plan_computes_the_weights_of_one_device(plan: Plan, num_samples: int,
             assert max(end.peak_in_flight[soc] for soc in stage.devices) <= stage.in_flight
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(plan=plans(), coded=st.booleans(), seed=st.integers(0, 9))
 def test_threads_with_random_delays_compute_the_same_bits_within_their_places_in_flight(
     plan: Plan, coded: bool, seed: int

@@ -37,18 +37,23 @@ def end_of(reports: dict[int, Report]) -> Report:
     return next(report for report in reports.values() if report.end is not None)
 
 
-@pytest.mark.parametrize("coding", [EXACT, CODED], ids=["exact", "8 bits"])
-@pytest.mark.parametrize(
-    ("plan", "int8_socs"),
-    [
-        (HYBRID, ()),
-        (with_samples_on(HYBRID, 1), (0,)),
-        (STRAIGHT, ()),
-        (HYBRID, (0, 1, 2)),
-        (with_samples_on(TWO_D, 2), ()),
-        (with_samples_on(TWO_D, 2), (1, 2)),
-    ],
-)
+PLANS: list[tuple[Plan, tuple[int, ...]]] = [
+    (HYBRID, ()),
+    (with_samples_on(HYBRID, 1), (0,)),
+    (STRAIGHT, ()),
+    (HYBRID, (0, 1, 2)),
+    (with_samples_on(TWO_D, 2), ()),
+    (with_samples_on(TWO_D, 2), (1, 2)),
+]
+# Each plan with one coding, the other one for its neighbour; with the other it is slow.
+WORK = [
+    pytest.param(*case, coding, marks=() if (row + column) % 2 == 0 else pytest.mark.slow)
+    for row, case in enumerate(PLANS)
+    for column, coding in enumerate((EXACT, CODED))
+]
+
+
+@pytest.mark.parametrize(("plan", "int8_socs", "coding"), WORK)
 def test_processes_compute_the_bits_of_one(
     devices: Devices, plan: Plan, int8_socs: tuple[int, ...], coding: ActivationCoding
 ) -> None:

@@ -130,7 +130,7 @@ def check(module: Residual, plan: Plan, num_samples: int, seed: int) -> None:
         torch.testing.assert_close(end.weights[name], expected, rtol=1e-6, atol=1e-6)
 
 
-@settings(max_examples=30)
+@settings(max_examples=8)
 @given(plan=plans(), missing=st.integers(0, 8), seed=st.integers(0, 9))
 def test_a_plan_computes_the_gradients_of_the_same_split_run_serially(
     plan: Plan, missing: int, seed: int
@@ -138,7 +138,7 @@ def test_a_plan_computes_the_gradients_of_the_same_split_run_serially(
     check(model(seed, norm=True), plan, max(1, plan.num_samples - missing), seed)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(plan=pipelines())
 def test_devices_with_rows_of_their_own_have_other_gradients_than_one_with_all(
     plan: PipelinePlan,

@@ -103,7 +103,7 @@ splits_of_three = st.lists(
 
 
 @pytest.mark.parametrize("name", ["niti", "adaptive-fixed-point", "real-scales"])
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(splits=splits_of_three)
 def test_any_shares_give_the_step_of_the_whole_batch(
     name: str, splits: list[tuple[int, int, int]]

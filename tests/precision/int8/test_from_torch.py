@@ -37,7 +37,14 @@ REFUSE = {"unsupported": "refuse"}
 MAX_EXACT_DEPTH = _int8.MAX_EXACT_DEPTH
 
 
-@pytest.mark.parametrize("name", model_names())
+# Others of their families have the same operators.
+DEEP = ("vgg16", "vgg19", "resnet34", "resnet50")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in DEEP else ()) for name in model_names()],
+)
 def test_every_model_of_the_workloads_trains_a_step_in_int8_alone(name):
     module = build_model(name, in_channels=3, image_size=32, num_classes=10, seed=1)
     before = {key: value.clone() for key, value in module.state_dict().items()}

@@ -24,7 +24,7 @@ FILES = sorted(
     for folder in ("", "full", "clusters")
     for path in (SCENARIOS / folder).glob("*.toml")
 )
-NUM_CASES = 150
+NUM_CASES = 60
 LONGEST_S = 5.0
 
 WRONG = (

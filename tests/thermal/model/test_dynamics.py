@@ -20,7 +20,7 @@ from socflower.thermal.model.rack import Rack, Vector
 from tests.one_line import refused
 from tests.thermal.refusals import refused_each
 
-FEW = settings(max_examples=25)
+FEW = settings(max_examples=10)
 # Little air, so that minutes are enough for everything to happen.
 RACK = Rack(slots_per_board=(2, 1), chassis_j_per_k=400.0)
 # Three SoCs that are as hot as forty others.
@@ -150,7 +150,7 @@ def test_a_rack_follows_its_equations_in_small_steps(case, watts):
     assert rack.cooling_j == pytest.approx(brute.fan_j)
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(case=CASES, watts=WATTS, before_s=st.floats(0.0, 300.0))
 def test_speeds_are_constant_for_the_predicted_time_and_then_change(case, watts, before_s):
     """Brute force: a copy that is read several times a tick."""

@@ -92,7 +92,7 @@ def test_all_processes_outside_our_supernode_are_others(proc, pid, also_ours, ot
 STEPS = st.lists(st.tuples(st.sampled_from([20, 21, 22, 30, 40]), st.integers(0, 150)), max_size=8)
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     rounds=st.lists(st.tuples(STEPS, st.booleans(), st.integers(0, 100)), min_size=1, max_size=5)
 )
