@@ -54,7 +54,7 @@ class Rack:
         board, slot = ((0, 0), (0, 1), (1, 0))[index]
         config = (
             f"partition-id={index} num-partitions=3 board={board} slot={slot} "
-            f'ring="127.0.0.1:{self._ports[3 + index]}"'
+            f'ring="127.0.0.1:{self._ports[3 + index]}" state-folder="{self.folder / f"states-{index}"}"'
         )
         home = self.folder / f"home-{index}"
         home.mkdir(exist_ok=True)
@@ -86,6 +86,17 @@ class Rack:
         self._nodes[index].terminate()
         assert self._nodes[index].wait(120) == 0
         return time.monotonic() - start_s
+
+    def server_apps(self) -> list[psutil.Process]:
+        """The ServerApps of its SuperLink."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                is_server = "flwr-serverapp" in " ".join(process.cmdline()[:3])
+                home = process.environ().get("FLWR_HOME") if is_server else None
+                if home == self.environment["FLWR_HOME"]:
+                    found.append(process)
+        return found
 
     def _end(self) -> None:
         for node in self._nodes.values():
@@ -177,12 +188,7 @@ def test_a_killed_serverapp_is_replaced_long_before_flower_tells_of_its_death(
 
         wait_for(lambda: rounds_kept() >= 2, run, said)
         before = rounds_kept()
-        (server,) = [
-            process
-            for process in psutil.process_iter()
-            if "flwr-serverapp" in " ".join(process.cmdline()[:3])
-            and process.environ().get("FLWR_HOME") == rack.environment["FLWR_HOME"]
-        ]
+        (server,) = rack.server_apps()
         server.kill()
         killed_s = time.monotonic()
         wait_for(lambda: rounds_kept() > before + 1, run, said)
