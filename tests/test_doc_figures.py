@@ -397,8 +397,8 @@ SLOW = [
     *(
         Said(SPLIT, f"| {label} | {{}} s | {{}} J |", partial(beside, name))
         for name, label in {
-            "split-replay": "`split-replay`, 8 bits",
-            "pipelined": "`pipelined`, 32 bits",
+            "split-replay": "`split-replay`",
+            "joint-dnn": "`joint-dnn`",
             "edge-only": "`edge-only`",
             "split": "`split`, one batch at a time",
         }.items()

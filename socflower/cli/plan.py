@@ -389,6 +389,8 @@ def print_split_plan(console: Console, document: Mapping[str, Any]) -> None:
     print_text(document["work"], console)
     for number, edge in enumerate(document["edges"]):
         console.print(_cuts(number, edge))
+        if edge["gains"]:
+            print_text(_gains_text(edge["gains"]), console)
     predicted = document["predicted"]
     print_text(
         f"predicted: {human_seconds(predicted['batch_s'])} a batch, {human_seconds(predicted['epoch_s'])} an "
@@ -404,17 +406,32 @@ def _cuts(number: int, edge: Mapping[str, Any]) -> Table:
     up, down = (link[f"{way}_bytes_per_s"] * 8e-6 for way in ("up", "down"))
     table = Table(
         "cut after",
-        *("edge", "up", "cloud", "down", "a batch", "edge memory"),
+        *("sends", "edge", "up", "cloud", "down", "a batch", "memory"),
         header_style="bold",
+        # Eight columns fit into 80 characters.
+        padding=0,
         title=f"edge {number}: {edge['device']}, {up:.1f} Mbit/s up, {down:.1f} down; {chosen['text']}",
         title_justify="left",
     )
     for row in edge["cuts"]:
         mark = " *" if row["name"] == chosen["cut_name"] else ""
         phases = [row[key] for key in ("edge_s", "up_s", "cloud_s", "down_s", "batch_s")]
-        memory = human_bytes(row["edge_memory_bytes"])
-        table.add_row(f"{row['name']}{mark}", *map(human_seconds, phases), memory)
+        features, memory = (human_bytes(row[f"{key}_bytes"]) for key in ("feature", "edge_memory"))
+        table.add_row(f"{row['name']}{mark}", features, *map(human_seconds, phases), memory)
     alone = human_seconds(edge["edge_only_s"])
     mark = " *" if chosen["cut"] is None else ""
-    table.add_row(f"edge alone{mark}", alone, "", "", "", alone, "")
+    table.add_row(f"edge alone{mark}", "", alone, "", "", "", alone, "")
     return table
+
+
+_TECHNIQUES = {"window": "K", "features": "bits up", "gradients": "bits down"}
+
+
+def _gains_text(gains: Mapping[str, Any]) -> str:
+    """Return a sentence on what each technique adds to JointDNN with its best cut or none."""
+    parts = [
+        f"{_TECHNIQUES[each['name']]} {each['alone']:.2f} times alone, {each['last']:.2f} behind the others"
+        for each in gains["techniques"]
+    ]
+    ratio = gains["joint_dnn_epoch_s"] / gains["epoch_s"]
+    return f"over JointDNN in 32 bits {ratio:.2f} times as fast: {'; '.join(parts)}"

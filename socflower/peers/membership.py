@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from logging import INFO, WARNING
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from socflower.wire.logs import log
 from socflower.wire.secure_channel import (
     PeerFailed,
     PeerNotReady,
+    PeerOfOtherVersion,
     PeerRefused,
     PeerSilent,
     PeerUnreachable,
@@ -98,6 +99,22 @@ def agree(number: int, members: Sequence[int], states: Mapping[int, MemberState]
     )
 
 
+@dataclass(slots=True)
+class _Peers:
+    """What a member knows of the others."""
+
+    # Forming members that called since this one last looked for a coordinator.
+    callers: set[int] = field(default_factory=set)
+    # Members that announced that they leave.
+    departed: set[int] = field(default_factory=set)
+    # Members that announced that they have the interval's result.
+    done: set[int] = field(default_factory=set)
+    # Members that were reached before: if unreachable later, they are lost.
+    reached: set[int] = field(default_factory=set)
+    # Why members are refused that have another version of the protocol.
+    refused: dict[int, str] = field(default_factory=dict)
+
+
 class LeftOut(Exception):
     """The others continued without this member."""
 
@@ -152,18 +169,11 @@ class Membership:
         self._decision: Generation | None = None
         # The highest generation that any member asks for.
         self._requested = 0
-        # Forming members that called since this one last looked for a coordinator.
-        self._callers: set[int] = set()
-        # Members that announced that they leave.
-        self._departed: set[int] = set()
-        # Members that announced that they have the interval's result.
-        self._done: set[int] = set()
+        self._peers = _Peers()
         # Whether this member has announced its result.
         self._finished = False
         # Generations that this member has asked to join.
         self._asked: set[int] = set()
-        # Members that were reached before: if unreachable later, they are lost.
-        self._reached: set[int] = set()
         # The member that the watchdog found to be silent.
         self._suspect: int | None = None
         self._forming = True
@@ -180,12 +190,12 @@ class Membership:
     @property
     def preempted(self) -> tuple[int, ...]:
         """Participants that announced that they leave."""
-        return tuple(sorted(self._departed))
+        return tuple(sorted(self._peers.departed))
 
     @property
     def finished(self) -> tuple[int, ...]:
         """Participants of the current ring, and those that finished the interval before this member."""
-        return tuple(sorted({*self._members, *self._done}, key=self._planned.index))
+        return tuple(sorted({*self._members, *self._peers.done}, key=self._planned.index))
 
     def form(self, own_state: MemberState, poll: Poll) -> Generation:
         """Agree on the next generation with all live members.
@@ -212,7 +222,7 @@ class Membership:
                 absent = [
                     member
                     for member in self._members
-                    if member not in {*decision.members, *self._done}
+                    if member not in {*decision.members, *self._peers.done}
                 ]
                 self._decision, self._members, self._forming = decision, decision.members, False
                 self._changed.notify_all()
@@ -251,7 +261,7 @@ class Membership:
         }
         with self._changed:
             self._changed.wait_for(
-                lambda: reached <= {*self._done, *self._departed}, self._call_timeout_s
+                lambda: reached <= {*self._peers.done, *self._peers.departed}, self._call_timeout_s
             )
 
     def close(self) -> None:
@@ -274,9 +284,11 @@ class Membership:
     ) -> Generation | None:
         """Join the first live member in order, or coordinate; return None if there is no decision yet."""
         with self._changed:
-            self._callers.clear()
+            self._peers.callers.clear()
         for candidate in self._members:
-            if candidate != self._own and (candidate in self._departed or candidate in self._done):
+            if candidate != self._own and (
+                candidate in self._peers.departed or candidate in self._peers.done
+            ):
                 continue
             poll()
             if candidate == self._own:
@@ -288,7 +300,7 @@ class Membership:
                         candidate, "probe", str(number).encode(), timeout_s=self._call_timeout_s
                     )
                 )
-                self._reached.add(candidate)
+                self._peers.reached.add(candidate)
                 if _DONE not in probed:
                     if probed and _parse_decision(probed).number >= number:
                         return self._accept_decision(probed)
@@ -301,12 +313,17 @@ class Membership:
                             timeout_s=_ATTEMPT_S + self._call_timeout_s,
                         )
                     )
+            except PeerOfOtherVersion as other:
+                # The first member in order continues with those of its own version.
+                raise LeftOut(str(other)) from None
             except PeerFailed as failure:
                 if not self._is_lost(candidate, failure, number, silent):
                     # Once ready, it probes those that it misses.
                     if isinstance(failure, PeerNotReady):
                         with self._changed:
-                            self._changed.wait_for(lambda: self._callers, _START_POLL_INTERVAL_S)
+                            self._changed.wait_for(
+                                lambda: self._peers.callers, _START_POLL_INTERVAL_S
+                            )
                     return None
                 continue
             silent.pop(candidate, None)
@@ -336,7 +353,7 @@ class Membership:
     def _skip_done(self, member: int) -> None:
         """Continue without a member that has the interval's result and will not join again."""
         with self._changed:
-            self._done.add(member)
+            self._peers.done.add(member)
             self._changed.notify_all()
 
     def _accept_decision(self, answer: dict[str, Any]) -> Generation | None:
@@ -366,12 +383,12 @@ class Membership:
                 joined = {
                     member: theirs
                     for member, theirs in self._joins.get(number, {}).items()
-                    if member not in self._departed
+                    if member not in self._peers.departed
                 }
             missing = [
                 member
                 for member in self._others()
-                if member not in {*joined, *self._departed, *self._done}
+                if member not in {*joined, *self._peers.departed, *self._peers.done}
             ]
             absent = self._absent(missing, number, silent) if missing else set()
             if isinstance(absent, Generation):
@@ -396,8 +413,8 @@ class Membership:
         return (
             self._requested,
             len(self._joins.get(number, {})),
-            len(self._departed),
-            len(self._done),
+            len(self._peers.departed),
+            len(self._peers.done),
             self._earlier_callers(silent),
         )
 
@@ -408,7 +425,7 @@ class Membership:
         """
         earlier = self._members[: self._members.index(self._own)]
         return sum(
-            member in self._callers and silent.get(member, 0) < _MAX_SILENT_CALLS
+            member in self._peers.callers and silent.get(member, 0) < _MAX_SILENT_CALLS
             for member in earlier
         )
 
@@ -427,7 +444,7 @@ class Membership:
             [member for member in missing if member not in absent]
         ).items():
             if isinstance(answer, dict):
-                self._reached.add(member)
+                self._peers.reached.add(member)
                 silent.pop(member, None)
                 if _DONE in answer:
                     self._skip_done(member)
@@ -435,8 +452,11 @@ class Membership:
                 decision = _parse_decision(answer) if answer else None
                 if decision is not None and decision.number >= number:
                     return decision
+            elif isinstance(answer, PeerOfOtherVersion):
+                self._peers.refused[member] = str(answer)
+                absent.add(member)
             elif waiting_for_start and not (
-                isinstance(answer, PeerUnreachable) and member in self._reached
+                isinstance(answer, PeerUnreachable) and member in self._peers.reached
             ):
                 continue
             elif self._is_lost(member, answer, number, silent):
@@ -453,7 +473,7 @@ class Membership:
 
     def _log_absent(self, absent: Sequence[int], number: int) -> None:
         for member in absent:
-            if member in self._departed:
+            if member in self._peers.departed:
                 log(
                     INFO,
                     "ring: %s %d has left; the ring continues with %d",
@@ -463,6 +483,8 @@ class Membership:
                 )
                 continue
             why = "did not come to the rendezvous" if number == 0 else "is gone or hangs"
+            if member in self._peers.refused:
+                why = f"is refused ({self._peers.refused[member]})"
             self.log_lines.append(
                 f"{self._whom} {member} {why}; the ring continues with {len(self._members)}"
             )
@@ -479,7 +501,7 @@ class Membership:
             if number > self._requested:
                 self._requested = number
                 self._changed.notify_all()
-            self._reached.add(caller.rank)
+            self._peers.reached.add(caller.rank)
             self._joins.setdefault(number, {})[caller.rank] = MemberState(
                 num_steps=int(asked["num_steps"]),
                 has_model=bool(asked["has_model"]),
@@ -504,7 +526,7 @@ class Membership:
         with self._changed:
             # A watchdog names no generation: its member does not form a ring.
             if body:
-                self._callers.add(caller.rank)
+                self._peers.callers.add(caller.rank)
                 self._changed.notify_all()
                 self._requested = max(self._requested, int(body))
             if (
@@ -517,7 +539,7 @@ class Membership:
 
     def _on_leave(self, caller: Caller, body: bytes) -> bytes:
         with self._changed:
-            self._departed.add(caller.rank)
+            self._peers.departed.add(caller.rank)
             if self._decision is not None and caller.rank in self._decision.members:
                 self._requested = max(self._requested, self._decision.number + 1)
             self._changed.notify_all()
@@ -525,7 +547,7 @@ class Membership:
 
     def _on_done(self, caller: Caller, body: bytes) -> bytes:
         with self._changed:
-            self._done.add(caller.rank)
+            self._peers.done.add(caller.rank)
             self._changed.notify_all()
         return b""
 
@@ -545,7 +567,7 @@ class Membership:
                     else tuple(
                         member
                         for member in decision.members
-                        if member not in self._done or member == self._own
+                        if member not in self._peers.done or member == self._own
                     )
                 )
             if decision is None or forming or len(ring) < 2:
@@ -566,7 +588,7 @@ class Membership:
                     if (
                         self._decision is decision
                         and not self._forming
-                        and following not in self._done
+                        and following not in self._peers.done
                     ):
                         self._requested = max(self._requested, decision.number + 1)
                         self._suspect = following
@@ -612,7 +634,7 @@ class LeaderMembership(Membership):
 
         def check() -> None:
             poll()
-            if done := self._done - self._asked_for_result:
+            if done := self._peers.done - self._asked_for_result:
                 raise OthersDone(min(done))
 
         return super().form(own_state, check)

@@ -66,6 +66,8 @@ def _widths(subject: str, scenario: Scenario, others: Sequence[str]) -> Iterator
     peers = [name for name in others if name in BASELINES and BASELINES[name].edge_alone != "only"]
     if subject in BASELINES or not STRATEGIES[subject].uses_cloud or not peers:
         return
+    if scenario.split.codec_for == "all":
+        return
     features, gradients = min(scenario.split.bits), scenario.split.gradient_bits
     if min(features, gradients) < 32:
         yield (

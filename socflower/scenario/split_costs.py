@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from socflower.cluster import Device, ModelProfile
-from socflower.edgecloud.plan.baselines import gradient_bits
 from socflower.edgecloud.plan.cuts import SplitCosts
 from socflower.edgecloud.plan.device_costs import CutShape, split_costs
 from socflower.precision.processor_costs import MERGE_PASSES, REQUANTISE_PASSES, MixedPricing
@@ -68,5 +67,5 @@ def layered_costs(
         edge_shares=shares,
         merge_passes=MERGE_PASSES + REQUANTISE_PASSES,
         frozen_layers=cuts[num_frozen - 1].num_layers if num_frozen else 0,
-        gradient_bits=gradient_bits(scenario.strategy.name, scenario.split.gradient_bits),
+        gradient_bits=scenario.split.widths(scenario.strategy.name)[1],
     )

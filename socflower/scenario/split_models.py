@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from socflower.cluster import Device, ModelProfile
-from socflower.edgecloud.plan.baselines import gradient_bits
 from socflower.edgecloud.plan.cuts import SplitCosts
 from socflower.edgecloud.plan.device_costs import CutShape, split_costs
 from socflower.edgecloud.runtime.mixed_front import MixedEdge
@@ -301,9 +300,7 @@ class ClickWorkload(SplitWorkload):
             device,
             cloud,
             self.scenario.train.batch_size,
-            gradient_bits=gradient_bits(
-                self.scenario.strategy.name, self.scenario.split.gradient_bits
-            ),
+            gradient_bits=self.scenario.split.widths(self.scenario.strategy.name)[1],
             label_bytes_per_sample=8.0 if edge == 0 else 0.0,
         )
 

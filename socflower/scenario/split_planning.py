@@ -4,8 +4,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from socflower.edgecloud.links.bandwidth_profile import LinkRates
+from socflower.edgecloud.plan.baselines import TECHNIQUES, ablation
 from socflower.edgecloud.plan.cost_model import period_s, training_s
-from socflower.edgecloud.plan.cuts import SplitPlan
+from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.device_costs import training_energy_j
 from socflower.edgecloud.plan.party import Party
 from socflower.edgecloud.plan.phases import phases, window_limit
@@ -57,6 +59,7 @@ def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
         served = phases(costs, split_plan, rates, reverse=reverse)
         return {
             "name": costs.cuts[index].name,
+            "feature_bytes": costs.feature_bytes(index, 32),
             "edge_s": served.edge_s,
             "up_s": _finite(served.up_s),
             "cloud_s": served.cloud_s,
@@ -83,12 +86,41 @@ def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
             "text": costs.describe(chosen),
         },
         "cuts": [row(index) for index in range(len(costs.cuts))],
+        "gains": _gains(setting, costs, rates),
         "edge_only_s": costs.edge_only_s,
         "batch_s": _finite(period_s(served, limit)),
         "epoch_s": _finite(epoch_s),
         "epoch_energy_j": training_energy_j(
             device, served, batches, limit, costs.edge_processor, costs.edge_beside
         ),
+    }
+
+
+def _gains(setting: SplitSetting, costs: SplitCosts, rates: LinkRates) -> dict[str, Any]:
+    """Return how much faster each technique makes an epoch: added to JointDNN alone, and as the last one of ours."""
+    settings = setting.scenario.split
+    if setting.scenario.strategy.name != "split-replay" or setting.is_joined:
+        return {}
+    times = ablation(
+        costs,
+        rates,
+        num_batches=setting.batches_per_epoch,
+        window=setting.window(0),
+        bits=settings.bits,
+        reverse=setting.is_reverse,
+    )
+    none, every = frozenset[str](), frozenset(TECHNIQUES)
+    return {
+        "joint_dnn_epoch_s": _finite(times[none]),
+        "epoch_s": _finite(times[every]),
+        "techniques": [
+            {
+                "name": name,
+                "alone": _finite(times[none]) / _finite(times[frozenset({name})]),
+                "last": _finite(times[every - {name}]) / _finite(times[every]),
+            }
+            for name in TECHNIQUES
+        ],
     }
 
 

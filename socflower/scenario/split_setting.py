@@ -254,8 +254,9 @@ class SplitSetting:
         # A run begins with the link's first rates, before anything is measured.
         best = engine.best(first, window)
         # There is one cut, and no edge can train alone.
+        widths, _ = self.scenario.split.widths(name)
         if self.is_joined:
-            bits = baselines.BASELINES[name].bits if name in baselines.BASELINES else best.bits
+            bits = min(widths) if name in baselines.BASELINES else best.bits
             return SplitPlan(cut=0, bits=bits, window=window)
         cut = self._configured_cut(costs)
         if name in baselines.BASELINES:
@@ -267,6 +268,7 @@ class SplitSetting:
                 window=window,
                 cut=cut,
                 allow_edge_only=self.scenario.split.allow_edge_only,
+                bits=widths,
                 reverse=self.is_reverse,
             )
         if cut is None:

@@ -23,7 +23,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from socflower.errors import SocflowerError
-from socflower.wire.secure_channel import PeerNotReady, PeerRefused
+from socflower.wire.secure_channel import PeerNotReady, PeerOfOtherVersion, PeerRefused
 
 
 class ForgedAnswer(PeerRefused):
@@ -297,6 +297,8 @@ class ServerAuthentication(grpc.ServerInterceptor):
                 yield answer(request, context)
         except PeerNotReady as not_ready:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(not_ready))
+        except PeerOfOtherVersion as other:
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, str(other))
         except (PeerRefused, SocflowerError) as refusal:
             context.abort(grpc.StatusCode.PERMISSION_DENIED, " ".join(str(refusal).split()))
 

@@ -280,6 +280,10 @@ class PeerRefused(PeerFailed):
     """The peer refused the call; the text says why. Handlers raise this to refuse a call."""
 
 
+class PeerOfOtherVersion(PeerRefused):
+    """The peer has another version of the protocol; the text names both. Handlers raise this, too."""
+
+
 class HandlerFailed(PeerRefused):
     """The peer's handler raised an exception that is not a refusal."""
 
@@ -290,7 +294,6 @@ _REFUSALS = (
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
-    grpc.StatusCode.UNIMPLEMENTED,
 )
 # gRPC has one code for "refused", "broken", "hangs" and "not trusted"; only the text distinguishes them.
 _SILENCE_WORDS = ("keepalive", "ping timeout", "timeout", "timed out")
@@ -310,6 +313,8 @@ _CERTIFICATE_WORDS = (
 def failure_of(peer: str, error: Any) -> PeerFailed:
     """Return the exception for the status of an ended gRPC call."""
     code, details = error.code(), " ".join(str(error.details() or error.code()).split())
+    if code == grpc.StatusCode.UNIMPLEMENTED:
+        return PeerOfOtherVersion(f"{peer}: {details}")
     if code in _REFUSALS:
         return PeerRefused(f"{peer}: {details}")
     if code == grpc.StatusCode.FAILED_PRECONDITION:

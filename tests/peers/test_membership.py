@@ -11,7 +11,8 @@ import pytest
 
 from socflower.peers.collective import PeerLost
 from socflower.peers.membership import Generation, LeftOut, Membership, MemberState, NoModel
-from socflower.peers.transports.port import Caller, RingPort
+from socflower.peers.transports.port import PROTOCOL_VERSION, Caller, RingPort
+from tests.one_line import one_line
 from tests.peers.peers import TOKEN, free_addresses
 
 WAIT_S = 60.0
@@ -156,6 +157,19 @@ def test_all_agree_and_the_model_is_the_leaders(group: Group) -> None:
         False,
     )
     assert not any(is_broken(membership) for membership in group.memberships.values())
+
+
+def test_a_member_of_another_version_is_refused_with_both_versions(group: Group) -> None:
+    """The first in order continues with those of its version; nobody waits for the rendezvous to be over."""
+    group.open()
+    newer = PROTOCOL_VERSION + 1
+    group.ports[2].version = newer
+    outcomes = group.form(FIRST)
+    refused = outcomes.pop(2)
+    assert isinstance(refused, LeftOut)
+    assert the_only(outcomes).members == (0, 1)
+    for text in (str(refused), *group.memberships[0].log_lines):
+        one_line(text, f"version {newer}", f"version {PROTOCOL_VERSION}", "socflower")
 
 
 def test_members_may_come_one_after_the_other(group: Group) -> None:

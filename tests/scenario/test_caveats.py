@@ -75,16 +75,17 @@ def test_numbers_of_socs_with_too_little_memory_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ((), []),
         (
-            (),
+            ("edgecloud.codec_for=ours",),
             [
-                "split-replay sends features in 8 bits and gradients in 8; pipelined, joint-dnn, split send both in 32"
+                "split-replay sends features in 8 bits and gradients in 8; joint-dnn, split send both in 32"
             ],
         ),
         (
-            ("edgecloud.gradient_bits=32",),
+            ("edgecloud.gradient_bits=32", "edgecloud.codec_for=ours"),
             [
-                "split-replay sends features in 8 bits and gradients in 32; pipelined, joint-dnn, split send both in 32"
+                "split-replay sends features in 8 bits and gradients in 32; joint-dnn, split send both in 32"
             ],
         ),
         (("edgecloud.gradient_bits=32", "edgecloud.bits=[32]"), []),

@@ -69,23 +69,40 @@ def test_every_baseline_has_a_plan(path: Path, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["pipelined", "joint-dnn", "split", "splitfed"])
-def test_narrow_gradients_are_ours_alone(path: Path, strategy: str) -> None:
+def test_every_strategy_has_the_codec_unless_it_is_ours_alone(path: Path, strategy: str) -> None:
     fast = "edgecloud.bytes_per_s=[1e8, 2e6]"
 
-    def down_s(name: str, bits: int) -> list[float]:
-        (edge,) = plan_split(
-            load_scenario(path, [f"strategy.name={name}", f"edgecloud.gradient_bits={bits}", fast])
-        )["edges"]
-        return [row["down_s"] for row in edge["cuts"]]
+    def sent_s(name: str, bits: int, coded: str = "all") -> list[tuple[float, float]]:
+        codec = [f"edgecloud.{key}={bits}" for key in ("gradient_bits", "bits")]
+        codec[1] = f"edgecloud.bits=[{bits}]"
+        settings = [f"strategy.name={name}", *codec, f"edgecloud.codec_for={coded}", fast]
+        (edge,) = plan_split(load_scenario(path, settings))["edges"]
+        return [(row["up_s"], row["down_s"]) for row in edge["cuts"]]
 
-    assert down_s(strategy, 8) == down_s(strategy, 32) == down_s("split-replay", 32)
-    ours = zip(down_s("split-replay", 8), down_s("split-replay", 32), strict=True)
-    assert all(narrow < wide for narrow, wide in ours)
+    wide = sent_s("split-replay", 32)
+    assert sent_s(strategy, 32) == sent_s(strategy, 8, "ours") == wide
+    if strategy != "joint-dnn":
+        assert sent_s(strategy, 8) == sent_s("split-replay", 8)
+    narrow = zip(sent_s("split-replay", 8, "ours"), wide, strict=True)
+    assert all(one[way] < other[way] for one, other in narrow for way in (0, 1))
+
+
+def test_a_plan_says_what_each_technique_adds(path: Path) -> None:
+    fast = ["edgecloud.bytes_per_s=[1e8, 2e6]", "edgecloud.gradient_bits=8"]
+    (edge,) = plan_split(load_scenario(path, fast))["edges"]
+    gains = edge["gains"]
+    assert gains["epoch_s"] < gains["joint_dnn_epoch_s"]
+    assert [each["name"] for each in gains["techniques"]] == ["window", "features", "gradients"]
+    # The link down is the slow one.
+    assert gains["techniques"][2]["last"] > gains["techniques"][1]["last"]
+    (peer,) = plan_split(load_scenario(path, ["strategy.name=joint-dnn"]))["edges"]
+    assert peer["gains"] == {}
 
 
 def test_joint_dnn_is_planned_as_the_edge_alone_where_every_cut_is_slower() -> None:
     scenario = Path(__file__).parents[2] / "scenarios" / "split_against_edge.toml"
-    (edge,) = plan_split(load_scenario(scenario, ["strategy.name=joint-dnn"]))["edges"]
+    settings = ["strategy.name=joint-dnn", "edgecloud.codec_for=ours"]
+    (edge,) = plan_split(load_scenario(scenario, settings))["edges"]
     assert edge["deployment"]["text"] == "edge alone"
     assert edge["batch_s"] == edge["edge_only_s"] < min(row["batch_s"] for row in edge["cuts"])
 

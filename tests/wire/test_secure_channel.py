@@ -23,7 +23,7 @@ from socflower.edgecloud.cloud.operator_calls import CloudOperator, open_session
 from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.credentials import OPERATOR as OPERATOR_NAME
 from socflower.edgecloud.stream.credentials import run_caller, run_token
-from socflower.peers.transports.port import RingPort
+from socflower.peers.transports.port import PROTOCOL_VERSION, RingPort
 from socflower.wire.authentication import ClientAuthentication, ForgedAnswer, ServerAuthentication
 from socflower.wire.certificates import write_certificates
 from socflower.wire.secure_channel import Address, PeerNotTrusted, Tls, failure_of, open_channel
@@ -104,7 +104,7 @@ def service(request: pytest.FixtureRequest, files: dict[str, Tls]) -> Iterator[S
             yield Service(
                 addresses[0],
                 tls,
-                "/socflower.Ring/echo",
+                f"/socflower.Ring.v{PROTOCOL_VERSION}/echo",
                 "1",
                 TOKEN,
                 "0",

@@ -1,7 +1,8 @@
 """The baselines of split training: edge-only, plain split, JointDNN, SplitFed, and a pipeline without compression."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, product
 from typing import Literal
 
 from socflower.edgecloud.links.bandwidth_profile import LinkRates
@@ -23,13 +24,10 @@ class BaselineTerms:
     edge_alone: Literal["always", "if allowed", "never", "only"]
     # Whether a batch waits for the gradient of the one before; otherwise the method uses our window K.
     waits: bool
-    # Of features.
-    bits: int = FULL_BITS
-    gradient_bits: int = FULL_BITS
 
 
 BASELINES: Mapping[str, BaselineTerms] = {
-    # Ours without the codec and without moves, to show the benefit of these two.
+    # Ours without moves.
     "pipelined": BaselineTerms(
         cut="given or best",
         edge_alone="if allowed",
@@ -55,8 +53,9 @@ def choices(
     window: int = 0,
     cut: int | None = None,
     allow_edge_only: bool = False,
+    bits: Sequence[int] = (FULL_BITS,),
 ) -> tuple[SplitPlan, ...]:
-    """Return every deployment that a method may choose, the smallest cut first and edge-only last.
+    """Return every deployment that a method may choose, the smallest cut and widest features first, edge-only last.
 
     `cut` is the one given by the user, for methods that use it. Raises `ConfigError` for a cut that the model does not
     have, and for an unknown method.
@@ -77,13 +76,14 @@ def choices(
     if if_allowed or terms.edge_alone in ("always", "only"):
         places.append(None)
     limit = 0 if terms.waits else window
+    widths = sorted(set(bits), reverse=True)
     return tuple(
         SplitPlan(
             cut=place,
-            bits=terms.bits,
+            bits=width,
             window=limit,
         )
-        for place in places
+        for place, width in product(places, widths)
     )
 
 
@@ -96,29 +96,57 @@ def plan_baseline(
     window: int = 0,
     cut: int | None = None,
     allow_edge_only: bool = False,
+    bits: Sequence[int] = (FULL_BITS,),
     reverse: bool = False,
 ) -> SplitPlan:
     """Return the method's deployment for a link: of its `choices` the one that trains `num_batches` fastest (F26).
 
-    Its time is predicted with the method's own gradient width, not that of `costs`. Ties go to the earlier choice.
-    Raises `InfeasiblePlan` if no choice fits into the edge's memory.
+    Gradients are as wide as those of `costs`. Ties go to the earlier choice. Raises `InfeasiblePlan` if no choice fits
+    into the edge's memory.
     """
-    own = replace(costs, gradient_bits=_terms(peer).gradient_bits)
+    options = choices(
+        peer, costs, window=window, cut=cut, allow_edge_only=allow_edge_only, bits=bits
+    )
     return min(
-        own.fitting(choices(peer, costs, window=window, cut=cut, allow_edge_only=allow_edge_only)),
-        key=lambda choice: predicted_s(
-            own,
-            choice,
-            rates,
-            num_batches,
-            reverse=reverse,
-        ),
+        costs.fitting(options),
+        key=lambda choice: predicted_s(costs, choice, rates, num_batches, reverse=reverse),
     )
 
 
-def gradient_bits(strategy: str, ours: int) -> int:
-    """Return the width of gradients in bits under a strategy; `ours` is that of our own."""
-    return BASELINES[strategy].gradient_bits if strategy in BASELINES else ours
+TECHNIQUES = ("window", "features", "gradients")
+"""What ours adds to JointDNN: K, the bits forward and the bits back."""
+
+
+def ablation(
+    costs: SplitCosts,
+    rates: LinkRates,
+    *,
+    num_batches: int,
+    window: int,
+    bits: Sequence[int],
+    reverse: bool = False,
+) -> Mapping[frozenset[str], float]:
+    """Return the seconds of `num_batches` (F26) with every subset of our `TECHNIQUES`.
+
+    Each subset has its fastest cut, or none: the empty one is JointDNN, the full one ours without moves. Features then
+    have `bits`, and gradients the width of `costs`.
+    """
+    found = {}
+    for count in range(len(TECHNIQUES) + 1):
+        for chosen in map(frozenset, combinations(TECHNIQUES, count)):
+            own = costs if "gradients" in chosen else replace(costs, gradient_bits=FULL_BITS)
+            plan = plan_baseline(
+                "pipelined",
+                own,
+                rates,
+                num_batches=num_batches,
+                window=window if "window" in chosen else 0,
+                allow_edge_only=True,
+                bits=bits if "features" in chosen else (FULL_BITS,),
+                reverse=reverse,
+            )
+            found[chosen] = predicted_s(own, plan, rates, num_batches, reverse=reverse)
+    return found
 
 
 def _middle(costs: SplitCosts) -> int:

@@ -4,7 +4,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -222,6 +222,64 @@ class _PendingStep:
     loss: Tensor
 
 
+@dataclass(slots=True)
+class _Progress:
+    """What a member has done of its interval."""
+
+    num_steps: int = 0
+    # Samples of all members, and this member's.
+    num_samples: int = 0
+    num_own_samples: int = 0
+    losses: list[Tensor] = field(default_factory=list)
+    pending_step: _PendingStep | None = None
+    # Whether a repeated sum was not finite either; later sums are not examined.
+    diverged: bool = False
+    # Gradients that were left out, by step and SoC.
+    dropped: dict[tuple[int, int], str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Training:
+    """The training of a member's model, which may begin again during the interval."""
+
+    # Of the trainer, when no session is open.
+    state: bytes | None
+    has_model: bool
+    session: ExchangingSession | JointSession | None = None
+    end: SessionResult | None = None
+    # None for sessions that exchange their gradients themselves.
+    exchange: BucketExchange | None = None
+    compression: GradientCompression | None = None
+    hooks: list[RemovableHandle] = field(default_factory=list)
+    tries_loss: bool = False
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """The exchange of models with other groups' leaders, as far as it has come."""
+
+    leader: GroupLeader
+    # None if the models are not compressed.
+    changes: MemberChanges | None
+    # 0, `_AVERAGED` or `_MET`.
+    stage: int = 0
+    # Groups and samples in the mean.
+    met: tuple[int, ...] = ()
+    met_samples: float = 0.0
+    group_samples: float = 0.0
+    # The feedback of the mean of all groups, if it was summed in eight bits.
+    steps: Floats | None = None
+    began_with: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+
+def _changes(member: RingMember) -> MemberChanges | None:
+    ring = member.ring
+    if ring.leader_compression == NONE or not ring.leaders:
+        return None
+    untrained = untrained_names(member.model)
+    return MemberChanges(ring.leader_compression, untrained, member.feedback, ring.feedback_sha256)
+
+
 class _MemberSession(Role[MemberResult]):
     """The state of a member's part."""
 
@@ -230,55 +288,27 @@ class _MemberSession(Role[MemberResult]):
     def __init__(self, member: RingMember) -> None:
         group, ring = member.group, member.ring
         self._member, self._group, self._ring = member, group, ring
-        self._model, self._port = member.model, member.port
+        self._model = member.model
         # Before anything refers to its parameters: not all devices let them keep their identity.
         self._model.to(training_device(member.trainer))
-        self._membership = Membership(
+        membership = Membership(
             member.port,
             ring.participant,
             group.partitions,
             heartbeat_s=ring.heartbeat_s,
             rendezvous_s=ring.rendezvous_s,
         )
-        self._elastic = ElasticSession(self._membership, member.switch.raise_if_active)
+        self._elastic = ElasticSession(membership, member.switch.raise_if_active)
         self._poll = self._elastic.poll
-        # None for sessions that exchange their gradients themselves.
-        self._exchange: BucketExchange | None = None
         self._turns = _turns(member.port, group, ring)
-        self._compression: GradientCompression | None = None
         self._collective: Collective | None = None
-        self._session: ExchangingSession | JointSession | None = None
-        self._state = member.state
-        self._has_model = member.has_model
-        self._end: SessionResult | None = None
         self._schedule = BatchSchedule(group, [len(member.data)] if group.reshuffle else [])
-        self._num_steps = self._num_samples = self._num_own_samples = 0
-        self._leader = GroupLeader(member.port, group.group_id, ring)
-        self._stage = 0
-        self._met: tuple[int, ...] = ()
-        self._met_samples = self._group_samples = 0.0
-        # The feedback of the mean of all groups, if it was summed in eight bits.
-        self._steps: Floats | None = None
-        self._changes = (
-            None
-            if ring.leader_compression == NONE or not ring.leaders
-            else MemberChanges(
-                ring.leader_compression,
-                untrained_names(self._model),
-                member.feedback,
-                ring.feedback_sha256,
-            )
+        self._training = _Training(state=member.state, has_model=member.has_model)
+        self._progress = _Progress()
+        self._meeting = _Meeting(
+            leader=GroupLeader(member.port, group.group_id, ring), changes=_changes(member)
         )
-        self._began_with: dict[str, NDArray[Any]] = {}
-        self._losses: list[Tensor] = []
-        self._pending_step: _PendingStep | None = None
-        # Whether a repeated sum was not finite either; later sums are not examined.
-        self._diverged = False
-        # Gradients that were left out, by step and SoC.
-        self._dropped: dict[tuple[int, int], str] = {}
         self._members: tuple[int, ...] = ()
-        self._hooks: list[RemovableHandle] = []
-        self._tries_loss = False
         self._timer = StepTimer(member.clock)
         # The devices of the members, known at the end.
         self._rates: dict[int, float] = {}
@@ -292,20 +322,20 @@ class _MemberSession(Role[MemberResult]):
 
     def release(self) -> None:
         """Release the ring; the sum of the present step is not used."""
-        if self._exchange is not None:
-            self._exchange.abandon()
+        if self._training.exchange is not None:
+            self._training.exchange.abandon()
         self._close_ring()
 
     def close(self) -> None:
-        self._leader.close()
-        if self._exchange is not None:
-            self._exchange.close()
-        for hook in self._hooks:
+        self._meeting.leader.close()
+        if self._training.exchange is not None:
+            self._training.exchange.close()
+        for hook in self._training.hooks:
             hook.remove()
         self._close_ring()
         if self._turns is not None:
             self._turns.close()
-        self._membership.close()
+        self._elastic.membership.close()
 
     # ------------------------------------------------------------------------------------------------- forming
 
@@ -313,8 +343,8 @@ class _MemberSession(Role[MemberResult]):
         """Return the steps that this member has applied, and its optimiser."""
         state = self._current_state()
         return MemberState(
-            num_steps=self._num_steps + self._stage,
-            has_model=self._has_model,
+            num_steps=self._progress.num_steps + self._meeting.stage,
+            has_model=self._training.has_model,
             optimizer=hashlib.sha256(state).hexdigest() if state else "",
         )
 
@@ -324,7 +354,7 @@ class _MemberSession(Role[MemberResult]):
         transport = self._ring.transport.partition("+")[0]
         self._collective = open_ring(
             transport,
-            self._port,
+            self._member.port,
             generation.members,
             generation.number,
             self._ring.heartbeat_s,
@@ -344,12 +374,15 @@ class _MemberSession(Role[MemberResult]):
 
     def _synchronise_state(self, generation: Generation) -> None:
         """Adopt the state of the generation's source: its weights, optimiser and number of steps."""
-        is_behind = generation.num_steps != self._num_steps + self._stage or not self._has_model
-        if self._pending_step is not None and not counts_pending(
-            self._num_steps, generation.num_steps
+        is_behind = (
+            generation.num_steps != self._progress.num_steps + self._meeting.stage
+            or not self._training.has_model
+        )
+        if self._progress.pending_step is not None and not counts_pending(
+            self._progress.num_steps, generation.num_steps
         ):
-            self._pending_step.snapshot.restore()
-            self._pending_step = None
+            self._progress.pending_step.snapshot.restore()
+            self._progress.pending_step = None
         weights = (
             None
             if generation.same_model
@@ -379,24 +412,24 @@ class _MemberSession(Role[MemberResult]):
         if weights is not None and generation.source != self._ring.participant:
             _load_bytes([*_trained(self._model), *self._model.buffers()], weights)
         if not generation.num_steps:
-            self._began_with = non_finite_tensors(self._group_model().arrays)
-        if self._changes is not None and not generation.num_steps:
-            self._changes.begin(self._group_model().arrays)
+            self._meeting.began_with = non_finite_tensors(self._group_model().arrays)
+        if self._meeting.changes is not None and not generation.num_steps:
+            self._meeting.changes.begin(self._group_model().arrays)
         # The others have applied this step.
-        if self._pending_step is not None:
-            pending, self._pending_step = self._pending_step, None
-            if self._compression is not None:
-                self._compression.finish_step()
+        if self._progress.pending_step is not None:
+            pending, self._progress.pending_step = self._progress.pending_step, None
+            if self._training.compression is not None:
+                self._training.compression.finish_step()
             self._record_step(pending.own, pending.loss, pending.total, adopted=True)
         if state is not None and generation.optimizer_source != self._ring.participant:
-            self._state = state or None
-        self._num_steps = generation.num_steps
-        self._has_model = True
-        if self._session is None:
-            self._session = self._start_session()
-        if isinstance(self._session, JointSession):
+            self._training.state = state or None
+        self._progress.num_steps = generation.num_steps
+        self._training.has_model = True
+        if self._training.session is None:
+            self._training.session = self._start_session()
+        if isinstance(self._training.session, JointSession):
             assert self._collective is not None
-            self._session.join(RingPeers(self._collective, self._poll, self._timer.paused))
+            self._training.session.join(RingPeers(self._collective, self._poll, self._timer.paused))
 
     def _common_tensors(self) -> list[Tensor]:
         """Return the tensors that all members have in common now.
@@ -404,15 +437,22 @@ class _MemberSession(Role[MemberResult]):
         They include BatchNorm's statistics at the beginning of an interval, after the statistics are averaged, and if
         members compute them together.
         """
-        common = not self._num_steps or self._stage or isinstance(self._session, JointSession)
+        common = (
+            not self._progress.num_steps
+            or self._meeting.stage
+            or isinstance(self._training.session, JointSession)
+        )
         return [*_trained(self._model), *(self._model.buffers() if common else ())]
 
     def _common_state(self) -> bytes:
         met = torch.tensor(
-            [self._met_samples, self._group_samples, *self._met], dtype=torch.float64
+            [self._meeting.met_samples, self._meeting.group_samples, *self._meeting.met],
+            dtype=torch.float64,
         )
-        steps = [] if self._steps is None else [torch.from_numpy(self._steps)]
-        return _to_bytes([*self._common_tensors(), *([met, *steps] if self._stage == _MET else [])])
+        steps = [] if self._meeting.steps is None else [torch.from_numpy(self._meeting.steps)]
+        return _to_bytes(
+            [*self._common_tensors(), *([met, *steps] if self._meeting.stage == _MET else [])]
+        )
 
     def _adopt(self, state: bytes, stage: int) -> None:
         """Adopt what another member has at a stage after the last step."""
@@ -432,7 +472,7 @@ class _MemberSession(Role[MemberResult]):
                 group_samples,
             )
         _load(tensors, arrays)
-        self._stage = stage
+        self._meeting.stage = stage
 
     def _broadcast_from(self, participant: int, make: Callable[[], bytes]) -> bytes:
         """Broadcast the payload that `make` returns at one member, and return it at all members."""
@@ -446,13 +486,13 @@ class _MemberSession(Role[MemberResult]):
     def _start_session(self) -> ExchangingSession | JointSession:
         group, position = self._group, self._group.partitions.index(self._ring.participant)
         span = TrainingSpan(
-            first_step=group.first_step + self._num_steps,
+            first_step=group.first_step + self._progress.num_steps,
             total_steps=group.total_steps,
             steps_per_epoch=group.steps_per_epoch,
             seed=(group.seed, group.group_id),
             npu_ratios=group.npu_ratios[position : position + 1],
         )
-        session = self._member.trainer.start(self._model, span, self._state)
+        session = self._member.trainer.start(self._model, span, self._training.state)
         trainer = type(self._member.trainer).__name__
         coding = gradient_coding(group.compression, steps_per_epoch=group.steps_per_epoch)
         if isinstance(session, JointSession) and coding.is_exact:
@@ -463,19 +503,19 @@ class _MemberSession(Role[MemberResult]):
                 )
             return session
         session = exchanging(session, coding, trainer)
-        if self._exchange is None:
-            self._exchange = BucketExchange(self._model, group.num_buckets)
+        if self._training.exchange is None:
+            self._training.exchange = BucketExchange(self._model, group.num_buckets)
         if not coding.is_exact:
             compression = own_compression(session, coding, group.seed)
             # A session may start again during an interval, but the residuals stay.
-            if self._compression is None:
-                self._compression = compression
+            if self._training.compression is None:
+                self._training.compression = compression
                 if self._member.compression_state is not None:
                     compression.restore(self._member.compression_state)
-        if session.final_in_backward and not self._hooks:
+        if session.final_in_backward and not self._training.hooks:
             # A pass of a large model on a small SoC may take longer than its user wants to wait:
             # poll at every layer.
-            self._hooks = [
+            self._training.hooks = [
                 module.register_forward_pre_hook(lambda module, inputs: self._poll_in_layer())
                 for module in self._model.modules()
                 if not any(True for _ in module.children())
@@ -484,53 +524,60 @@ class _MemberSession(Role[MemberResult]):
 
     def _poll_in_layer(self) -> None:
         # What a loss raises in its trial is the user's error, so the trial, on a copy of the model, is not interrupted.
-        if not self._tries_loss:
+        if not self._training.tries_loss:
             self._poll()
 
     def _current_state(self) -> bytes | None:
-        return self._state if self._session is None else self._session.state()
+        return (
+            self._training.state
+            if self._training.session is None
+            else self._training.session.state()
+        )
 
     # ------------------------------------------------------------------------------------------------ training
 
     def work(self) -> None:
         """Train through the steps that are left."""
-        session, group = self._session, self._group
+        session, group = self._training.session, self._group
         assert session is not None and self._collective is not None
         present = [group.partitions.index(participant) for participant in self._members]
-        while self._num_steps < group.num_steps:
-            if self._member.departs_at is not None and self._num_steps >= self._member.departs_at:
+        while self._progress.num_steps < group.num_steps:
+            if (
+                self._member.departs_at is not None
+                and self._progress.num_steps >= self._member.departs_at
+            ):
                 raise Preempted("the device is preempted")
             shares = self._shares(present)
             total = sum(map(len, shares))
             if not total:
-                self._num_steps += 1
+                self._progress.num_steps += 1
                 continue
             self._timer.begin_step()
             loss = self._sum_gradients(session, shares, present)
-            if not self._diverged and self._sum_is_poisoned():
+            if not self._progress.diverged and self._sum_is_poisoned():
                 shares = self._without_culprits(session, shares, present)
                 total = sum(map(len, shares))
                 if not total:
-                    self._pending_step = None
-                    self._num_steps += 1
+                    self._progress.pending_step = None
+                    self._progress.num_steps += 1
                     continue
                 # The time of a step that is repeated says nothing about a member's speed.
                 self._timer.begin_step()
                 loss = self._sum_gradients(session, shares, present)
-                self._diverged = self._sum_is_poisoned()
+                self._progress.diverged = self._sum_is_poisoned()
             with self._timer.timed():
                 session.apply()
-            if self._compression is not None:
-                self._compression.finish_step()
-            self._pending_step = None
+            if self._training.compression is not None:
+                self._training.compression.finish_step()
+            self._progress.pending_step = None
             own = shares[self._position]
             self._timer.end_step(len(own))
             self._record_step(own.tolist(), loss, total)
             # After the last step there is nothing to balance.
             if (
                 self._balance is not None
-                and self._num_steps % self._ring.rebalance_steps == 0
-                and self._num_steps < group.num_steps
+                and self._progress.num_steps % self._ring.rebalance_steps == 0
+                and self._progress.num_steps < group.num_steps
             ):
                 self._balance.exchange(self._collective, present, self._poll)
 
@@ -549,7 +596,7 @@ class _MemberSession(Role[MemberResult]):
         batch, total = self._own_part(shares, present), sum(map(len, shares))
         # The buffers of a joint session's model are written when it ends.
         snapshot = _Snapshot(None if isinstance(session, JointSession) else self._model)
-        if not self._group.first_step + self._num_steps:
+        if not self._group.first_step + self._progress.num_steps:
             self._try_loss(session, batch)
         # Before other operations of the ring, which a thread of the exchange may begin at any time.
         weight = self._begin_weight_sum(session, batch)
@@ -560,32 +607,32 @@ class _MemberSession(Role[MemberResult]):
                 loss = session.gradients([batch], total, *weight)
         finally:
             # Also if the pass was interrupted: its random numbers and statistics must be undone.
-            self._pending_step = _PendingStep(
+            self._progress.pending_step = _PendingStep(
                 snapshot=snapshot, own=shares[self._position].tolist(), total=total, loss=loss
             )
         finish_exchange()
         return loss
 
     def _try_loss(self, session: ExchangingSession | JointSession, batch: Part) -> None:
-        self._tries_loss = True
+        self._training.tries_loss = True
         try:
             try_loss(session, [batch], self._member.data, self._group.batch_size, divided=True)
         finally:
-            self._tries_loss = False
+            self._training.tries_loss = False
 
     def _own_part(self, shares: Sequence[Indices], present: Sequence[int]) -> Part:
         with self._timer.timed():
             return self._member.data.batch(
                 torch.from_numpy(shares[self._position]),
-                sample_key(self._group, self._num_steps, present[self._position]),
+                sample_key(self._group, self._progress.num_steps, present[self._position]),
             )
 
     def _sum_is_poisoned(self) -> bool:
         """Return whether the sum of gradients has a NaN or an infinity."""
-        if self._exchange is None or isinstance(self._session, JointSession):
+        if self._training.exchange is None or isinstance(self._training.session, JointSession):
             # A joint session sums integers.
             return False
-        return not self._exchange.is_finite()
+        return not self._training.exchange.is_finite()
 
     def _without_culprits(
         self,
@@ -605,7 +652,7 @@ class _MemberSession(Role[MemberResult]):
         finite = [at for at, fault in enumerate(faults) if not fault and len(shares[at])]
         if not any(faults) or not finite:
             return list(shares)
-        step = self._group.first_step + self._num_steps
+        step = self._group.first_step + self._progress.num_steps
         for participant, fault in zip(self._members, faults, strict=True):
             if not fault:
                 continue
@@ -616,7 +663,7 @@ class _MemberSession(Role[MemberResult]):
                     f"group {self._group.group_id}: {text}; look at its samples, or set "
                     "tolerate_client_errors to leave such gradients out"
                 )
-            self._dropped[step, soc] = f"{text}, left out"
+            self._progress.dropped[step, soc] = f"{text}, left out"
         some_count = any(weights[at] is None or weights[at] for at in finite)
         return [
             share if some_count and at in finite else share[:0] for at, share in enumerate(shares)
@@ -633,8 +680,8 @@ class _MemberSession(Role[MemberResult]):
         Return, for each member, the name of the first tensor whose gradient is not finite (empty if there is none),
         and its weight in the loss (None if that is its number of samples).
         """
-        assert self._collective is not None and self._pending_step is not None
-        snapshot, batch = self._pending_step.snapshot, self._own_part(shares, present)
+        assert self._collective is not None and self._progress.pending_step is not None
+        snapshot, batch = self._progress.pending_step.snapshot, self._own_part(shares, present)
         snapshot.restore()
         own = session.batch_weight([batch]) if isinstance(session, WeighingSession) else None
         weights = gather_json(self._collective, own, self._poll)
@@ -679,17 +726,17 @@ class _MemberSession(Role[MemberResult]):
         turn = self._make_turn()
         if isinstance(session, JointSession):
             return partial(self._exchange_jointly, session, turn)
-        assert self._exchange is not None and self._collective is not None
-        if self._compression is not None:
-            self._compression.start_step(self._group.first_step + self._num_steps)
-        self._exchange.begin(
+        assert self._training.exchange is not None and self._collective is not None
+        if self._training.compression is not None:
+            self._training.compression.start_step(self._group.first_step + self._progress.num_steps)
+        self._training.exchange.begin(
             self._collective,
             self._poll,
             overlapped=session.final_in_backward,
             turn=turn,
-            compression=self._compression,
+            compression=self._training.compression,
         )
-        return self._exchange.finish
+        return self._training.exchange.finish
 
     def _exchange_jointly(self, session: JointSession, turn: TurnCallbacks | None) -> None:
         if turn is not None:
@@ -700,7 +747,7 @@ class _MemberSession(Role[MemberResult]):
             turn.end()
 
     def _shares(self, present: list[int]) -> list[Indices]:
-        step, balance = self._group.first_step + self._num_steps, self._balance
+        step, balance = self._group.first_step + self._progress.num_steps, self._balance
         if balance is None:
             return self._schedule.shares(step, present)
         return self._schedule.shares(
@@ -711,11 +758,11 @@ class _MemberSession(Role[MemberResult]):
         self, own: list[int], loss: Tensor, total: int, *, adopted: bool = False
     ) -> None:
         """Record a step as done, of `own` samples of this member and `total` of all."""
-        step = self._group.first_step + self._num_steps
-        self._num_steps += 1
-        self._num_samples += total
-        self._num_own_samples += len(own)
-        self._losses.append(loss)
+        step = self._group.first_step + self._progress.num_steps
+        self._progress.num_steps += 1
+        self._progress.num_samples += total
+        self._progress.num_own_samples += len(own)
+        self._progress.losses.append(loss)
         self._member.on_step(
             AppliedStep(
                 step=step,
@@ -731,7 +778,7 @@ class _MemberSession(Role[MemberResult]):
         turns, ring = self._turns, self._collective
         if turns is None or ring is None:
             return None
-        step, waits = self._num_steps, self._members[0] == self._ring.participant
+        step, waits = self._progress.num_steps, self._members[0] == self._ring.participant
 
         def begin() -> None:
             if waits:
@@ -750,42 +797,24 @@ class _MemberSession(Role[MemberResult]):
 
     def finish(self) -> MemberResult:
         """Check that all members have the same weights, average their statistics, and return the result."""
-        assert self._session is not None and self._collective is not None
-        if self._end is None:
-            self._end = self._session.finish()
-        # The statistics of BatchNorm.
-        floats = [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
-        diverging = self._session if isinstance(self._session, DivergingSession) else None
+        training, meeting = self._training, self._meeting
+        assert training.session is not None and self._collective is not None
+        if training.end is None:
+            training.end = training.session.finish()
+        diverging = training.session if isinstance(training.session, DivergingSession) else None
         averages_weights = diverging is not None and diverging.averages_weights
-        if averages_weights:
-            floats += [parameter.detach() for parameter in _trained(self._model)]
-        counters = [buffer for buffer in self._model.buffers() if not buffer.is_floating_point()]
-        digest = hashlib.sha256()
-        for parameter in () if averages_weights else _trained(self._model):
-            digest.update(array_to_bytes(parameter.detach().cpu().numpy()))
-        own = {
-            "weights": digest.hexdigest(),
-            "steps": self._num_steps,
-            "loss": mean_loss(self._losses),
-            "samples": self._num_own_samples,
-            "counters": [counter.tolist() for counter in counters],
-            "rate": self._timer.rate,
-            "device": device_label(device_of(self._model)),
-            "changes": None if self._changes is None else self._changes.held,
-            "measured": None if diverging is None else diverging.measured,
-        }
-        reports = gather_json(self._collective, own, self._poll)
+        reports = gather_json(self._collective, self._report(diverging), self._poll)
         answers = answering(self._ring.leader, self._members)[0]
         self._require_same_weights(reports, answers)
-        if self._stage < _AVERAGED:
-            self._average(floats, counters, reports)
+        if meeting.stage < _AVERAGED:
+            self._average(reports, averages_weights=averages_weights)
             if diverging is not None and averages_weights:
                 diverging.agree([entry["measured"] for entry in reports])
-                self._end = replace(self._end, state=diverging.state())
-            self._stage = _AVERAGED
-        if self._ring.leaders and self._stage < _MET:
-            if self._changes is not None:
-                self._changes.complete(
+                training.end = replace(training.end, state=diverging.state())
+            meeting.stage = _AVERAGED
+        if self._ring.leaders and meeting.stage < _MET:
+            if meeting.changes is not None:
+                meeting.changes.complete(
                     [entry["changes"] for entry in reports],
                     lambda rank, make: self._broadcast_from(self._members[rank], make),
                 )
@@ -793,21 +822,42 @@ class _MemberSession(Role[MemberResult]):
         self._rates = {
             member: entry["rate"] for member, entry in zip(self._members, reports, strict=True)
         }
-        self._membership.finish()
-        devices = DeviceReport(
-            devices=tuple(entry["device"] for entry in reports),
-            socs=self._socs_of(self._members),
-            arithmetic=arithmetic_of(self._member.trainer),
-        )
+        self._elastic.membership.finish()
         return MemberResult(
             outcome=self._outcome(COMPLETED, answers=answers == self._ring.participant),
             mean_loss=sum(entry["loss"] for entry in reports),
-            num_samples=self._num_samples,
-            end=self._end,
-            compression=self._compression.state() if self._compression is not None else b"",
-            feedback=None if self._changes is None else self._changes.feedback,
-            devices=devices,
+            num_samples=self._progress.num_samples,
+            end=training.end,
+            compression=b"" if training.compression is None else training.compression.state(),
+            feedback=None if meeting.changes is None else meeting.changes.feedback,
+            devices=DeviceReport(
+                devices=tuple(entry["device"] for entry in reports),
+                socs=self._socs_of(self._members),
+                arithmetic=arithmetic_of(self._member.trainer),
+            ),
         )
+
+    def _report(self, diverging: DivergingSession | None) -> dict[str, Any]:
+        """Return what this member tells the others at the end."""
+        digest = hashlib.sha256()
+        if diverging is None or not diverging.averages_weights:
+            for parameter in _trained(self._model):
+                digest.update(array_to_bytes(parameter.detach().cpu().numpy()))
+        changes = self._meeting.changes
+        return {
+            "weights": digest.hexdigest(),
+            "steps": self._progress.num_steps,
+            "loss": mean_loss(self._progress.losses),
+            "samples": self._progress.num_own_samples,
+            "counters": [counter.tolist() for counter in self._counters()],
+            "rate": self._timer.rate,
+            "device": device_label(device_of(self._model)),
+            "changes": None if changes is None else changes.held,
+            "measured": None if diverging is None else diverging.measured,
+        }
+
+    def _counters(self) -> list[Tensor]:
+        return [buffer for buffer in self._model.buffers() if not buffer.is_floating_point()]
 
     def _require_same_weights(self, reports: Sequence[Mapping[str, Any]], answering: int) -> None:
         """Raise `RuntimeError` if members have different weights, unless different kinds of devices explain it by
@@ -827,23 +877,24 @@ class _MemberSession(Role[MemberResult]):
         if answering != self._ring.participant:
             _load_bytes(_trained(self._model), weights)
 
-    def _average(
-        self, floats: list[Tensor], counters: list[Tensor], reports: list[dict[str, Any]]
-    ) -> None:
+    def _average(self, reports: list[dict[str, Any]], *, averages_weights: bool) -> None:
         """Average BatchNorm's running statistics, and weights if each member has its own, by samples (F3)."""
         assert self._collective is not None
+        floats = [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
+        if averages_weights:
+            floats += [parameter.detach() for parameter in _trained(self._model)]
         total = sum(entry["samples"] for entry in reports)
         if not floats or not total or len(self._members) == 1:
             return
         flat = torch.cat([buffer.cpu().double().flatten() for buffer in floats]) * (
-            self._num_own_samples / total
+            self._progress.num_own_samples / total
         )
         self._collective.all_reduce(flat).wait(self._poll)
         start = 0
         for buffer in floats:
             buffer.copy_(flat[start : start + buffer.numel()].view(buffer.size()).to(buffer.dtype))
             start += buffer.numel()
-        for index, counter in enumerate(counters):
+        for index, counter in enumerate(self._counters()):
             counter.copy_(
                 torch.stack([torch.tensor(entry["counters"][index]) for entry in reports]).amax(
                     dim=0
@@ -857,23 +908,23 @@ class _MemberSession(Role[MemberResult]):
             # A ring's operations must not wait for other groups, which may take long: gloo limits
             # their time.
             mean = (
-                self._leader.mean(
+                self._meeting.leader.mean(
                     self._group_model,
                     _SIGN_OF_LIFE_S,
-                    None if self._changes is None else self._changes.compression(),
+                    None if self._meeting.changes is None else self._meeting.changes.compression(),
                 )
                 if answers
                 else None
             )
             if mean is not None:
-                self._on_mean(mean, float(self._num_samples))
+                self._on_mean(mean, float(self._progress.num_samples))
                 load_trainable_state(
                     self._model,
                     {name: torch.from_numpy(array) for name, array in mean.arrays.items()},
                 )
-                self._stage = _MET
+                self._meeting.stage = _MET
             state = self._broadcast_from(
-                answering, lambda: self._common_state() if self._stage == _MET else b""
+                answering, lambda: self._common_state() if self._meeting.stage == _MET else b""
             )
             if state:
                 break
@@ -885,20 +936,24 @@ class _MemberSession(Role[MemberResult]):
 
         `group_samples` is the count of the answering member, since others may have adopted steps.
         """
-        if self._changes is not None and self._stage < _MET:
+        if self._meeting.changes is not None and self._meeting.stage < _MET:
             own = replace(self._group_model(), samples=group_samples)
-            self._changes.on_mean(partial(feedback_after, own, mean))
-        self._met, self._met_samples, self._steps = mean.groups, mean.samples, mean.steps
-        self._group_samples = group_samples
+            self._meeting.changes.on_mean(partial(feedback_after, own, mean))
+        self._meeting.met, self._meeting.met_samples, self._meeting.steps = (
+            mean.groups,
+            mean.samples,
+            mean.steps,
+        )
+        self._meeting.group_samples = group_samples
 
     def _group_model(self) -> GroupsModel:
         return GroupsModel(
             arrays={
                 name: entry.cpu().numpy() for name, entry in trainable_state(self._model).items()
             },
-            samples=float(self._num_samples),
+            samples=float(self._progress.num_samples),
             groups=(self._group.group_id,),
-            began_with=self._began_with,
+            began_with=self._meeting.began_with,
         )
 
     def without_model(self, outcome: str) -> MemberResult:
@@ -908,26 +963,26 @@ class _MemberSession(Role[MemberResult]):
         )
 
     def _outcome(self, outcome: str, *, answers: bool) -> RingOutcome:
-        finished = self._membership.finished
-        log_lines = [*self._membership.log_lines, *self._leader.log_lines]
+        finished = self._elastic.membership.finished
+        log_lines = [*self._elastic.membership.log_lines, *self._meeting.leader.log_lines]
         feedback = None
-        if self._changes is not None:
-            log_lines += self._changes.log_lines
-            feedback = self._changes.feedback if self._stage == _MET else None
+        if self._meeting.changes is not None:
+            log_lines += self._meeting.changes.log_lines
+            feedback = self._meeting.changes.feedback if self._meeting.stage == _MET else None
         rates: list[float] = []
         if self._rates:
             rates = [self._rates.get(participant, 0.0) for participant in finished]
         return RingOutcome(
             outcome=outcome,
             members=self._socs_of(finished),
-            num_steps=self._num_steps,
+            num_steps=self._progress.num_steps,
             answers=answers,
             recoveries_s=tuple(self._elastic.recoveries_s),
-            preempted=self._socs_of(self._membership.preempted),
+            preempted=self._socs_of(self._elastic.membership.preempted),
             log=tuple(log_lines),
-            dropped=tuple(_shortened([*self._dropped.values()])),
-            met=self._met,
-            met_samples=self._met_samples,
+            dropped=tuple(_shortened([*self._progress.dropped.values()])),
+            met=self._meeting.met,
+            met_samples=self._meeting.met_samples,
             feedback_sha256=feedback_digest(feedback),
             rates=tuple(rates),
         )
@@ -937,9 +992,9 @@ class _MemberSession(Role[MemberResult]):
         return tuple(soc_of[participant] for participant in participants)
 
     def _drop_session(self) -> None:
-        if self._session is not None and self._end is None:
-            self._session.finish()
-        self._session, self._end = None, None
+        if self._training.session is not None and self._training.end is None:
+            self._training.session.finish()
+        self._training.session, self._training.end = None, None
 
     def _close_ring(self) -> None:
         if self._collective is not None:

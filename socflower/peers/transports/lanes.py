@@ -36,7 +36,11 @@ _COUNTS = struct.Struct("!QQ")
 _RETRY_S = 0.02
 _FOREVER_S = 1e9
 LIMITS = ChannelLimits(part_bytes=LARGEST_PART_BYTES, credit_bytes=8 * LARGEST_PART_BYTES)
-"""Limits of a lane. Half of the credit is in the other end's inbox before the sender has to wait for it."""
+"""Limits of a lane.
+
+A credit is asked for at half of the room. So `all_reduce.SEND_AHEAD` chunks beyond those that were used fit into the
+other half, as a ring needs to make progress.
+"""
 
 _Key = tuple[int, int]
 _Lane = Stream[memoryview]

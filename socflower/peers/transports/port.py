@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from logging import WARNING
 from threading import Lock
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import grpc
 
@@ -29,6 +29,7 @@ from socflower.wire.secure_channel import (
     Address,
     PeerNotConnected,
     PeerNotReady,
+    PeerOfOtherVersion,
     PeerRefused,
     PeerUnreachable,
     Tls,
@@ -39,6 +40,9 @@ from socflower.wire.secure_channel import (
 
 CALL_LIMIT_BYTES = 4 << 20
 """The maximum size of the body of a call or of its answer; larger payloads are sent as a stream."""
+
+PROTOCOL_VERSION = 2
+"""Increased whenever an older member would misunderstand a newer one."""
 
 _SERVICE = "socflower.Ring"
 _STREAM = "-stream"
@@ -126,6 +130,8 @@ class RingPort:
     used, if a peer's address is not private and there is no TLS (unless `trusted`), or if a certificate cannot be read.
     """
 
+    version = PROTOCOL_VERSION
+
     def __init__(
         self,
         listen: str,
@@ -211,7 +217,7 @@ class RingPort:
     ) -> bytes:
         peer = self._name(rank)
         try:
-            return bytes(channel.unary_unary(f"/{_SERVICE}/{method}")(body, timeout=timeout_s))
+            return bytes(channel.unary_unary(self._path(method))(body, timeout=timeout_s))
         except grpc.RpcError as error:
             raise failure_of(peer, error) from None
         except ForgedAnswer:
@@ -226,8 +232,8 @@ class RingPort:
         Streams have a connection of their own, so that calls and pings do not queue behind parts of messages.
         """
         peer = self._name(rank)
-        method = f"/{_SERVICE}/{method}{_STREAM}"
-        call = DialledCall(self._channel(rank, own=True).stream_stream(method), greeting)
+        path = self._path(method + _STREAM)
+        call = DialledCall(self._channel(rank, own=True).stream_stream(path), greeting)
         try:
             answer = call.answer()
         except BaseException as error:
@@ -300,6 +306,16 @@ class RingPort:
             admitted.stream, admitted.connection, messages, admitted.on_malformed, admitted.on_end
         )
 
+    def refuse_version(self, version: str, context: grpc.ServicerContext) -> NoReturn:
+        """Refuse an authenticated caller of another version."""
+        caller = caller_of(context)
+        what = f"a call of version {version} of the peers' protocol"
+        self.report_refused(context.peer(), f"{what} by rank {caller}; here is {self.version}")
+        raise PeerOfOtherVersion(
+            f"it has version {self.version} of the peers' protocol, rank {caller} version {version}; install the "
+            "same socflower on all nodes"
+        )
+
     def _caller(self, context: grpc.ServicerContext) -> Caller:
         return Caller(
             rank=int(caller_of(context)), address=context.peer(), is_active=context.is_active
@@ -335,6 +351,9 @@ class RingPort:
         self.report_refused(peer, "an answer without the token")
         return PeerRefused(f"{peer} answers without knowing the token")
 
+    def _path(self, method: str) -> str:
+        return f"/{_SERVICE}.v{self.version}/{method}"
+
     def _name(self, rank: int) -> str:
         return f"rank {rank} at {self.addresses[rank]}"
 
@@ -346,7 +365,12 @@ class _Dispatch(grpc.GenericRpcHandler):
         self._port = port
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-        method = details.method.rpartition("/")[2]
+        service, _, method = details.method.rpartition("/")
+        version = service.partition(f"{_SERVICE}.v")[2] or "1"
+        if version != str(self._port.version):
+            return grpc.stream_stream_rpc_method_handler(
+                lambda messages, context: self._port.refuse_version(version, context)
+            )
         if method.endswith(_STREAM):
             name = method.removesuffix(_STREAM)
             return grpc.stream_stream_rpc_method_handler(

@@ -110,14 +110,14 @@ class _Session(Role[MemberResult]):
         self._config, self._group, self._ring = member, member.group, member.ring
         self._soc_of = dict(zip(member.group.partitions, member.group.members, strict=True))
         self._soc = self._soc_of[member.ring.participant]
-        self._membership = Membership(
+        membership = Membership(
             member.port,
             member.ring.participant,
             member.group.partitions,
             heartbeat_s=member.ring.heartbeat_s,
             rendezvous_s=member.ring.rendezvous_s,
         )
-        self._elastic = ElasticSession(self._membership, member.switch.raise_if_active)
+        self._elastic = ElasticSession(membership, member.switch.raise_if_active)
         self._poll = self._elastic.poll
         read = member.read
         self._names = frozenset(trainable_state(member.model)) - read.aliases.keys()
@@ -165,7 +165,7 @@ class _Session(Role[MemberResult]):
     def close(self) -> None:
         """Leave the pipeline."""
         self._close_channels()
-        self._membership.close()
+        self._elastic.membership.close()
 
     # ------------------------------------------------------------------------------------------------- forming
 
@@ -194,7 +194,7 @@ class _Session(Role[MemberResult]):
         decision = self._agree(own, self._decide)
         if decision["step"] is None:
             self._log.append(decision["why"])
-            self._membership.finish()
+            self._elastic.membership.finish()
             raise NoModel
         self._plan, self._step = from_json(decision["plan"]), decision["step"]
         self._move([StateTransfer(*each) for each in decision["moves"]])
@@ -422,12 +422,12 @@ class _Session(Role[MemberResult]):
         else:
             body = channels.receive(Receive(leader, END), self._poll)
             end = TrainedModel.from_bytes(body) if self._soc == deputy else None
-        self._membership.finish()
+        self._elastic.membership.finish()
         return self._completed(end, answers=self._soc == leader)
 
     @property
     def _present(self) -> list[int]:
-        return [self._soc_of[participant] for participant in self._membership.finished]
+        return [self._soc_of[participant] for participant in self._elastic.membership.finished]
 
     def _completed(self, end: TrainedModel | None, *, answers: bool) -> MemberResult:
         outcome = self._outcome(COMPLETED, end, answers=answers)
@@ -465,7 +465,7 @@ class _Session(Role[MemberResult]):
         )
 
     def _outcome(self, outcome: str, end: TrainedModel | None, *, answers: bool) -> RingOutcome:
-        membership, soc_of = self._membership, self._soc_of
+        membership, soc_of = self._elastic.membership, self._soc_of
         present = [soc_of[participant] for participant in membership.finished]
         sample_s = {} if end is None else {soc: each for soc, each in end.sample_s.items() if each}
         rates = [1.0 / sample_s[soc] if soc in sample_s else 0.0 for soc in present]

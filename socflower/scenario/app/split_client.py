@@ -69,11 +69,12 @@ def split_client_app(folder_of: FolderOf) -> ClientApp:
 def split_settings(setting: SplitSetting) -> SplitSettings:
     """Return the scenario's settings for the coding of features and gradients."""
     scenario: Scenario = setting.scenario
-    table, ours = scenario.split, scenario.strategy.name == "split-replay"
-    feedback = cast(Form, table.error_feedback) if ours and not table.delta else "none"
+    table = scenario.split
+    is_coded = table.is_coded(scenario.strategy.name)
+    feedback = cast(Form, table.error_feedback) if is_coded and not table.delta else "none"
     return SplitSettings(
         feedback=feedback,
-        delta_bytes=DELTA_BYTES if ours and table.delta else 0,
+        delta_bytes=DELTA_BYTES if is_coded and table.delta else 0,
         window=setting.schedule,
     )
 

@@ -95,10 +95,15 @@ class EdgeCloudConfig(Table):
         (8,), min_length=1, description=("widths of features that the engine chooses among")
     )
     gradient_bits: Annotated[int, OneOf(BITS)] = Field(
-        32, description=("width of gradients on their way back, of `split-replay` alone")
+        32, description=("width of gradients on their way back")
+    )
+    codec_for: Annotated[str, OneOf(("all", "ours"))] = Field(
+        "all",
+        description="which strategies have `bits`, `gradient_bits`, `error_feedback` and `delta`: `all`, or "
+        "`split-replay` alone, while the others send 32 bits",
     )
     error_feedback: Annotated[str, OneOf(("none", "diagonal", "rank-one"))] = Field(
-        "diagonal", description=("how gradients are corrected by what the codec lost")
+        "none", description=("how gradients are corrected by what the codec lost")
     )
     delta: bool = Field(
         False,
@@ -140,6 +145,14 @@ class EdgeCloudConfig(Table):
                 raise ConfigError(f"{shown(self, key)}: the link does not read it; leave it out")
         require_reader(self, "cloud_model", {"cloud_processors": ("own",)})
         self.window_schedule()
+
+    def is_coded(self, strategy: str) -> bool:
+        """Return whether a strategy sends features and gradients in the given bits."""
+        return strategy == SPLIT_STRATEGIES[0] or self.codec_for == "all"
+
+    def widths(self, strategy: str) -> tuple[tuple[int, ...], int]:
+        """Return the bits of a strategy's features, among which it chooses, and those of its gradients."""
+        return (self.bits, self.gradient_bits) if self.is_coded(strategy) else ((32,), 32)
 
     @property
     def link_names(self) -> tuple[str, ...]:

@@ -8,8 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.edgecloud.links.bandwidth_profile import LinkRates
-from socflower.edgecloud.plan.baselines import BASELINES, choices, gradient_bits, plan_baseline
-from socflower.edgecloud.plan.cost_model import training_s
+from socflower.edgecloud.plan.baselines import (
+    BASELINES,
+    TECHNIQUES,
+    ablation,
+    choices,
+    plan_baseline,
+)
+from socflower.edgecloud.plan.cost_model import predicted_s, training_s
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.phases import phases, transfer_s, window_limit
 from tests.edgecloud.plan.tables import costs as table
@@ -61,14 +67,14 @@ def seconds_of(costs: SplitCosts, rates: LinkRates, in_cloud: tuple[bool, ...]) 
     return total_s
 
 
-@given(costs=tables(3.0), rates=RATES, bits=st.sampled_from([2, 8, 32]))
+@given(costs=tables(3.0), rates=RATES)
 def test_joint_dnn_is_the_best_of_all_placements_that_cross_once_at_most(
-    costs: SplitCosts, rates: LinkRates, bits: int
+    costs: SplitCosts, rates: LinkRates
 ) -> None:
-    """The edge alone among them, and whatever width our own gradients have."""
+    """The edge alone among them."""
     num_cuts = len(costs.cuts)
     once = [(*[False] * (cut + 1), *[True] * (num_cuts - cut)) for cut in range(num_cuts + 1)]
-    chosen = plan_baseline("joint-dnn", dataclasses.replace(costs, gradient_bits=bits), rates)
+    chosen = plan_baseline("joint-dnn", costs, rates)
     assert (chosen.bits, chosen.window) == (32, 0)
     taken = once[num_cuts if chosen.cut is None else chosen.cut]
     least_s = min(seconds_of(costs, rates, each) for each in once)
@@ -126,23 +132,28 @@ def test_a_method_is_planned_with_the_best_that_its_terms_allow(
         cuts = cuts | {None}
     limit = 0 if terms.waits else window
 
-    def seconds(cut: int | None) -> float:
-        split_plan = SplitPlan(cut=cut, bits=32, window=limit)
+    costs = dataclasses.replace(costs, gradient_bits=bits)
+
+    def seconds(cut: int | None, width: int) -> float:
+        split_plan = SplitPlan(cut=cut, bits=width, window=limit)
         times = phases(costs, split_plan, rates, reverse=reverse)
         return training_s(times, batches, window_limit(costs, split_plan))
 
     chosen = plan_baseline(
         peer,
-        dataclasses.replace(costs, gradient_bits=bits),
+        costs,
         rates,
+        bits=(8, bits),
         num_batches=batches,
         window=window,
         cut=given_cut,
         allow_edge_only=allowed,
         reverse=reverse,
     )
-    assert chosen.cut in cuts and (chosen.bits, chosen.window) == (32, limit)
-    assert seconds(chosen.cut) == pytest.approx(min(map(seconds, cuts)))
+    assert chosen.cut in cuts and chosen.bits in (8, bits) and chosen.window == limit
+    assert seconds(chosen.cut, chosen.bits) == pytest.approx(
+        min(seconds(cut, width) for cut in cuts for width in (8, bits))
+    )
 
 
 EXAMPLE = table(
@@ -175,6 +186,25 @@ def test_a_cut_or_a_method_that_is_not_there_is_refused() -> None:
     refused(lambda: choices("ours", EXAMPLE), "'ours'", *BASELINES)
 
 
-def test_only_ours_narrows_gradients() -> None:
-    assert gradient_bits("split-replay", 8) == 8
-    assert {gradient_bits(peer, 8) for peer in BASELINES} == {32}
+@given(costs=tables(2.0), rates=RATES, window=st.integers(1, 5))
+def test_an_ablation_is_from_joint_dnn_to_ours_and_each_subset_has_its_best_cut(
+    costs: SplitCosts, rates: LinkRates, window: int
+) -> None:
+    costs = dataclasses.replace(costs, gradient_bits=8)
+    times = ablation(costs, rates, num_batches=50, window=window, bits=(8, 32))
+    assert len(times) == 2 ** len(TECHNIQUES)
+    full = dataclasses.replace(costs, gradient_bits=32)
+    joint = plan_baseline("joint-dnn", full, rates, num_batches=50)
+    assert times[frozenset()] == pytest.approx(predicted_s(full, joint, rates, 50))
+    plans = [
+        *(
+            SplitPlan(cut=cut, bits=width, window=window)
+            for cut in range(len(costs.cuts))
+            for width in (8, 32)
+        ),
+        SplitPlan(cut=None),
+    ]
+    best_s = min(predicted_s(costs, plan, rates, 50) for plan in plans)
+    assert times[frozenset(TECHNIQUES)] == pytest.approx(best_s)
+    # A width is chosen among others, so it never costs time.
+    assert times[frozenset({"window", "features"})] <= times[frozenset({"window"})]

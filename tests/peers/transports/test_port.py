@@ -281,7 +281,9 @@ def test_a_truncated_call_is_refused(ports: Ports) -> None:
     """An HTTP/2 connection by hand: it announces a message of 1000 bytes, sends 10, and hangs up."""
     ports.echoing()
     body, names = bytes(1000), os.urandom(16) + b"0".ljust(16, b"\0")
-    hello = names + hmac.digest(TOKEN, b"call\0/socflower.Ring/echo\0" + b"1\0" + names, "sha256")
+    hello = names + hmac.digest(
+        TOKEN, b"call\0/socflower.Ring.v2/echo\0" + b"1\0" + names, "sha256"
+    )
 
     def frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:
         return (
@@ -301,7 +303,7 @@ def test_a_truncated_call_is_refused(ports: Ports) -> None:
         for pair in (
             (b":method", b"POST"),
             (b":scheme", b"http"),
-            (b":path", b"/socflower.Ring/echo"),
+            (b":path", b"/socflower.Ring.v2/echo"),
             (b":authority", b"ring"),
             (b"content-type", b"application/grpc"),
             (b"te", b"trailers"),
