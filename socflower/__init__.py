@@ -116,6 +116,8 @@ _EXPORTS = {
     "model_graph.layer_profile": ("profile_module",),
     "sim.event_clock": ("EventClock",),
     "sim.trace": ("Trace",),
+    "engines.launch": ("Launched", "launch", "make_loop_apps"),
+    "training.loop": ("LoopGroup",),
     "engines.run_log": (
         "CsvLogger",
         "JsonLinesLogger",

@@ -19,6 +19,7 @@ from socflower.edgecloud.runtime.mixed_front import MixedEdge as MixedEdge
 from socflower.edgecloud.samples import CodeSamples as CodeSamples, FeatureSamples as FeatureSamples, ImageTargets as ImageTargets
 from socflower.edgecloud.split_program import HalvesProgram as HalvesProgram, JoinedProgram as JoinedProgram, LayeredProgram as LayeredProgram, SplitProgram as SplitProgram, cut_shapes as cut_shapes
 from socflower.edgecloud.stream.credentials import read_token as read_token
+from socflower.engines.launch import Launched as Launched, launch as launch, make_loop_apps as make_loop_apps
 from socflower.engines.local.run_app import load_flower_app as load_flower_app, run_app as run_app
 from socflower.engines.run_log import CsvLogger as CsvLogger, JsonLinesLogger as JsonLinesLogger, RunLogger as RunLogger, TensorBoardLogger as TensorBoardLogger, logged_evaluation as logged_evaluation
 from socflower.errors import ConfigError as ConfigError, DataUnavailable as DataUnavailable, InfeasiblePlan as InfeasiblePlan, SocflowerError as SocflowerError, TrainingFailed as TrainingFailed
@@ -71,6 +72,7 @@ from socflower.training.fp32 import FP32Trainer as FP32Trainer, cosine_annealing
 from socflower.training.group import train_group as train_group
 from socflower.training.int8 import Int8Trainer as Int8Trainer
 from socflower.training.int8_module import int8_ as int8_
+from socflower.training.loop import LoopGroup as LoopGroup
 from socflower.training.mixed_precision import MixedPrecisionTrainer as MixedPrecisionTrainer
 from socflower.training.model_state import frozen_digest as frozen_digest, load_trainable_state as load_trainable_state, trainable_state as trainable_state
 from socflower.training.muon import muon as muon
