@@ -122,8 +122,10 @@ _EXPORTS = {
     "engines.run_log": (
         "CsvLogger",
         "JsonLinesLogger",
+        "MlflowLogger",
         "RunLogger",
         "TensorBoardLogger",
+        "WandbLogger",
         "logged_evaluation",
     ),
     "engines.local.run_app": ("load_flower_app", "run_app"),
