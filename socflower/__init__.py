@@ -94,6 +94,7 @@ _EXPORTS = {
     "edgecloud.stream.credentials": ("read_token",),
     "thermal.limits": ("HeatLimits", "current_guard"),
     "thermal.sensors.linux": ("LinuxSensors",),
+    "thermal.sensors.reading": ("Reading",),
     "thermal.sensors.recording": ("RecordedSource", "record"),
     "thermal.sensors.guarded": ("GuardedSource",),
     "thermal.sensors.simulated": ("SensorFault", "SimulatedSource"),
@@ -121,8 +122,10 @@ _EXPORTS = {
     "engines.run_log": (
         "CsvLogger",
         "JsonLinesLogger",
+        "MlflowLogger",
         "RunLogger",
         "TensorBoardLogger",
+        "WandbLogger",
         "logged_evaluation",
     ),
     "engines.local.run_app": ("load_flower_app", "run_app"),

@@ -21,7 +21,7 @@ from socflower.edgecloud.split_program import HalvesProgram as HalvesProgram, Jo
 from socflower.edgecloud.stream.credentials import read_token as read_token
 from socflower.engines.launch import Launched as Launched, launch as launch, make_loop_apps as make_loop_apps
 from socflower.engines.local.run_app import load_flower_app as load_flower_app, run_app as run_app
-from socflower.engines.run_log import CsvLogger as CsvLogger, JsonLinesLogger as JsonLinesLogger, RunLogger as RunLogger, TensorBoardLogger as TensorBoardLogger, logged_evaluation as logged_evaluation
+from socflower.engines.run_log import CsvLogger as CsvLogger, JsonLinesLogger as JsonLinesLogger, MlflowLogger as MlflowLogger, RunLogger as RunLogger, TensorBoardLogger as TensorBoardLogger, WandbLogger as WandbLogger, logged_evaluation as logged_evaluation
 from socflower.errors import ConfigError as ConfigError, DataUnavailable as DataUnavailable, InfeasiblePlan as InfeasiblePlan, SocflowerError as SocflowerError, TrainingFailed as TrainingFailed
 from socflower.flower_adapter import quiet_flower as quiet_flower
 from socflower.hierarchy.group_count import default_candidates as default_candidates
@@ -65,6 +65,7 @@ from socflower.thermal.model.dynamics import RackDynamics as RackDynamics
 from socflower.thermal.model.rack import Rack as Rack
 from socflower.thermal.sensors.guarded import GuardedSource as GuardedSource
 from socflower.thermal.sensors.linux import LinuxSensors as LinuxSensors
+from socflower.thermal.sensors.reading import Reading as Reading
 from socflower.thermal.sensors.recording import RecordedSource as RecordedSource, record as record
 from socflower.thermal.sensors.simulated import SensorFault as SensorFault, SimulatedSource as SimulatedSource
 from socflower.thermal.sensors.step_times import StepTiming as StepTiming, TimedSource as TimedSource

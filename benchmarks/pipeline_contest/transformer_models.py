@@ -24,7 +24,7 @@ from socflower.workloads.data_source import DataSource, Indices
 KINDS = ("gpt-2", "bert")
 WIDTH, NUM_LAYERS, NUM_HEADS, LENGTH = 192, 6, 6, 48
 _MASK, _IGNORED, _MASKED_PART = BYTES, -100, 0.15
-_BASE_RATE, _BATCH, _RATE = 2e-3, 16, 1e-3
+_BASE_RATE, _BATCH, _RATE = 1e-3, 16, 2e-4
 
 
 class Sentences(DataSource):

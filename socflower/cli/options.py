@@ -60,7 +60,7 @@ Deadline = Annotated[
 Log = Annotated[
     str,
     typer.Option(
-        help="Follow the rounds in --out: some of tensorboard, csv, jsonl, comma-separated."
+        help="Follow the rounds in --out: some of tensorboard, csv, jsonl, mlflow, wandb, comma-separated."
     ),
 ]
 

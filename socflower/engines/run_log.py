@@ -1,8 +1,9 @@
-"""Metrics of a run by round, written while it runs: TensorBoard, CSV, JSON lines, or a logger of the user's own."""
+"""Metrics of a run by round, while it runs: TensorBoard, MLflow, Weights & Biases, CSV, JSON lines, or one's own."""
 
 import csv
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class TensorBoardLogger:
     """Writes scalars to an event file in `folder`, in place of earlier ones there; needs the package tensorboard."""
 
     def __init__(self, folder: Path) -> None:
-        _require_tensorboard("TensorBoardLogger")
+        _require_package("TensorBoardLogger", "tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         for earlier in folder.glob("events.out.tfevents.*"):
@@ -109,19 +110,77 @@ class TensorBoardLogger:
         self._writer.close()
 
 
+class MlflowLogger:
+    """Writes metrics to a run of MLflow: of the server in MLFLOW_TRACKING_URI, else of a file store in `folder`.
+
+    The step is the round. Needs the package mlflow or mlflow-skinny.
+    """
+
+    def __init__(self, folder: Path, experiment: str = "socflower") -> None:
+        _require_package("MlflowLogger", "mlflow")
+        # Read when MLflow makes a store; newer ones ask for a database instead.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow.tracking import MlflowClient
+
+        uri = os.environ.get("MLFLOW_TRACKING_URI", (folder / "mlruns").absolute().as_uri())
+        self._client = MlflowClient(tracking_uri=uri)
+        found = self._client.get_experiment_by_name(experiment)
+        number = found.experiment_id if found else self._client.create_experiment(experiment)
+        self._run = self._client.create_run(number, run_name=folder.name).info.run_id
+
+    @plain_numbers
+    def log(self, server_round: int, values: Mapping[str, float]) -> None:
+        """Log each metric at the step of the round."""
+        for name, value in values.items():
+            self._client.log_metric(self._run, name, value, step=server_round)
+
+    def close(self) -> None:
+        """End the run."""
+        self._client.set_terminated(self._run)
+
+
+class WandbLogger:
+    """Writes metrics to a run of Weights & Biases, with the round as step; needs the package wandb.
+
+    The run is offline, in `folder`, unless WANDB_MODE or WANDB_API_KEY is set; `wandb sync` uploads it later.
+    """
+
+    def __init__(self, folder: Path, project: str = "socflower") -> None:
+        _require_package("WandbLogger", "wandb")
+        import wandb
+
+        is_online = "WANDB_API_KEY" in os.environ
+        mode = os.environ.get("WANDB_MODE", "online" if is_online else "offline")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(project=project, name=folder.name, dir=folder, mode=mode)
+
+    @plain_numbers
+    def log(self, server_round: int, values: Mapping[str, float]) -> None:
+        """Log all metrics at the step of the round."""
+        self._run.log(dict(values), step=server_round)
+
+    def close(self) -> None:
+        """End the run."""
+        self._run.finish()
+
+
 _LOGGERS: Mapping[str, Callable[[Path], RunLogger]] = {
     "tensorboard": lambda out: TensorBoardLogger(out / "tensorboard"),
     "csv": lambda out: CsvLogger(out / "metrics.csv"),
     "jsonl": lambda out: JsonLinesLogger(out / "metrics.jsonl"),
+    "mlflow": MlflowLogger,
+    "wandb": WandbLogger,
 }
 """The logger of each name of `--log`, in a run's folder."""
 
 
-def _require_tensorboard(who: str) -> None:
-    if find_spec("tensorboard") is None:
-        raise ConfigError(
-            f"{who}: needs the package tensorboard: pip install 'socflower[tensorboard]'"
-        )
+_PACKAGES = ("tensorboard", "mlflow", "wandb")
+"""The loggers that need a package of their name, which is an extra, too."""
+
+
+def _require_package(who: str, package: str) -> None:
+    if find_spec(package) is None:
+        raise ConfigError(f"{who}: needs the package {package}: pip install 'socflower[{package}]'")
 
 
 @dataclass(frozen=True)
@@ -141,8 +200,9 @@ class RoundLogging:
                 raise ConfigError(f"--log {name}: is named twice; name each once")
         if self.metrics:
             StatusPort.check(self.metrics)
-        if "tensorboard" in self.names:
-            _require_tensorboard("--log tensorboard")
+        for name in self.names:
+            if name in _PACKAGES:
+                _require_package(f"--log {name}", name)
 
     @contextmanager
     def into(self, out: Path) -> Iterator[OnRound]:

@@ -1,8 +1,9 @@
 """Re-planning after a loss: the same pipeline without lost devices, or the quickest that fits those left (F33)."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from statistics import median_low
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,13 @@ from socflower.pipeline.plan import (
 )
 from socflower.pipeline.planner.local_search import improved
 from socflower.pipeline.planner.quick_schedule import Layout, QuickSchedule, Timed
-from socflower.pipeline.planner.selection import PlannerSettings, candidates, fits, nothing_fits
+from socflower.pipeline.planner.selection import (
+    PlannerSettings,
+    candidates,
+    fits,
+    nothing_fits,
+    plan_pipeline,
+)
 from socflower.pipeline.planner.two_dimensions import search_likely
 from socflower.pipeline.problem import (
     LayerSeconds,
@@ -29,6 +36,7 @@ from socflower.pipeline.problem import (
     fast_cluster,
 )
 from socflower.pipeline.schedule.order import ASTEROID, at_most
+from socflower.pipeline.schedule.run import simulate_schedule
 
 _UNBOUNDED = 1 << 62
 # The part of its time by which another plan must be quicker than the light one, which moves the fewest layers.
@@ -94,6 +102,89 @@ def recovered(plan: Plan, problem: PipelineProblem, present: Collection[int]) ->
     if light.policy == Policy.BACKWARD_AFTER_FORWARD and fits(left, light):
         return light
     return _quickest(light, left) or _from_all_orders(light, left)
+
+
+def for_speeds(
+    plan: Plan,
+    problem: PipelineProblem,
+    present: Collection[int],
+    sample_s: Mapping[int, float],
+    tolerance: float,
+) -> Plan | None:
+    """Return a plan that is quicker at measured speeds by more than `tolerance` of its time, or None.
+
+    `sample_s` has the seconds of a sample in its stage by device; those without are as fast as planned. It may move
+    layers away from a device that is alone in its stage, which new shares cannot. While no device is slower than the
+    median, against what was planned, by more than `tolerance`, plans stay as they are, and so do 2-D plans.
+    """
+    if isinstance(plan, TwoDPlan):
+        return None
+    times: dict[int, float] = {}
+    for stage in plan.stages:
+        for soc, share in stage.members:
+            planned_s = problem.device(soc).seconds.both(*stage.layers, share) / share
+            if planned_s and sample_s.get(soc):
+                times[soc] = sample_s[soc] / planned_s
+    usual = median_low(times.values()) if times else 1.0
+    if max(times.values(), default=1.0) <= usual * (1.0 + tolerance):
+        return None
+    devices = [_at_part(problem.device(soc), times.get(soc, usual)) for soc in plan.socs]
+    devices += [
+        _at_part(each, usual)
+        for each in problem.devices
+        if each.soc in present and each.soc not in plan.socs
+    ]
+    return _if_quicker(plan, replace(problem, devices=tuple(devices)), _quickest, tolerance)
+
+
+def heavy_plan(
+    plan: Plan, problem: PipelineProblem, present: Collection[int], tolerance: float
+) -> Plan | None:
+    """Return the whole planner's plan if it is quicker than the one after a loss by more than `tolerance`, or None."""
+
+    def searched(light: PipelinePlan, left: PipelineProblem) -> PipelinePlan | None:
+        sizes = tuple(each.micro_batch_size for each in islice(_smaller(left), _MOST_SIZES))
+        settings = PlannerSettings(
+            samples_on=light.samples_on, micro_batch_sizes=sizes, two_d=False
+        )
+        found = plan_pipeline(left, settings).plan
+        assert isinstance(found, PipelinePlan)
+        return found
+
+    if isinstance(plan, TwoDPlan) or len(present) < 2:
+        return None
+    return _if_quicker(plan, _part_of(problem, plan, present), searched, tolerance)
+
+
+def _if_quicker(
+    plan: PipelinePlan,
+    problem: PipelineProblem,
+    search: Callable[[PipelinePlan, PipelineProblem], PipelinePlan | None],
+    tolerance: float,
+) -> PipelinePlan | None:
+    # Seconds say how quick int8 is; a problem from a message has no processors.
+    devices = tuple(replace(device, int8_processor="") for device in problem.devices)
+    problem = replace(problem, devices=devices)
+    own = _part_of(problem, plan, [device.soc for device in problem.devices])
+    new = search(plan, own)
+    if new is None or new == plan:
+        return None
+    sized = _part_of(problem, new, [device.soc for device in problem.devices])
+    before_s = simulate_schedule(own, plan, within_memory=False).step_s
+    is_quicker = simulate_schedule(sized, new).step_s < before_s * (1.0 - tolerance)
+    return new if is_quicker else None
+
+
+def _at_part(device: PipelineDevice, times: float) -> PipelineDevice:
+    """Return a device that takes so many times its seconds."""
+    seconds = device.seconds
+    slower = replace(
+        seconds,
+        device=f"{seconds.device}, SoC {device.soc}",
+        forward_s=seconds.forward_s * times,
+        backward_s=seconds.backward_s * times,
+    )
+    return replace(device, seconds=slower)
 
 
 def assumed_problem(

@@ -1,4 +1,5 @@
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -6,9 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from socflower.edgecloud.samples import BatchOrder, PartyBatches
+from socflower.edgecloud.split_program import LayeredProgram
+from socflower.workloads.data_source import DataSource, Indices
 from socflower.workloads.map_dataset import as_data_source
 from tests.one_line import refused
 
@@ -102,3 +106,31 @@ def test_a_dict_is_divided_into_its_labels_and_the_rest() -> None:
     inputs, labels, ids = PartyBatches(as_data_source(rows), BatchOrder(4, 2, 1))(1)
     assert set(inputs) == {"input_ids"}
     assert inputs["input_ids"][:, 0].tolist() == labels.tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        (torch.zeros(8, 5), "(8, 5)"),
+        (torch.zeros(8, 4, dtype=torch.float64), "Double"),
+        ((torch.zeros(8, 4), torch.zeros(8, 4)), "tuple of"),
+        (np.zeros((8, 4), np.float32), "ndarray"),
+    ],
+)
+def test_inputs_that_the_front_half_does_not_take_are_refused_in_one_line(
+    inputs: Any, said: str
+) -> None:
+    """Own data with another form than the example's: layers raise TypeErrors and RuntimeErrors for it."""
+
+    class Own(DataSource):
+        def __len__(self) -> int:
+            return 16
+
+        def batch(self, indices: Indices, key: Sequence[int] = ()) -> Any:
+            return inputs, torch.zeros(8, dtype=torch.int64)
+
+    program = LayeredProgram(
+        model_fn=lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), example=(4,)
+    )
+    placed = program.front(0, 0, PartyBatches(Own(), BatchOrder(16, 2, 1)))
+    refused(lambda: placed.half.forward(0), "does not take", said, "collate_fn")

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from socflower import logged_evaluation, parse_cluster
 from socflower.engines.checkpoint import Checkpoint, CheckpointFolder
-from socflower.engines.run_log import CsvLogger, JsonLinesLogger, RoundLogging, scalars
+from socflower.engines.run_log import (
+    CsvLogger,
+    JsonLinesLogger,
+    MlflowLogger,
+    RoundLogging,
+    WandbLogger,
+    scalars,
+)
 from socflower.errors import ConfigError
 from socflower.report import report
 from socflower.scenario import comparison, jobs
@@ -231,7 +238,7 @@ def test_a_metric_that_appears_late_gets_a_column_and_json_has_no_nan(tmp_path: 
 @pytest.mark.parametrize(
     ("log", "says"),
     [
-        ("mlflow", "--log mlflow: is unknown; use some of tensorboard, csv, jsonl"),
+        ("visdom", "--log visdom: is unknown; use some of tensorboard, csv, jsonl"),
         ("csv, csv", "named twice"),
         ("csv,", "--log : is unknown"),
         ("", "--log is empty"),
@@ -289,3 +296,30 @@ def test_flowers_own_engines_are_logged_too(engine: str, tmp_path: Path) -> None
         [entry.get(key) if key in times else None for key in ("virtual_s", "predicted_s", "wall_s")]
         for entry in result["rounds"]
     ]
+
+
+def test_mlflow_keeps_each_round_in_a_file_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow", reason="--log mlflow needs socflower[mlflow]")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    logger = MlflowLogger(tmp_path / "run")
+    for number in (1, 2):
+        logger.log(number, {"accuracy": number / 4})
+    logger.close()
+    (file,) = (tmp_path / "run" / "mlruns").glob("*/*/metrics/accuracy")
+    kept = [line.split()[1:] for line in file.read_text().splitlines()]
+    assert kept == [["0.25", "1"], ["0.5", "2"]]
+
+
+def test_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb", reason="--log wandb needs socflower[wandb]")
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    logger = WandbLogger(tmp_path / "run")
+    logger.log(1, {"accuracy": 0.25})
+    logger.close()
+    # As at the end of a process, which flushes the file.
+    wandb.teardown()
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"accuracy" in file.read_bytes()

@@ -14,7 +14,14 @@ from socflower.errors import InfeasiblePlan
 from socflower.pipeline.plan import PipelinePlan, Plan, Stage, TwoDPlan
 from socflower.pipeline.planner.selection import fits
 from socflower.pipeline.problem import PipelineModel, PipelineProblem, from_json, to_json
-from socflower.pipeline.replanning import recovered, remaining_plan, replanned, with_new_shares
+from socflower.pipeline.replanning import (
+    for_speeds,
+    heavy_plan,
+    recovered,
+    remaining_plan,
+    replanned,
+    with_new_shares,
+)
 from socflower.pipeline.schedule.order import ASTEROID
 from tests.one_line import refused
 from tests.pipeline.problems import even, layer, parts, pipelines, straight_plan
@@ -214,6 +221,37 @@ def test_new_shares_are_the_quickest_within_memory_up_to_a_sample(
     assert all(1 <= share <= limit for share, limit in zip(shares, limits, strict=True))
     assert slowest(shares) < slowest(old)
     assert slowest(shares) <= best + max(seconds.values()) + 1e-9
+
+
+def test_layers_move_away_from_a_device_that_is_slow_alone_in_its_stage() -> None:
+    problem = even(9, 3, weight=1e4, output=1.0)
+    plan, socs = straight_plan((2, 5, 8), ((1,), (1,), (1,)), 16), (0, 1, 2)
+    planned_s = {
+        soc: problem.device(soc).seconds.both(*stage.layers, 1)
+        for stage in plan.stages
+        for soc in stage.devices
+    }
+    # Devices as quick as planned, or all of them equally slow, keep their layers.
+    for part in (1.0, 3.0):
+        sample_s = {soc: part * seconds for soc, seconds in planned_s.items()}
+        assert for_speeds(plan, problem, socs, sample_s, 0.1) is None
+    moved = for_speeds(plan, problem, socs, {**planned_s, 1: 4.0 * planned_s[1]}, 0.1)
+    assert isinstance(moved, PipelinePlan) and moved.num_samples == plan.num_samples
+
+    def num_layers_of(one: PipelinePlan, soc: int) -> int:
+        own = [stage.layers for stage in one.stages if soc in stage.devices]
+        return sum(last - first + 1 for first, last in own)
+
+    assert num_layers_of(moved, 1) < num_layers_of(plan, 1) == 3
+
+
+def test_the_whole_planner_replaces_a_plan_that_is_slower_by_more_than_a_part() -> None:
+    problem = even(9, 3, weight=1e4, output=1.0)
+    uneven = straight_plan((6, 7, 8), ((4,), (4,), (4,)), 4)
+    found = heavy_plan(uneven, problem, (0, 1, 2), 0.05)
+    assert isinstance(found, PipelinePlan) and found != uneven
+    assert heavy_plan(found, problem, (0, 1, 2), 0.05) is None
+    assert heavy_plan(uneven, problem, (0,), 0.05) is None
 
 
 def test_shares_that_gain_too_little_stay() -> None:

@@ -111,10 +111,10 @@ def test_nodes_without_data_get_their_samples_from_another_one() -> None:
 
 
 @pytest.mark.slow
-def test_the_loss_of_the_only_samples_is_told() -> None:
+def test_the_loss_of_the_only_samples_ends_the_training() -> None:
     PLANS["samples on 1"] = replace(PLANS["three stages"], samples_on=1)
     nodes: dict[int, dict[str, Any]] = {0: {"no-data": True}, 2: {"no-data": True}}
-    with pytest.raises(SocflowerError, match="samples"):
+    with pytest.raises(SocflowerError, match="no group sent a usable model"):
         on_processes("samples on 1", {**nodes, 1: {"dies-at-forward": 6}}, num_epochs=2)
 
 
@@ -195,6 +195,16 @@ def test_a_device_that_is_slower_gets_fewer_samples_within_the_round_and_a_plan_
     assert any("new shares after 2 updates" in text for text in said), said
     assert own.pipeline.plan != PLANS["a stage of two"]  # device 1 measured a fraction of its speed
     reference = in_one_process("a stage of two")
+    assert all(torch.allclose(ours[name], reference[name], atol=1e-5) for name in reference)
+
+
+@pytest.mark.slow
+def test_layers_leave_a_device_that_is_slow_alone_in_its_stage_within_the_round() -> None:
+    slow = {0: {"sample-s": 0.002}, 1: {"sample-s": 0.03}, 2: {"sample-s": 0.002}}
+    ours, own = on_processes("three stages", slow, rebalancing=Rebalancing(steps=2), num_epochs=2)
+    said = [event.text for report in own.reports for event in report.events]
+    assert any("another plan after 2 updates, for the measured speeds" in text for text in said)
+    reference = in_one_process("three stages", num_epochs=2)
     assert all(torch.allclose(ours[name], reference[name], atol=1e-5) for name in reference)
 
 

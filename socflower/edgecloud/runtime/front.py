@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from socflower.edgecloud.half_protocols import Array, Labels
 from socflower.edgecloud.runtime.torch_half import Passes, TorchHalf, targets_from
-from socflower.model_graph.batch_form import Batch, output_of
+from socflower.model_graph.batch_form import Batch, form_of, output_of
 from socflower.model_graph.cut_points import SplitModel
+from socflower.model_graph.model_copy import reason
 from socflower.model_graph.tensor_arrays import layout_of, to_array, to_tensor
 from socflower.model_graph.torch_device import on_device
 from socflower.training.schedules import Schedule, constant_rate
@@ -181,7 +182,16 @@ class TorchFront(TorchHalf):
         layers = self._layers()
         with self._autocast():
             self._require_taken(layers, inputs)
-            features = output_of(layers, on_device(inputs, self._device))
+            try:
+                features = output_of(layers, on_device(inputs, self._device))
+            except torch.OutOfMemoryError:
+                raise
+            except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+                # Layers raise various types for inputs of another form or number.
+                raise self._error(
+                    f"does not take {form_of(inputs)}: {reason(error)}; give the data a collate_fn that makes what the "
+                    "example of the program is"
+                ) from error
         return cast(torch.Tensor, features).float()
 
     def _require_taken(self, layers: torch.nn.Module, inputs: Batch) -> None:

@@ -18,6 +18,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+ALIVE = "alive"
+"""The kind of document by which a ServerApp shows every `ALIVE_INTERVAL_S` that it runs; its content is the time."""
+ALIVE_INTERVAL_S = 2.0
+
 _LINE = re.compile(r"socflower:([a-z]+) ([0-9a-f]{16}) (\d{1,6})/(\d{1,6}) ([A-Za-z0-9+/=]*)")
 # The characters of a line, far below the line limit of any log.
 _PIECE = 3000

@@ -24,7 +24,7 @@ from socflower.engines.deployment.flower_processes import (
     write_connection,
 )
 from socflower.engines.deployment.options import DeployedApp, DeploymentOptions
-from socflower.engines.deployment.outcome_lines import LineReader, ReceivedFile
+from socflower.engines.deployment.outcome_lines import ALIVE, LineReader, ReceivedFile
 from socflower.engines.deployment.submitted_run import FlwrClient
 from socflower.engines.deployment.superlink import CONNECTION, ENGINE
 from socflower.engines.run_folder import RunFolder
@@ -36,6 +36,8 @@ _POLL_S = 0.2
 _ASK_S = 5.0
 # How long it may fail to answer, for example while it restarts.
 _SILENCE_S = 180.0
+# A ServerApp that has reported `ALIVE` and does not for so long is dead or hangs. Flower tells after four minutes.
+_DEAD_S = 15.0
 
 
 def run_on_remote_superlink(
@@ -66,7 +68,8 @@ def run_on_remote_superlink(
             bundle = folder / f"app-{len(history.restarts) + 1}"
             app.bundle_files.write(bundle, run_config)
             model = ReceivedFile(run_folder.model) if wants_model else None
-            attempt = _Attempt(bundle, flwr, history, on_notice, model)
+            may_resume = bool(deployment.checkpoint_folder)
+            attempt = _Attempt(bundle, flwr, history, on_notice, model, may_resume=may_resume)
             failure = attempt.follow()
             if failure is None:
                 break
@@ -99,6 +102,8 @@ class _Attempt:
         history: RunHistory,
         on_notice: OnNotice,
         model: ReceivedFile | None,
+        *,
+        may_resume: bool = False,
     ) -> None:
         self.documents: dict[str, Any] = {}
         self._flwr, self._history, self._on_notice, self._model = flwr, history, on_notice, model
@@ -107,6 +112,10 @@ class _Attempt:
         self._run_id: int | None = None
         self._status: str | None = None
         self._answered_s = time.monotonic()
+        # Without checkpoints a training that may have died is worth waiting for.
+        self._may_resume = may_resume
+        # The time of the newest sign of life of the ServerApp, or of the connection to its log; None before the first.
+        self._alive_s: float | None = None
         # False while a log that was opened again has not had a line: `flwr` may still wait for the
         # SuperLink.
         self._is_connected = True
@@ -129,16 +138,27 @@ class _Attempt:
                     continue
                 if self._is_connected:
                     self._answered_s = time.monotonic()
+                    if self._may_resume and self._is_silent:
+                        return f"the ServerApp has given no sign of life for {_DEAD_S:g} s"
                 time.sleep(_POLL_S)
         finally:
             self._log.close()
             if self._run_id is not None:
                 self._flwr.stop(self._run_id)
 
+    @property
+    def _is_silent(self) -> bool:
+        return self._alive_s is not None and time.monotonic() - self._alive_s > _DEAD_S
+
     def _read_lines(self) -> None:
         for line in self._log.new_lines():
+            if not self._is_connected and self._alive_s is not None:
+                # What was written meanwhile is yet to come.
+                self._alive_s = time.monotonic()
             self._is_connected = True
             for kind, document in self._reader.feed(line):
+                if self._alive_s is not None or kind == ALIVE:
+                    self._alive_s = time.monotonic()
                 if kind == "progress":
                     self._history.add_round(document)
                 elif kind == "resumed":
@@ -147,7 +167,7 @@ class _Attempt:
                     self._history.on_status(document)
                 elif kind == "model" and self._model is not None:
                     self._model.add(document)
-                else:
+                elif kind != ALIVE:
                     self.documents[kind] = document
 
     def _on_log_end(self) -> str | None:

@@ -8,13 +8,15 @@ repeated, so each is in the weights once, as if the pipeline had been planned at
 
 import json
 import math
+import threading
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from socflower.errors import InfeasiblePlan
+from socflower.errors import InfeasiblePlan, SocflowerError
 from socflower.model_graph.model_copy import copied
 from socflower.peers.membership import Generation, Membership, MemberState, NoModel
 from socflower.peers.preemption import Preempted, PreemptionSwitch
@@ -31,7 +33,7 @@ from socflower.pipeline.recovery.backups import (
     moves,
     newest_common,
 )
-from socflower.pipeline.replanning import remaining_plan, with_new_shares
+from socflower.pipeline.replanning import for_speeds, heavy_plan, remaining_plan, with_new_shares
 from socflower.pipeline.runtime.channels import Channels, QueueChannels, run_script
 from socflower.pipeline.runtime.gloo_channels import GlooChannels
 from socflower.pipeline.runtime.group import LabelledSource, outcome_of, span_of
@@ -59,6 +61,8 @@ _SHARE_TOLERANCE = 0.1
 # Two steps are kept, since the newest backup may be incomplete when a device is lost.
 _KEPT_STEPS = 2
 _UNBOUNDED = 1 << 30
+# After a loss: updates between two questions for the whole planner's plan, and the part of the time that it must save.
+_HEAVY_STEPS, _HEAVY_GAIN = 4, 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +149,9 @@ class _Session(Role[MemberResult]):
         self._plan = member.plan
         self._step = 0
         self._log: list[str] = []
+        # Of the first device: the thread of the whole planner after a loss, and its plan.
+        self._searching: tuple[threading.Thread, list[str]]
+        self._awaits_heavy = False
 
     def run(self) -> MemberResult:
         """Form the pipeline and train; repeat both after each loss of a device."""
@@ -200,7 +207,9 @@ class _Session(Role[MemberResult]):
         self._move([StateTransfer(*each) for each in decision["moves"]])
         self._awaited.clear()
         self._stage = self._make_stage()
+        self._awaits_heavy = False
         if self._elastic.is_recovering:
+            self._search_heavy(self._plan)
             self._log.append(
                 f"the pipeline continues from update {self._step} on "
                 f"{counted(len(self._plan.socs), 'device')}, as {self._plan.architecture}"
@@ -244,15 +253,20 @@ class _Session(Role[MemberResult]):
             )
         except InfeasiblePlan as error:
             return {"step": None, "why": str(error)}
-        needed = {soc: sorted(self._names_of(plan, soc)) for soc in socs}
-        for soc, keeper in backup_of(plan).items():
-            needed[keeper] = sorted({*needed[keeper], *needed[soc]})
-        found = moves(needed, {soc: own.get(step, ()) for soc, own in held.items()}, socs)
+        kept = {soc: own.get(step, ()) for soc, own in held.items()}
+        found = moves(self._needed(plan), kept, socs)
         return {
             "step": step,
             "plan": to_json(plan),
             "moves": found,
         }
+
+    def _needed(self, plan: Plan) -> dict[int, list[str]]:
+        """Return the names that each device must have to begin with a plan: those of its stage, and of its copies."""
+        needed = {soc: sorted(self._names_of(plan, soc)) for soc in self._socs}
+        for soc, keeper in backup_of(plan).items():
+            needed[keeper] = sorted({*needed[keeper], *needed[soc]})
+        return needed
 
     def _names_of(self, plan: Plan, soc: int) -> frozenset[str]:
         """Return the names of a device's weights and buffers; the leader also has those of no layer."""
@@ -321,7 +335,9 @@ class _Session(Role[MemberResult]):
                 if backup_steps and self._step % backup_steps == 0:
                     self._back_up()
                 if share_steps and self._step % share_steps == 0:
-                    self._update_shares()
+                    self._follow_speeds()
+                if self._awaits_heavy and (self._step - begun) % _HEAVY_STEPS == 0:
+                    self._take_heavy()
             self._update()
 
     def _update(self) -> None:
@@ -341,28 +357,86 @@ class _Session(Role[MemberResult]):
         assert self._stage is not None
         return self._stage
 
-    def _update_shares(self) -> None:
-        """Divide the samples of replicated stages by the speeds that their devices measured since the last time."""
+    def _follow_speeds(self) -> None:
+        """Follow the speeds that devices measured since the last time: by new shares, or else by moving layers."""
         stage = self._present_stage.stage
         own = [0.0, _UNBOUNDED] if stage is None else [stage.drain_sample_s(), self._most(stage)]
 
-        def decide(values: dict[int, Any]) -> str:
+        def decide(values: dict[int, Any]) -> list[str]:
             sample_s = {soc: value[0] for soc, value in values.items()}
             most = {soc: value[1] for soc, value in values.items()}
             plan = with_new_shares(self._plan, sample_s, most, _SHARE_TOLERANCE)
-            return "" if plan is None else to_json(plan)
+            if plan is not None:
+                return [to_json(plan), ""]
+            problem = self._config.problem
+            if problem is not None:
+                plan = for_speeds(self._plan, problem, self._socs, sample_s, _SHARE_TOLERANCE)
+            return ["", "" if plan is None else to_json(plan)]
 
-        answer = self._agree(own, decide)
-        if not answer:
-            return
-        self._plan = from_json(answer)
-        self._present_stage.update_shares(self._plan)
+        shared, moved = self._agree(own, decide)
+        if moved:
+            self._switch(from_json(moved), "the measured speeds")
+        if shared:
+            self._share(from_json(shared))
+
+    def _share(self, plan: Plan) -> None:
+        """Continue with a plan of other shares."""
+        self._plan = plan
+        self._present_stage.update_shares(plan)
         shares = [
             f"stage {number}: {', '.join(map(str, each.shares))}"
             for number, each in enumerate(self._plan.pipelines[0].stages)
             if len(each.devices) > 1
         ]
         self._log.append(f"new shares after {counted(self._step, 'update')}: {'; '.join(shares)}")
+
+    def _take_heavy(self) -> None:
+        """Continue with the plan of the whole planner once the first device has it, if it is enough quicker."""
+
+        def decide(_: dict[int, Any]) -> list[Any]:
+            thread, found = self._searching
+            return [not thread.is_alive(), found[0] if found and not thread.is_alive() else ""]
+
+        is_found, text = self._agree(None, decide)
+        self._awaits_heavy = not is_found
+        if text:
+            self._switch(from_json(text), "the whole planner")
+
+    def _search_heavy(self, plan: Plan) -> None:
+        """Let the first device plan for those that are left, beside the training."""
+        problem, present = self._config.problem, tuple(self._socs)
+        self._awaits_heavy = problem is not None and len(present) > 1
+        if problem is None or self._soc != present[0]:
+            return
+        found: list[str] = []
+
+        def search() -> None:
+            # A light plan is there already.
+            with suppress(SocflowerError):
+                heavy = heavy_plan(plan, problem, present, _HEAVY_GAIN)
+                if heavy is not None:
+                    found.append(to_json(heavy))
+
+        thread = threading.Thread(target=search, name="pipeline-planner", daemon=True)
+        self._searching = thread, found
+        thread.start()
+
+    def _switch(self, plan: Plan, why: str) -> None:
+        """Continue with another plan of the present devices, after parts of the model have moved between them."""
+        for senders in self._awaited.values():
+            # They would be taken for the parts that move.
+            for soc in senders:
+                self._open_channels.receive(Receive(soc, STATE), self._poll)
+        self._keep(self._present_stage)
+        held = {soc: self._names_of(self._plan, soc) for soc in self._socs}
+        self._plan = plan
+        self._move(list(moves(self._needed(plan), held, self._socs)))
+        self._awaited.clear()
+        self._stage = self._make_stage()
+        self._log.append(
+            f"another plan after {counted(self._step, 'update')}, for {why}: {plan.architecture} on "
+            f"{counted(len(plan.socs), 'device')}"
+        )
 
     def _most(self, stage: StageMember) -> int:
         """Return how many samples of a micro-batch fit this device's budget, judging by its peak so far."""

@@ -9,8 +9,10 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,7 +24,13 @@ from flwr.serverapp import Grid, ServerApp
 
 from socflower.engines.app_files import CHECKPOINT_FOLDER_KEY, FRESH_KEY, SEND_MODEL_KEY
 from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
-from socflower.engines.deployment.outcome_lines import MAX_FILE_BYTES, file_documents, to_lines
+from socflower.engines.deployment.outcome_lines import (
+    ALIVE,
+    ALIVE_INTERVAL_S,
+    MAX_FILE_BYTES,
+    file_documents,
+    to_lines,
+)
 from socflower.engines.run_folder import CloudAddress, RunFolder
 from socflower.errors import ConfigError
 from socflower.quantities import human_bytes
@@ -65,9 +73,29 @@ def bundled_server_app(bundle: Path) -> ServerApp:
                 run_id=context.run_id,
                 sends_model=bool(context.run_config.get(SEND_MODEL_KEY, False)),
             )
-            scenario_server_app(lambda _: folder)(grid, context)
+            with _showing_life(folder.print_line):
+                scenario_server_app(lambda _: folder)(grid, context)
 
     return app
+
+
+@contextmanager
+def _showing_life(print_line: Callable[[str], None]) -> Iterator[None]:
+    """Log within the context that this process runs: Flower tells of its death only after minutes."""
+    ended = threading.Event()
+
+    def show() -> None:
+        while not ended.wait(ALIVE_INTERVAL_S):
+            for line in to_lines(ALIVE, time.time()):
+                print_line(line)
+
+    thread = threading.Thread(target=show, name="signs-of-life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def bundled_client_app(bundle: Path) -> ClientApp:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import psutil
 import pytest
 
 from socflower.engines.deployment.flower_processes import flower_environment, free_ports
@@ -53,7 +54,7 @@ class Rack:
         board, slot = ((0, 0), (0, 1), (1, 0))[index]
         config = (
             f"partition-id={index} num-partitions=3 board={board} slot={slot} "
-            f'ring="127.0.0.1:{self._ports[3 + index]}"'
+            f'ring="127.0.0.1:{self._ports[3 + index]}" state-folder="{self.folder / f"states-{index}"}"'
         )
         home = self.folder / f"home-{index}"
         home.mkdir(exist_ok=True)
@@ -85,6 +86,17 @@ class Rack:
         self._nodes[index].terminate()
         assert self._nodes[index].wait(120) == 0
         return time.monotonic() - start_s
+
+    def server_apps(self) -> list[psutil.Process]:
+        """The ServerApps of its SuperLink."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                is_server = "flwr-serverapp" in " ".join(process.cmdline()[:3])
+                home = process.environ().get("FLWR_HOME") if is_server else None
+                if home == self.environment["FLWR_HOME"]:
+                    found.append(process)
+        return found
 
     def _end(self) -> None:
         for node in self._nodes.values():
@@ -147,3 +159,45 @@ def test_a_node_that_is_drained_completes_its_interval_and_takes_part_again(tmp_
     # It left by itself: nobody had to notice a death.
     assert not {"member-lost", "group-lost", "no-reply", "leader-lost"} & {*kinds}, events
     assert "preempted" in kinds and took_s < 60
+
+
+def test_a_killed_serverapp_is_replaced_long_before_flower_tells_of_its_death(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "case.toml").write_text(SCENARIO)
+    out, said = tmp_path / "out", tmp_path / "said"
+    with rack_in(tmp_path) as rack:
+        rack.start(0)
+        rack.start(1)
+        with said.open("wb") as stream:
+            run = subprocess.Popen(
+                [
+                    *(SOCFLOWER, "run", tmp_path / "case.toml", "--engine", "deployment"),
+                    *("--superlink", f"127.0.0.1:{rack.port}", "--out", out),
+                    *("--checkpoint-folder", tmp_path / "kept"),
+                ],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=dict(os.environ),
+            )
+
+        def rounds_kept() -> int:
+            return max(
+                (int(path.stem[6:]) for path in (tmp_path / "kept").glob("round-*.ckpt")), default=0
+            )
+
+        wait_for(lambda: rounds_kept() >= 2, run, said)
+        before = rounds_kept()
+        (server,) = rack.server_apps()
+        server.kill()
+        killed_s = time.monotonic()
+        wait_for(lambda: rounds_kept() > before + 1, run, said)
+        took_s = time.monotonic() - killed_s
+        assert run.wait(300) == 0, said.read_text()
+    result = json.loads((out / "result.json").read_text())
+    print(
+        f"{took_s:.1f} s from the kill to the end of the second round after it", result["restarts"]
+    )
+    (restart,) = result["restarts"]
+    assert "no sign of life" in restart["cause"] and restart["after_round"] >= before
+    assert took_s < 120

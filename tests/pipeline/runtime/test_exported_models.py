@@ -119,6 +119,7 @@ def require_equal(kind: str, model: nn.Module) -> None:
             reading,
             data=MapDataset(data, data.collate),
         )
+        assert found.weights.keys() <= module.state_dict().keys()
         weights = {name: found.weights[name] for name in expected}
         assert_close(weights, {name: own.detach() for name, own in expected.items()}, 1e-5)
         assert any(not np.array_equal(weights[name], before[name].detach()) for name in weights)
