@@ -71,7 +71,7 @@ def test_claims_about_others_are_compared_and_claims_of_plans_are_planned(tmp_pa
     assert "split" in names
     assert words("planned/pipeline_pays")[0] == "plan"
     alone, dead = words("auto_groups"), words("dead_client")
-    assert (alone[-1], dead[-1]) == ("0", "1")
+    assert (alone[-1], dead[-1]) == ("0", "2")
     assert "," not in alone[alone.index("--strategies") + 1]
 
 
