@@ -31,6 +31,7 @@ from socflower.workloads.data_source import DataSource
 from socflower.workloads.map_dataset import as_data_source
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
     """The trained weights, by the names of the state dict, and what the training took on the cluster."""

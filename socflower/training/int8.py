@@ -65,7 +65,7 @@ class Int8Trainer:
     arithmetic: ClassVar[str] = "int8"
     algorithm: TrainingAlgorithm = REAL_SCALES
     learning_rate: Annotated[float, Field(gt=0.0)] = 0.01
-    schedule: Literal["cosine", "constant"] | RateSchedule = "cosine"
+    schedule: str | RateSchedule = "cosine"
     settings: EngineSettings = field(default_factory=EngineSettings)
     fp32_operators: Sequence[str] = ()
     unsupported: Literal["refuse", "fp32"] = "fp32"
@@ -75,12 +75,21 @@ class Int8Trainer:
         require_cpu(self.device, "Int8Trainer")
         object.__setattr__(self, "device", "cpu")
 
+    def check(self) -> None:
+        """Raise `ConfigError` for a schedule that is none, or that needs more than its name."""
+        if isinstance(self.schedule, str) and self.schedule not in ("cosine", "constant"):
+            raise ConfigError(
+                f"schedule = {self.schedule!r}: use cosine, constant, or a RateSchedule"
+            )
+
     def rate(self, progress: float) -> float:
         """Return the learning rate at a fraction of training in [0, 1]."""
+        return self.learning_rate * self._rates.at(progress)
+
+    @property
+    def _rates(self) -> RateSchedule:
         schedule = self.schedule
-        if isinstance(schedule, str):
-            schedule = RateSchedule(kind=schedule)
-        return self.learning_rate * schedule.at(progress)
+        return RateSchedule(kind=schedule) if isinstance(schedule, str) else schedule
 
     def model(
         self,

@@ -43,6 +43,7 @@ READ_BY_RUN = {
     "nodes": APPS,
     "training_flops": APPS,
     "expect": APPS,
+    "deadline": SCENARIOS - REMOTE,
     "fresh": SCENARIOS - {"scenario, remote"} | {"app folder"},
     "superlink": DEPLOYED_HERE | REMOTE,
     "superlink_ca": REMOTE,
@@ -64,6 +65,7 @@ VALUES = {
     "cluster": "--cluster other.toml",
     "nodes": "--nodes 1",
     "training_flops": "--training-flops 1e9",
+    "deadline": "--deadline 23:59",
     "fresh": "--fresh",
     "superlink": "--superlink 127.0.0.1:8",
     "superlink_ca": "--superlink-ca ca.pem",
@@ -143,7 +145,8 @@ def test_each_option_of_run_is_read_or_refused(
     without = begins(command)
     assert is_begun(without)
     for parameter in parameters("run"):
-        if parameter.name == "engine" and "--engine" in command:
+        # With --seeds a run is a suite, whose options have a test of their own.
+        if parameter.name == "seeds" or (parameter.name == "engine" and "--engine" in command):
             continue
         given = VALUES[parameter.name]
         ran = begins(f"{command} {given}")

@@ -192,7 +192,7 @@ def test_a_search_is_written_as_a_key_and_values(text: str, named: str) -> None:
     [
         ("learning_rate=0.1,-1", "learning_rate = -1"),
         ("learning_rate=0.1,high", "learning_rate = 'high'"),
-        ("optimizer=sgd,rmsprop", "optimizer = 'rmsprop'"),
+        ("optimizer=sgd,rprop", "optimizer = 'rprop'"),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused_before_any_training(

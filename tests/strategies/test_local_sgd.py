@@ -63,9 +63,9 @@ from socflower.training.fp32 import (
     FP32Trainer,
     OptimizerFn,
     SchedulerFn,
-    cosine_annealing,
     sgd,
 )
+from socflower.training.schedules import cosine_annealing
 from socflower.workloads.dataset import LabelledData
 from tests.few_digits import few_digits
 from tests.one_line import refused

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from socflower.precision.cpu_share import MIXING_RULES
 from socflower.training.fp32 import REDUCTIONS, FP32Trainer, sgd
-from socflower.training.int8 import SCHEDULES, Int8Trainer
+from socflower.training.int8 import Int8Trainer
 from socflower.training.mixed_precision import MixedPrecisionTrainer
 from socflower.training.trainer import TrainingSpan
 from tests.one_line import refused
@@ -47,7 +47,7 @@ def test_a_value_is_refused_with_its_key(make: Callable[..., Any], key: str, val
         (FP32Trainer, {"train_step": len, "loss": functional.nll_loss}, ("train_step", "loss")),
         (FP32Trainer, {"optimizer": torch.optim.AdamW([torch.zeros(1)])}, ("optimizer = AdamW",)),
         (FP32Trainer, {"optimizer": None}, ("optimizer = None",)),
-        (Int8Trainer, {"schedule": "linear"}, SCHEDULES),
+        (Int8Trainer, {"schedule": "linear"}, ("schedule", "cosine", "constant")),
         (MixedPrecisionTrainer, {"rule": "most"}, MIXING_RULES),
         (MixedPrecisionTrainer, {"fp32": FP32Trainer(train_step=len)}, ("train_step",)),
         (MixedPrecisionTrainer, {"fp32": FP32Trainer(loss_weight=len)}, ("loss_weight",)),
