@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.int8_pairs import SEARCH_SEED, interval
 from socflower.quantities import human_joules, human_seconds
 from socflower.report.quality import ACCURACY
 from socflower.report.summary import prediction_table
@@ -39,6 +40,20 @@ def test_every_file_of_results_is_linked_from_a_page() -> None:
     ]  # the data of the pictures
     linked = [*drawn, *re.findall(r"results/([\w.-]+\.json)", pages)]
     assert [name for name in files if name not in linked] == []
+
+
+def test_differences_of_pairs_are_those_of_their_trainings() -> None:
+    trainings = document("int8-pairs")["trainings"]
+    for model in ("resnet8", "mobilenet-v1-quarter"):
+        last = {
+            (each["arithmetic"], each["seed"]): each["test_accuracy"][-1]
+            for each in trainings
+            if each["model"] == model and each["seed"] < SEARCH_SEED
+        }
+        seeds = [seed for arithmetic, seed in last if arithmetic == "int8"]
+        assert len(seeds) == 3
+        differences = [100 * (last["int8", seed] - last["fp32", seed]) for seed in seeds]
+        assert interval(differences) in PAGE
 
 
 def test_figures_in_sentences_are_those_of_their_files() -> None:
