@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,7 +161,7 @@ def draw_rows(
 
 def record(commands: Sequence[str], folder: Path) -> None:
     """Run commands in an empty folder, and write what they print as a picture of a terminal."""
-    console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
+    console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True)
     environment = os.environ | {
         "COLUMNS": str(COLUMNS),
         "FORCE_COLOR": "1",
