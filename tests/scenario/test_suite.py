@@ -55,6 +55,8 @@ def test_a_claims_margin_is_that_of_the_worst_seed() -> None:
     assert (zero["margin"], zero["spreads"], zero["is_tight"]) == (0.0, None, False)
     (unknown,) = claims_of([claim("min_peak_c", 30.0, None)])
     assert unknown["margin"] is None and not unknown["holds"]
+    (unchecked,) = claims_of([{**claim("min_speedup_ring", 2.0, None), "holds": None}])
+    assert not unchecked["holds"]
 
 
 def test_claims_about_others_are_compared_and_claims_of_plans_are_planned(tmp_path: Path) -> None:
@@ -72,6 +74,11 @@ def test_claims_about_others_are_compared_and_claims_of_plans_are_planned(tmp_pa
     assert words("planned/pipeline_pays")[0] == "plan"
     alone, dead = words("auto_groups"), words("dead_client")
     assert (alone[-1], dead[-1]) == ("0", "2")
+    file = SCENARIOS / "dead_client.toml"
+    dead_client = load_scenario(file)
+    died, hung = dead_client.events
+    two_hang = dead_client.replaced(events=(hung, hung.replaced(soc=died.soc)))
+    assert suite.words(file, two_hang)[-1] == "3"
     assert "," not in alone[alone.index("--strategies") + 1]
 
 

@@ -1380,6 +1380,8 @@ class Scenario(ScenarioFile):
         return tuple(each.factory for each in (self.model, self.data) if each.factory)
 
     @property
-    def needs_processes(self) -> bool:
-        """Whether some fault needs worker processes."""
-        return any(event.kind in NEED_WORKERS for event in self.events)
+    def num_workers(self) -> int:
+        """The fewest worker processes that its faults need: one for every client that hangs, and one for the others."""
+        if not any(event.kind in NEED_WORKERS for event in self.events):
+            return 0
+        return 1 + max(1, len({event.soc for event in self.events if event.kind == "hang"}))
