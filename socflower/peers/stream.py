@@ -554,7 +554,7 @@ class Stream(Generic[M]):
             if frame[0] == END:
                 return
 
-    def on_frame(self, connection: int, frame: bytes) -> None:
+    def on_frame(self, connection: int, frame: bytes | memoryview) -> None:
         """Process an incoming frame. Raises `MalformedBytes` for an invalid one."""
         with self._changed:
             if not self._is_current(connection) or self._failure is not None:
@@ -569,7 +569,7 @@ class Stream(Generic[M]):
             elif kind == ASK:
                 self._in.asked = self._in.received
             elif kind == END:
-                self._peer_end = frame[1:]
+                self._peer_end = bytes(frame[1:])
             else:
                 raise MalformedBytes(
                     f"a frame of the unknown kind {kind} in the middle of a stream"
@@ -660,7 +660,7 @@ class Stream(Generic[M]):
 
     # ---------------------------------------------------------------------------------------------- incoming frames
 
-    def _take_credit(self, frame: bytes) -> None:
+    def _take_credit(self, frame: bytes | memoryview) -> None:
         transfers_bytes = len(frame) - CREDIT_HEADER.size
         if transfers_bytes < 0 or transfers_bytes % TRANSFER.size:
             raise MalformedBytes(f"a credit of {len(frame)} bytes")
@@ -682,7 +682,7 @@ class Stream(Generic[M]):
                     SentMessage(sent=False, num_bytes=num_bytes, seconds=seconds, at_s=now_s)
                 )
 
-    def _take_part(self, frame: bytes) -> None:
+    def _take_part(self, frame: bytes | memoryview) -> None:
         header = (0, 0, 0, 0, 0)
         if len(frame) >= PART_HEADER.size:
             header = PART_HEADER.unpack_from(frame)
@@ -704,7 +704,7 @@ class Stream(Generic[M]):
             place = f", where part {next_index} is next" if arriving else " before its beginning"
             raise MalformedBytes(f"part {index} of message {number}{place}")
         if arriving is None:
-            arriving = self._begin(frame[PART_HEADER.size : begin], num_bytes, number)
+            arriving = self._begin(bytes(frame[PART_HEADER.size : begin]), num_bytes, number)
         whole: memoryview | None = None
         if not (index or head_bytes) and body.nbytes == num_bytes:
             # A message in one part needs no copy, and its arrays are aligned.

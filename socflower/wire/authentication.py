@@ -177,16 +177,16 @@ class _Opened:
     def __iter__(self) -> "_Opened":
         return self
 
-    def __next__(self) -> bytes:
+    def __next__(self) -> bytes | memoryview:
         try:
-            return bytes(next(self._answers))
+            return next(self._answers)
         except PeerRefused:
             self._call.cancel()
             raise ForgedAnswer("an answer that was made without the token") from None
 
     def result(self, timeout: float | None = None) -> bytes:
         # gRPC calls this for a call with one answer.
-        return next(self)
+        return bytes(next(self))
 
     def _result(self) -> Iterator[bytes]:
         yield self._call.result()
@@ -197,7 +197,8 @@ class ServerAuthentication(grpc.ServerInterceptor):
     """Admits calls with the token that `token_of` returns for the caller's name (None: no such caller).
 
     `on_refused(peer, what)` is called for each refused call. Handlers may raise `PeerRefused` or any `SocflowerError`
-    to refuse a call, and `PeerNotReady`; they return or yield bytes. At most `most_challenges` callers without a token
+    to refuse a call, and `PeerNotReady`; they return or yield bytes. Those of streams get views of messages where
+    copies would cost as much as the tags. At most `most_challenges` callers without a token
     may hold a thread, each until it has read its challenge.
     """
 
@@ -283,7 +284,7 @@ class ServerAuthentication(grpc.ServerInterceptor):
         self,
         answer: Any,
         handler: Any,
-        requests: Iterator[bytes],
+        requests: Iterator[bytes] | Iterator[memoryview],
         method: str,
         context: grpc.ServicerContext,
     ) -> Iterator[bytes]:
@@ -302,9 +303,14 @@ class ServerAuthentication(grpc.ServerInterceptor):
         except (PeerRefused, SocflowerError) as refusal:
             context.abort(grpc.StatusCode.PERMISSION_DENIED, " ".join(str(refusal).split()))
 
-    def _only(self, requests: Iterator[bytes], method: str, context: grpc.ServicerContext) -> bytes:
+    def _only(
+        self,
+        requests: Iterator[bytes] | Iterator[memoryview],
+        method: str,
+        context: grpc.ServicerContext,
+    ) -> bytes:
         try:
-            return next(requests)
+            return bytes(next(requests))
         except PeerRefused:
             raise
         except Exception:
@@ -318,10 +324,9 @@ class ServerAuthentication(grpc.ServerInterceptor):
         messages: Iterator[bytes],
         method: str,
         context: grpc.ServicerContext,
-    ) -> Iterator[bytes]:
+    ) -> Iterator[memoryview]:
         try:
-            for message in session.open(messages, b"request"):
-                yield bytes(message)
+            yield from session.open(messages, b"request")
         except PeerRefused as refused:
             what = f"a {_short(method)!r} call with {refused}"
             self._on_refused(context.peer(), what)

@@ -293,7 +293,7 @@ class RingPort:
         if admission is None:
             raise PeerNotReady(f"{method!r} is not taken here yet")
         try:
-            greeting = next(messages, b"")
+            greeting = bytes(next(messages, b""))
         except PeerRefused:
             raise
         except Exception:
