@@ -109,6 +109,8 @@ struct Path {
                        std::int64_t* sum_ab, std::size_t rows, int cs);
   void (*channel_largest)(const std::int8_t* a, const std::int8_t* gate, std::int32_t* largest, std::size_t rows,
                           int cs);
+  // sums[c] = sum over rows of src[r, c]; cols is a multiple of 16.
+  void (*column_sums)(const std::int8_t* src, std::ptrdiff_t stride, int rows, int cols, std::int32_t* sums);
   void (*channel_moments)(const std::int32_t* acc, int shift, const ChannelMoments& to, std::size_t rows, int cs);
 
   // Rows of `cs` channels, each with numbers of its own (rows.h). All double arithmetic is exact or rounded as

@@ -83,9 +83,8 @@ void pack_gradient(const Path& path, ThreadPool& pool, const GradientPlan& plan,
                       b.right + pixel * b.right_pixel_bytes);
     if (b.right_sums != nullptr) {
       std::int32_t* sums = b.right_sums + std::size_t(pixel) * b.right_panels * product.cols;
-      std::fill(sums, sums + b.right_panels * product.cols, 0);
-      for (int n = 0; n < rows; ++n)
-        for (int c = 0; c < plan.right_c; ++c) sums[c] += from[std::size_t(n) * right_cs + c];
+      std::fill(sums + right_cs, sums + b.right_panels * product.cols, 0);
+      path.column_sums(from, right_cs, rows, right_cs, sums);
     }
   });
 }
