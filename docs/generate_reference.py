@@ -461,7 +461,7 @@ def variants(
 
 
 def find(rows: list[dict[str, Any]], case: str, peer: str = "", unit: str = "") -> dict[str, Any]:
-    """Return the only row of this case and peer; an equal case precedes cases that begin with the text."""
+    """Return the only row of this case and peer; equal ones precede those that begin with the text."""
     fitting = [
         row
         for row in rows
@@ -469,12 +469,13 @@ def find(rows: list[dict[str, Any]], case: str, peer: str = "", unit: str = "") 
         and row["peer"].startswith(peer)
         and row["unit"].startswith(unit)
     ]
-    exact = [row for row in fitting if row["case"] == case]
-    if len(exact or fitting) != 1:
+    for key, text in (("case", case), ("peer", peer)):
+        fitting = [row for row in fitting if row[key] == text] or fitting
+    if len(fitting) != 1:
         raise SystemExit(
-            f"tables.toml: {len(exact or fitting)} rows begin with {case!r}, {peer!r}, {unit!r}"
+            f"tables.toml: {len(fitting)} rows begin with {case!r}, {peer!r}, {unit!r}"
         )
-    return (exact or fitting)[0]
+    return fitting[0]
 
 
 def mean(rows: list[dict[str, Any]]) -> dict[str, Any]:
