@@ -34,7 +34,7 @@ from socflower.errors import ConfigError, require_range
 from socflower.model_graph.batch_form import Batch, form_of, output_of
 from socflower.model_graph.cut_points import SplitModel, capture_split, whole_back, whole_front
 from socflower.model_graph.following import NoParts
-from socflower.model_graph.graph import tensors_of
+from socflower.model_graph.graph import Example, tensors_of
 from socflower.model_graph.model_copy import copied, reason
 from socflower.model_graph.random_state import build_exclusively, forked_generator
 from socflower.model_graph.torch_device import AUTO, resolve_device
@@ -309,11 +309,13 @@ class SplitProgram(ABC):
 class LayeredProgram(SplitProgram):
     """A model that is cut between two of its layers.
 
-    `example` is the shape of one sample. `frozen` names the last layer that is not trained (transfer learning). In a
-    `reverse` split the front half is in the cloud: a generative model, whose last layers see the data.
+    `example` is the shape of one sample, or a batch with one input (a tensor, or a dict with one entry). `frozen` names
+    the last layer that is not trained (transfer learning). In a `reverse` split the front half is in the cloud: a
+    generative model, whose last layers see the data. A transformer has cuts between its blocks if `model_fn` returns
+    its `exported_module`.
     """
 
-    example: tuple[int, ...]
+    example: Example | Batch
     frozen: str | None = None
     reverse: bool = False
 
@@ -342,7 +344,7 @@ class LayeredProgram(SplitProgram):
             )
         except NoParts as error:
             raise ConfigError(
-                f"{error}; or divide it in two submodules for a HalvesProgram"
+                f"{error}; exported_module cuts transformers, and a HalvesProgram takes a model of two submodules"
             ) from error
 
     def frozen_model(self) -> nn.Module:
@@ -460,7 +462,8 @@ class JoinedProgram(_NamedParts):
 class HalvesProgram(_NamedParts):
     """A model whose author says where it is cut: submodule `bottom` at the edge, `top` in the cloud.
 
-    Use it for models that torch.fx cannot follow, such as transformers. `bottom` takes a batch's inputs as
+    Use it for models that neither torch.fx nor `exported_module` can follow, or whose blocks all take a second input,
+    such as an attention mask. `bottom` takes a batch's inputs as
     `model(inputs)` does, a dict as keyword arguments, and returns one float32 tensor with the batch in front; `top`
     takes that. Of a batch in a dict `top` also gets the entries in `shared` as keyword arguments, such as an attention
     mask: they travel with the labels, and go to the bottom too if its `forward` has them. `example` is a batch in the

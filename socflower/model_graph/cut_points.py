@@ -359,16 +359,21 @@ def whole_back(
 def _is_place(model: nn.Module, operation: Operation) -> bool:
     if operation.module is not None:
         return isinstance(model.get_submodule(operation.module), _MODULES)
-    if operation.function == "getitem":
+    if _name_of(operation) == "getitem":
         # The outputs of a recurrent layer, which come with its last state.
         layer = operation.inputs[0].module
         return layer is not None and isinstance(model.get_submodule(layer), nn.RNNBase)
-    return operation.function in _NAMES
+    return _name_of(operation) in _NAMES
+
+
+def _name_of(operation: Operation) -> str:
+    """Return the name of a function, without the overload that an exported module names."""
+    return operation.function.partition(".")[0]
 
 
 def _ends_block(model: nn.Module, graph: ModelGraph, operation: Operation) -> bool:
     """Return whether a residual block ends with this sum, and not with the activation or norm behind it."""
-    if operation.function not in _SUMS:
+    if _name_of(operation) not in _SUMS:
         return False
     inputs = [one for one in operation.inputs if one.shape is not None and not one.is_constant]
     readers = graph.readers[operation]

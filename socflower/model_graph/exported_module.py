@@ -187,7 +187,7 @@ def _compute_in_place(graph: fx.Graph) -> None:
         if node in of_sizes:
             continue
         for value in node.all_input_nodes:
-            if value not in of_sizes or isinstance(value.meta.get("val"), torch.SymInt):
+            if value not in of_sizes or value.target is _SIZE:
                 continue
             needed = _sources_of(value, of_sizes)
             read = [each for each in node.all_input_nodes if each not in of_sizes]

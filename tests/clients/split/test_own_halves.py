@@ -14,8 +14,9 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
 
 from socflower.edgecloud.samples import BatchOrder, PartyBatches
-from socflower.edgecloud.split_program import HalvesProgram, LayeredProgram
+from socflower.edgecloud.split_program import HalvesProgram, LayeredProgram, SplitProgram
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.model_graph.exported_module import exported_module
 from socflower.training.fp32 import sgd
 from socflower.training.schedules import cosine_annealing, torch_schedule
 from socflower.wire.message_keys import FROZEN_SHA256
@@ -102,7 +103,7 @@ def tagger(seed: int = 0, *, frozen: bool = False, **settings: Any) -> HalvesPro
 
 
 def undivided(
-    program: HalvesProgram,
+    program: SplitProgram,
     data: Any,
     *,
     optimizer: Callable[[Iterable[nn.Parameter]], Any] | None = None,
@@ -134,7 +135,7 @@ def undivided(
 
 
 def trained(
-    program: HalvesProgram, data: Any, cloud: Any = None, **party_settings: Any
+    program: SplitProgram, data: Any, cloud: Any = None, **party_settings: Any
 ) -> dict[str, NDArray[Any]]:
     strategy = strategy_of(program, 1, cloud, **party_settings)
     config = ConfigRecord({FROZEN_SHA256: program.frozen_sha256} if program.frozen_sha256 else {})
@@ -169,6 +170,39 @@ def test_a_transformer_on_dicts_is_trained_as_in_one_piece(seed: int, frozen: bo
     with Cloud(program) as cloud:
         assert differing(trained(program, data, cloud.client()), expected) == []
     assert frozen == (not any(name.startswith("front.") for name in expected))
+
+
+class Reader(nn.Module):
+    """A class for every token, by torch's own transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+        self.embedding, self.blocks = (
+            nn.Embedding(NUM_TOKENS, WIDTH),
+            nn.TransformerEncoder(block, 2),
+        )
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embedding(input_ids)))
+
+
+def test_an_exported_transformer_on_dicts_is_cut_between_its_blocks() -> None:
+    example = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.int64)}
+    data = [{key: one[key] for key in ("input_ids", "labels")} for one in sentences(0)]
+    program = LayeredProgram(
+        model_fn=lambda: exported_module(built(Reader, 0), example),
+        example=example,
+        loss=token_loss,
+        optimizer=sgd(0.05),
+    )
+    assert len(program.cut_names()) == 4
+
+    def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return token_loss(model(batch["input_ids"]), batch["labels"])
+
+    assert differing(trained(program, data), undivided(program, data, loss_of=own_loss)) == []
 
 
 @pytest.mark.slow

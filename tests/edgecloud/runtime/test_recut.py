@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from socflower.model_graph.cut_points import capture_split
+from socflower.model_graph.exported_module import exported_module
 from tests.edgecloud.runtime.split_training import (
+    Source,
     adam,
     assert_together,
     chain_split,
@@ -18,6 +20,7 @@ from tests.edgecloud.runtime.split_training import (
     train_locally,
 )
 from tests.one_line import refused
+from tests.seeded import built
 
 NUM_BATCHES = 7
 SPLIT = chain_split()
@@ -96,4 +99,37 @@ def test_a_tied_weight_moves_with_both_its_names() -> None:
     for batch in range(4):
         move(*pair, batch % 2)
         one_batch(*pair, batch)
+    assert_together(pair, expected)
+
+
+class Encoder(nn.Module):
+    """A small transformer, which torch.fx takes for one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+        self.embed, self.blocks = nn.Linear(4, 8), nn.TransformerEncoder(block, 2)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embed(words)).mean(1))
+
+
+def test_a_transformer_is_cut_between_its_blocks_and_the_cut_moves() -> None:
+    """Bit for bit as the graph of the whole, which computes what the user's model does."""
+    source = Source(shape=(5, 4))
+    inputs, _, _ = source(0)
+    model = built(Encoder, 3)
+    split = capture_split(exported_module(model, inputs), (5, 4))
+    names = [point.name for point in split.cuts]
+    # Two normalisations end each of two blocks; the mean over words comes last.
+    assert len(names) == 5 and names[-1].startswith("mean")
+    assert [point.feature_shape for point in split.cuts] == [(5, 8)] * 4 + [(8,)]
+    torch.testing.assert_close(split.model.eval()(inputs), model.eval()(inputs))
+    split.model.train()
+    losses, expected = train_locally(split, NUM_BATCHES, adam, source=source)
+    pair = halves(split, 1, adam, source)
+    for batch, cut in enumerate((1, 3, 0, 4, 2, 5, 1)):
+        move(*pair, cut)
+        assert one_batch(*pair, batch) == losses[batch]
     assert_together(pair, expected)
