@@ -304,23 +304,74 @@ class SplitProgram(ABC):
         """Return a cut as halves count it."""
 
 
+class _SharesInputs(SplitProgram):
+    """A program whose back half also gets some inputs of a batch, which travel with the labels."""
+
+    shared: Sequence[str]
+
+    def divide(self, batch: Batch) -> tuple[Batch, Batch]:
+        """Return the part of a batch for the front half, and the part that travels to the back half."""
+        inputs, labels = inputs_and_labels(batch)
+        if not self.shared:
+            return inputs, labels
+        if not isinstance(inputs, Mapping) or not set(self.shared) <= set(inputs):
+            raise ConfigError(
+                f"split training: shared = {list(self.shared)} must be entries of a batch in a dict, not of "
+                f"{form_of(batch)}"
+            )
+        taken = set(inputs) - set(self.shared).difference(self._front_takes)
+        own = {key: part for key, part in inputs.items() if key in taken}
+        return own, {LABELS: labels, **{key: inputs[key] for key in self.shared}}
+
+    @property
+    @abstractmethod
+    def _front_takes(self) -> Collection[str]:
+        """The shared inputs, and perhaps others, that the front half takes."""
+
+    @property
+    def _passes(self) -> Passes:
+        passes = super()._passes
+        if self.shared and self.train_step is None:
+            return replace(passes, train_step=self._loss_of_back)
+        return passes
+
+    def _loss_of_back(
+        self, layers: nn.Module, features: Batch, travelled: Mapping[str, Any]
+    ) -> Tensor:
+        if isinstance(features, Mapping):
+            # All layers are in one half, which takes the inputs themselves.
+            return self.loss(output_of(layers, features), travelled[LABELS])
+        shared = {key: travelled[key] for key in self.shared}
+        return self.loss(layers(features, **shared), travelled[LABELS])
+
+
 @plain_numbers
 @dataclass(frozen=True, kw_only=True)
-class LayeredProgram(SplitProgram):
+class LayeredProgram(_SharesInputs):
     """A model that is cut between two of its layers.
 
-    `example` is the shape of one sample, or a batch with one input (a tensor, or a dict with one entry). `frozen` names
-    the last layer that is not trained (transfer learning). In a `reverse` split the front half is in the cloud: a
-    generative model, whose last layers see the data. A transformer has cuts between its blocks if `model_fn` returns
-    its `exported_module`.
+    `example` is the shape of one sample, or a batch: a tensor, or a dict with one input and those in `shared`, such as
+    an attention mask, which travel to the back half with the labels. `frozen` names the last layer that is not trained
+    (transfer learning). In a `reverse` split the front half is in the cloud: a generative model, whose last layers see
+    the data. A transformer has cuts between its blocks if `model_fn` returns its `exported_module`.
     """
 
     example: Example | Batch
     frozen: str | None = None
     reverse: bool = False
+    shared: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        SplitProgram.__post_init__(self)
+        if self.shared and self.reverse:
+            raise ConfigError(
+                "split training: shared is not for a reverse split, whose data are at the back half"
+            )
 
     def _check_int8(self, where: str) -> None:
         super()._check_int8(where)
+        if self.shared:
+            raise ConfigError(f"{where}: edge_trainer takes images alone, without shared inputs")
         if self.frozen is not None:
             raise ConfigError(
                 f"{where}: frozen = {self.frozen!r} is not for an edge_trainer: frozen layers stay in evaluation "
@@ -341,6 +392,7 @@ class LayeredProgram(SplitProgram):
                 copied(self.model()),
                 self.example,
                 frozen=self.frozen,
+                shared=self.shared,
             )
         except NoParts as error:
             raise ConfigError(
@@ -362,6 +414,10 @@ class LayeredProgram(SplitProgram):
     def fingerprint(self) -> str:
         """Return the fingerprint of the split model."""
         return self.split.fingerprint()
+
+    @property
+    def _front_takes(self) -> Collection[str]:
+        return self.shared
 
     def _front_part(self, party: int) -> tuple[SplitModel, str]:
         return self.split.copy(), ""
@@ -459,11 +515,10 @@ class JoinedProgram(_NamedParts):
 
 @plain_numbers
 @dataclass(frozen=True, kw_only=True)
-class HalvesProgram(_NamedParts):
+class HalvesProgram(_NamedParts, _SharesInputs):
     """A model whose author says where it is cut: submodule `bottom` at the edge, `top` in the cloud.
 
-    Use it for models that neither torch.fx nor `exported_module` can follow, or whose blocks all take a second input,
-    such as an attention mask. `bottom` takes a batch's inputs as
+    Use it for models that neither torch.fx nor `exported_module` can follow. `bottom` takes a batch's inputs as
     `model(inputs)` does, a dict as keyword arguments, and returns one float32 tensor with the batch in front; `top`
     takes that. Of a batch in a dict `top` also gets the entries in `shared` as keyword arguments, such as an attention
     mask: they travel with the labels, and go to the bottom too if its `forward` has them. `example` is a batch in the
@@ -480,21 +535,6 @@ class HalvesProgram(_NamedParts):
     def _bottom_of(self, party: int) -> str:
         """Return the name of the bottom model."""
         return self.bottom
-
-    def divide(self, batch: Batch) -> tuple[Batch, Batch]:
-        """Return the part of a batch for the bottom, and the part that travels to the top."""
-        inputs, labels = inputs_and_labels(batch)
-        if not self.shared:
-            return inputs, labels
-        if not isinstance(inputs, Mapping) or not set(self.shared) <= set(inputs):
-            raise ConfigError(
-                f"split training: shared = {list(self.shared)} must be entries of a batch in a dict, not of "
-                f"{form_of(batch)}"
-            )
-        unshared = set(inputs) - set(self.shared)
-        taken = unshared.union(self._bottom_takes)
-        own = {key: part for key, part in inputs.items() if key in taken}
-        return own, {LABELS: labels, **{key: inputs[key] for key in self.shared}}
 
     def fingerprint(self) -> str:
         """Return a digest of names, shapes and frozen parameters, after a trial with the example."""
@@ -569,21 +609,8 @@ class HalvesProgram(_NamedParts):
         return self._original
 
     @property
-    def _bottom_takes(self) -> Collection[str]:
+    def _front_takes(self) -> Collection[str]:
         return inspect.signature(self._part(self.bottom).forward).parameters
-
-    @property
-    def _passes(self) -> Passes:
-        passes = super()._passes
-        if self.shared and self.train_step is None:
-            return replace(passes, train_step=self._loss_of_top)
-        return passes
-
-    def _loss_of_top(
-        self, top: nn.Module, features: Tensor, travelled: Mapping[str, Any]
-    ) -> Tensor:
-        shared = {key: travelled[key] for key in self.shared}
-        return self.loss(top(features, **shared), travelled[LABELS])
 
     def _part(self, path: str) -> nn.Module:
         model = self._original

@@ -144,6 +144,8 @@ class SplitModel:
     graph: ModelGraph | None
     # The operation before each cut.
     places: tuple[Operation, ...] = ()
+    # Inputs that both halves get, and what is computed from them alone, in both halves.
+    common: Set[Operation] = frozenset()
     # Position of the last frozen operation; -1: none is frozen.
     frozen_until: int = -1
     # Paths of the layers that stay in evaluation mode.
@@ -181,18 +183,18 @@ class SplitModel:
         if cut == self.num_cuts:
             return part_of(self.model, self.graph, self.graph.operations, self.frozen_until)
         place = self.places[cut]
-        operations = _front(self.graph, place)
+        operations = _front(self.graph, place, self.common)
         return part_of(self.model, self.graph, operations, self.frozen_until, end=place)
 
     def back(self, cut: int) -> nn.Module:
-        """Return the layers behind the cut, from the features to the model's output."""
+        """Return the layers behind the cut, from the features and shared inputs to the model's output."""
         self.check(cut)
         if cut == self.num_cuts:
             raise ConfigError(f"model {self.name}: nothing is behind cut {cut}, the whole model")
         if self.graph is None:
             return self.model
         place = self.places[cut]
-        operations = _back(self.graph, place)
+        operations = _back(self.graph, place, self.common)
         return part_of(self.model, self.graph, operations, self.frozen_until, start=place)
 
     def front_names(self, cut: int) -> tuple[str, ...]:
@@ -271,6 +273,7 @@ def capture_split(
     *,
     name: str | None = None,
     frozen: int | str | None = None,
+    shared: Sequence[str] = (),
 ) -> SplitModel:
     """Return the cuts of `model`: after an activation, a norm, a pooling, a recurrent layer or a residual block.
 
@@ -281,6 +284,8 @@ def capture_split(
     float32 tensor, whose first dimension is the batch, may cross it: no shortcut, and no size that was read from the
     input. The model is captured in training mode.
 
+    `shared` names inputs that both halves get, such as an attention mask; both compute what depends on them alone.
+
     `frozen` is the number of a cut, or the path of a cut, layer or block. No layer up to it is trained (transfer
     learning): the weights stop requiring gradients, and the layers stay in evaluation mode.
 
@@ -288,11 +293,12 @@ def capture_split(
     weight is trained, if there is no cut, and for a layer in evaluation mode inside a model in training mode that
     `frozen` does not reach.
     """
-    graph = capture(model, example, name=name or "")
+    graph = capture(model, example, name=name or "", several=bool(shared))
+    common = _common(graph, shared)
     places = []
     for one in graph.operations:
         is_end = _is_place(model, one) or _ends_block(model, graph, one)
-        if is_end and _can_cut(model, graph, one):
+        if is_end and _can_cut(model, graph, one, common):
             places.append(one)
     if not places:
         raise NoParts(
@@ -306,7 +312,7 @@ def capture_split(
     _require_training_mode(model, graph.name, frozen_layers)
     if frozen_operations:
         _require_same_in_evaluation(graph)
-    cuts = tuple(_cut_point(model, graph, place) for place in places)
+    cuts = tuple(_cut_point(model, graph, place, common) for place in places)
     return SplitModel(
         model=model,
         name=graph.name,
@@ -314,10 +320,11 @@ def capture_split(
         example=example,
         graph=graph,
         places=tuple(places),
+        common=common,
         frozen_until=frozen_until,
         frozen_layers=frozen_layers,
         writes_in_place=any(one.writes_in_place for one in graph.operations),
-        digest=_digest(model, graph, [point.name for point in cuts], frozen_until),
+        digest=_digest(model, graph, [*(point.name for point in cuts), *shared], frozen_until),
     )
 
 
@@ -381,34 +388,58 @@ def _ends_block(model: nn.Module, graph: ModelGraph, operation: Operation) -> bo
     return len(inputs) > 1 and not (is_followed and readers[0].shape == operation.shape)
 
 
-def _can_cut(model: nn.Module, graph: ModelGraph, place: Operation) -> bool:
+def _common(graph: ModelGraph, shared: Sequence[str]) -> Set[Operation]:
+    """Return the shared inputs and what is computed from them and constants alone, without layers and draws."""
+    names = [str(one.node.target) for one in graph.inputs]
+    if shared and not set(shared) < set(names):
+        raise ConfigError(
+            f"model {graph.name}: shared = {list(shared)} must be some of its inputs {', '.join(names)}, not all"
+        )
+    common = {one for one in graph.inputs if str(one.node.target) in shared}
+    for one in graph.operations:
+        is_call = one.node.op in ("call_function", "call_method") and not one.draws
+        reads = {each for each in one.inputs if not each.is_constant}
+        if is_call and reads and reads <= common:
+            common.add(one)
+    return common
+
+
+def _can_cut(model: nn.Module, graph: ModelGraph, place: Operation, common: Set[Operation]) -> bool:
     if not place.is_of_samples or place.is_constant or place.dtype is not torch.float32:
         return False
-    front, back = _front(graph, place), _back(graph, place)
+    front, back = _front(graph, place, common), _back(graph, place, common)
     before, behind = set(front), set(back)
     crossing = {one for one in before - behind if not behind.isdisjoint(graph.readers[one])}
     if crossing != {place} or any(one.draws for one in before & behind):
         return False
     front_names, back_names = _tensor_names(front), _tensor_names(back)
     weights = {key for key, _ in model.named_parameters()}
-    return bool(front_names & weights and back_names & weights) and not front_names & back_names
+    shared_names = front_names & back_names & tensors_of(model).keys()
+    return bool(front_names & weights and back_names & weights) and not shared_names
 
 
-def _front(graph: ModelGraph, place: Operation) -> list[Operation]:
+def _front(graph: ModelGraph, place: Operation, common: Set[Operation]) -> list[Operation]:
     """Return the operations up to and including a place, and the constants that they need, in order."""
-    return _with_constants(graph, graph.operations[: place.position + 1])
+    return _with_constants(graph, graph.operations[: place.position + 1], common)
 
 
-def _back(graph: ModelGraph, place: Operation) -> list[Operation]:
+def _back(graph: ModelGraph, place: Operation, common: Set[Operation]) -> list[Operation]:
     """Return the operations after a place, and the constants that they need, in order."""
-    return _with_constants(graph, graph.operations[place.position + 1 :])
+    return _with_constants(graph, graph.operations[place.position + 1 :], common)
 
 
-def _with_constants(graph: ModelGraph, chosen: Iterable[Operation]) -> list[Operation]:
-    taken = {operation for operation in chosen if not operation.is_constant}
+def _with_constants(
+    graph: ModelGraph, chosen: Iterable[Operation], common: Set[Operation]
+) -> list[Operation]:
+    def is_needed_in_both(operation: Operation) -> bool:
+        return operation.is_constant or operation in common
+
+    taken = {operation for operation in chosen if not is_needed_in_both(operation)}
+    # Both halves are given all shared inputs.
+    taken.update(one for one in graph.inputs if one in common)
     # In reverse order, so that the inputs of a constant are visited after the constant.
     for operation in reversed(graph.operations):
-        if operation.is_constant and not taken.isdisjoint(graph.readers[operation]):
+        if is_needed_in_both(operation) and not taken.isdisjoint(graph.readers[operation]):
             taken.add(operation)
     return [operation for operation in graph.operations if operation in taken]
 
@@ -477,9 +508,11 @@ def _layers_within(
     return frozenset(path for path, _ in model.named_modules() if f"{path}.".startswith(starts))
 
 
-def _cut_point(model: nn.Module, graph: ModelGraph, place: Operation) -> CutPoint:
+def _cut_point(
+    model: nn.Module, graph: ModelGraph, place: Operation, common: Set[Operation]
+) -> CutPoint:
     assert place.shape is not None
-    front = _front(graph, place)
+    front = _front(graph, place, common)
     named = dict([*model.named_buffers(), *model.named_parameters()])
     ids = {id(named[key]) for key in _tensor_names(front) if key in named}
     entries = {key: tensor for key, tensor in tensors_of(model).items() if id(tensor) in ids}

@@ -100,6 +100,10 @@ def exported_module(
         if node.op == "get_attr":
             node.target = node.meta[_NAME]
     made = fx.GraphModule({**attributes, **modules}, graph.graph, type(model).__name__)
+    # The state is the model's own: constants belong to the code.
+    for name in attributes.keys() - model.state_dict().keys():
+        owner, _, own_name = name.rpartition(".")
+        made.get_submodule(owner)._non_persistent_buffers_set.add(own_name)
     made.graph.set_codegen(fx.graph.CodeGen())
     made.recompile()
     # Kept by copies, unlike attributes.

@@ -188,21 +188,64 @@ class Reader(nn.Module):
         return self.head(self.blocks(self.embedding(input_ids)))
 
 
-def test_an_exported_transformer_on_dicts_is_cut_between_its_blocks() -> None:
-    example = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.int64)}
-    data = [{key: one[key] for key in ("input_ids", "labels")} for one in sentences(0)]
-    program = LayeredProgram(
-        model_fn=lambda: exported_module(built(Reader, 0), example),
-        example=example,
-        loss=token_loss,
-        optimizer=sgd(0.05),
+class MaskedReader(nn.Module):
+    """The same with a mask, which every block takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(NUM_TOKENS, WIDTH)
+        self.first, self.second, self.head = Layer(), Layer(), nn.Linear(WIDTH, 4)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        first = self.first(self.embedding(input_ids), attention_mask)
+        return self.head(self.second(first, attention_mask))
+
+
+def exported(kind: type[nn.Module], **settings: Any) -> LayeredProgram:
+    example = next(iter(torch.utils.data.DataLoader(sentences(0), batch_size=3)))  # type: ignore[arg-type]
+    inputs = {"input_ids": example["input_ids"]}
+    if "shared" in settings:
+        inputs["attention_mask"] = example["attention_mask"]
+    return LayeredProgram(
+        **{
+            "model_fn": lambda: exported_module(built(kind, 0), inputs),
+            "example": inputs,
+            "loss": token_loss,
+            "optimizer": sgd(0.05),
+            **settings,
+        }
     )
-    assert len(program.cut_names()) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "num_cuts"),
+    [(Reader, {}, 4), (MaskedReader, {"shared": ["attention_mask"]}, 2)],
+)
+def test_an_exported_transformer_on_dicts_is_cut_between_its_blocks(
+    kind: type[nn.Module], settings: dict[str, Any], num_cuts: int
+) -> None:
+    program = exported(kind, **settings)
+    inputs = list(program.example)  # type: ignore[arg-type]
+    data = [{key: one[key] for key in (*inputs, "labels")} for one in sentences(0)]
+    assert len(program.cut_names()) == num_cuts
+    assert set(program.trainable_state()) == set(dict(built(kind, 0).state_dict()))
 
     def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        return token_loss(model(batch["input_ids"]), batch["labels"])
+        return token_loss(model(*(batch[key] for key in inputs)), batch["labels"])
 
-    assert differing(trained(program, data), undivided(program, data, loss_of=own_loss)) == []
+    expected = undivided(program, data, loss_of=own_loss)
+    assert differing(trained(program, data), expected) == []
+    # All layers at the edge, which takes the mask as an input.
+    assert differing(trained(program, data, cut=None), expected) == []
+
+
+def test_shared_inputs_that_cannot_be_are_refused() -> None:
+    for shared, named in (
+        (["mask"], "input_ids, attention_mask"),
+        (["input_ids", "attention_mask"], "not all"),
+    ):
+        refused(exported(MaskedReader, shared=shared).fingerprint, "shared", named)
+    refused(lambda: exported(MaskedReader, shared=["attention_mask"], reverse=True), "reverse")
 
 
 @pytest.mark.slow
