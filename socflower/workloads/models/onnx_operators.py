@@ -246,8 +246,9 @@ def _element_wise(function: Callable[..., Any], on_constants: Callable[..., Any]
 
 
 def _sum(call: Call) -> Value:
-    if all(isinstance(each, np.ndarray) for each in call.inputs):
-        return np.asarray(sum(call.inputs))
+    arrays = [each for each in call.inputs if isinstance(each, np.ndarray)]
+    if len(arrays) == len(call.inputs):
+        return np.asarray(reduce(np.add, arrays))
     terms = [_operand(call, at) for at in range(len(call.inputs))]
     return reduce(lambda total, term: call.function(operator.add, total, term), terms)
 
