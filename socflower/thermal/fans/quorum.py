@@ -154,6 +154,8 @@ class FilteredTemperatures:
         """Since when fewer than one in ten have changed, as of the last poll; None without temperatures."""
         self.constant_busy_s = 0.0
         """For how long under load fewer than one in ten have changed, as of the last poll."""
+        self.num_idle = 0
+        """SoCs that told at the last poll that they are idle."""
 
     def poll(self, now_s: float, *, all_may_be_constant: bool = False) -> dict[int, float | None]:
         """Return each SoC's temperature in °C, None if it is rejected.
@@ -190,6 +192,7 @@ class FilteredTemperatures:
         """Return the possible temperatures, the seconds of load behind them, and why the others have none."""
         elapsed_s = 0.0 if self._polled_s is None else now_s - self._polled_s
         self._polled_s = now_s
+        self.num_idle = 0
         values_c: dict[int, float] = {}
         busy_s: dict[int, float] = {}
         rejections: dict[int, str] = {}
@@ -216,6 +219,7 @@ class FilteredTemperatures:
             known_load = load if is_number(load) else None
             is_idle = state.is_idle(now_s, known_load, self._stuck_after_s)
             busy_s[soc] = 0.0 if is_idle else elapsed_s
+            self.num_idle += is_idle
             state.record(now_s, known_c, at if is_number(at) else None)
         return values_c, busy_s, rejections
 
