@@ -30,7 +30,7 @@ from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.replanning import recovered
 
 # Seeds that development has not seen.
-_FIRST_SEED = 30_000
+_FIRST_SEED = 50_000
 _SETTINGS = PlannerSettings(two_d=False)
 _KINDS: dict[str, Callable[[int], PipelineProblem]] = {
     "scarce memory": tight_problem,
