@@ -42,6 +42,7 @@ from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.strategies import group_strategy
 from socflower.sim import EventClock
 from socflower.strategies.settings import require_few_fragments, streamed_interval
+from socflower.wire.message_keys import INT8_WIRE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -273,6 +274,7 @@ def _work_of(
             coding=gradient_coding(settings.leader_compression),
             hub_decides=settings.outer_step is not None
             or group_strategy(settings.name).needs_each_model,
+            in_int8=scenario.precision.wire == INT8_WIRE,
         ),
         steps_per_epoch=steps_per_epoch,
         preemption=settings.preemption,
