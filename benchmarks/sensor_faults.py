@@ -40,7 +40,7 @@ FAST_FROM_C, MOST_ABOVE_C = 35.0, 3.0
 # Powers of ten of °C/s: faster than the rack heats. A slower common drift looks like a lower load.
 DRIFT = (-1.7, -0.7)
 # Drawn when the code was frozen.
-_FIRST_SEED = 988024
+_FIRST_SEED = 761541
 
 
 def run(quick: bool = False, racks: int = 1000) -> list[Row]:

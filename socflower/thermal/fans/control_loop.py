@@ -1,7 +1,6 @@
 """The control loop that sets fans by a policy, with a fail-safe speed for failing sensors, policies and fans."""
 
 import logging
-import math
 import os
 import select
 import signal
@@ -27,8 +26,8 @@ _EXPECTED_C = 3.0
 """How far the hottest SoC should have moved, by the policy's plan, before constant readings of all count as stuck:
 more than two steps of the coarsest sensors."""
 
-_FALL_C = 3.0
-"""How far the hottest SoC may fall while the fans are slow and no SoC tells that it has become idle."""
+_COOLING_PART = 0.75
+"""Fans below this part of the fail-safe speed do not cool a rack at work."""
 
 _log = logging.getLogger(__name__)
 
@@ -212,12 +211,9 @@ class FanControl:
 
     - until enough SoCs have an accepted temperature for the first time;
     - when too few have had one for `max_silence_s`, until enough have had one for as long;
-    - while the policy raises an exception or returns no valid speed;
-    - after the hottest SoC fell by 3 °C while the fans were slow and no SoC told that it had become idle, for as long
-      as that took: sensors that drift down together look like this.
+    - while the policy raises an exception or returns no valid speed.
 
-    A common drift that is slower than the rack heats looks like a lower load, and is not detected. Enough are half of
-    all SoCs, and one of each board (`Quorum`).
+    Enough are half of all SoCs, and one of each board (`Quorum`).
 
     Parameters
     ----------
@@ -271,10 +267,6 @@ class FanControl:
         boards = boards or dict.fromkeys(sources, 0)
         self._quorum = Quorum(boards, patience_s=settings.max_silence_s)
         self._constant_check = _ConstantReadingCheck(policy)
-        self._fall_check = _FallCheck(
-            slow_rpm=0.5 * (settings.min_rpm + settings.failsafe_rpm),
-            memory_s=settings.stuck_after_s,
-        )
         # The policy's speed before it is clipped to the limits: a policy that asks for more than the fans can give, and
         # checks whether it already cools, must see the speed that it asked for.
         self._rpm = self._policy_rpm = settings.failsafe_rpm
@@ -294,19 +286,14 @@ class FanControl:
         now_s = self._clock()
         # Before the poll: the fans turned at the last step's speed until now.
         may_be_constant = self._constant_check.may_be_constant(now_s, self._rpm)
-        temperatures_c = self._temperatures.poll(now_s, all_may_be_constant=may_be_constant)
+        temperatures_c = self._temperatures.poll(
+            now_s,
+            all_may_be_constant=may_be_constant,
+            fans_cool=self._rpm > _COOLING_PART * self._settings.failsafe_rpm,
+        )
         accepted = {soc: value for soc, value in temperatures_c.items() if value is not None}
         hottest_c = max(accepted.values(), default=None)
         self._constant_check.update(now_s, hottest_c, self._temperatures.constant_since_s)
-        has_fallen = self._fall_check.update(
-            now_s,
-            hottest_c,
-            self._rpm,
-            num_idle=self._temperatures.num_idle,
-            num_known=len(accepted),
-        )
-        text = "temperatures fell while the fans were slow; they turn at the fail-safe speed"
-        self._alerts.set("fall", text if has_fallen else None)
         # If all sensors have stopped, it may be so hot by now.
         risen_c = self._settings.rise_c_per_s * self._temperatures.constant_busy_s
         observation = FanObservation(
@@ -317,7 +304,7 @@ class FanControl:
             num_socs=len(temperatures_c),
         )
         # The policy is called also without a quorum: its failures must be reported.
-        failsafe = not self._has_quorum(now_s, accepted) or has_fallen
+        failsafe = not self._has_quorum(now_s, accepted)
         wanted_rpm = self._wanted_rpm(observation)
         if failsafe or wanted_rpm is None:
             failsafe = True
@@ -440,40 +427,6 @@ class _ConstantReadingCheck:
             self._expected_c = hottest_c
             self._should_have_changed = False
         self._at_s = now_s
-
-
-class _FallCheck:
-    """Decides whether the hottest SoC has fallen without a cause: slow fans do not cool a rack at work.
-
-    Causes are fans above `slow_rpm`, a rack that is idle, and SoCs that became idle within `memory_s`.
-    """
-
-    def __init__(self, *, slow_rpm: float, memory_s: float) -> None:
-        self._slow_rpm = slow_rpm
-        self._memory_s = memory_s
-        # The highest temperature since the last cause of a fall, and its time.
-        self._peak_c = -math.inf
-        self._peak_s = 0.0
-        self._num_idle = 0
-        self._idle_since_s = -math.inf
-        self._fast_until_s = -math.inf
-
-    def update(
-        self, now_s: float, hottest_c: float | None, rpm: float, *, num_idle: int, num_known: int
-    ) -> bool:
-        """Record a reading after fans at `rpm`; return whether they must be fast."""
-        if num_idle > self._num_idle:
-            self._idle_since_s = now_s
-        self._num_idle = num_idle
-        if now_s < self._fast_until_s or hottest_c is None:
-            return now_s < self._fast_until_s
-        is_idle = num_idle >= num_known or now_s < self._idle_since_s + self._memory_s
-        if is_idle or rpm > self._slow_rpm or hottest_c >= self._peak_c:
-            self._peak_c = hottest_c
-            self._peak_s = now_s
-        elif hottest_c <= self._peak_c - _FALL_C:
-            self._fast_until_s = now_s + (now_s - self._peak_s)
-        return now_s < self._fast_until_s
 
 
 class StopSignals:
