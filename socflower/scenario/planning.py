@@ -150,7 +150,11 @@ def model_document(profile: ModelProfile) -> dict[str, float]:
 
 def _predict_one_soc(scenario: Scenario, cluster: Cluster) -> dict[str, float]:
     """Return the seconds and joules of an epoch on the SoC that strategy `sgd` trains on, with the same batches."""
-    alone = scenario.replaced(strategy=scenario.strategy.under("sgd"), edgecloud=None)
+    # Nobody is sent weights.
+    precision = scenario.precision.replaced(wire="float32")
+    alone = scenario.replaced(
+        strategy=scenario.strategy.under("sgd"), precision=precision, edgecloud=None
+    )
     clock = EventClock(cluster)
     work, _ = planned_work(alone, cluster, clock)
     predicted = _predict(alone, work, clock)

@@ -98,7 +98,7 @@ def test_an_idle_rack_that_repeats_its_documents_is_rejected():
 
 
 @both_policies
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_if_a_soc_is_too_hot_while_most_sensors_are_wrong_the_fans_turn_fast(policy, data):
     """Whichever sensors are faulty, low, frozen or silent: the rest shows the heat, or too few are accepted."""
@@ -144,16 +144,16 @@ def test_a_healthy_rack_never_trips(policy, data):
 
 def test_an_idle_rack_in_balance_whose_socs_tell_their_load_may_be_constant_for_hours():
     world = World(POLICIES["passive"], tells_load=True, start_c=29.75)
-    states = world.run(3600.0)
+    states = world.run(2700.0)
     assert not any(state.failsafe or state.num_unknown for state in states)
-    assert len({state.hottest_c for state in states[360:]}) == 1  # it was constant
+    assert len({state.hottest_c for state in states[240:]}) == 1  # it was constant
 
 
 @pytest.mark.parametrize("step_c", [pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_a_rack_that_the_plan_holds_in_balance_may_be_constant(step_c):
     world = World(POLICIES["predictive"], step_c=step_c)
     world.num_busy = 40
-    assert not any(failsafes(world.run(3600.0)))
+    assert not any(failsafes(world.run(2400.0)))
 
 
 def test_constant_sensors_without_noise_load_and_plan_get_fast_fans_until_those_change_them():
