@@ -190,11 +190,11 @@ class FilteredTemperatures:
         values_c, busy_s, rejections = self._read_all(now_s)
         stuck = self._sensors.update(now_s, values_c, busy_s)
         histories = self._sensors.histories
-        cause = self._became_idle(now_s, values_c) or fans_cool
+        cools = self._became_idle(now_s, values_c) or fans_cool
         for soc, value_c in values_c.items():
             state = self._states[soc]
             if state.has_fallen(
-                now_s, value_c, cause=cause or state.idle, most_s=self._stuck_after_s
+                now_s, value_c, cause=cools or state.idle, most_s=self._stuck_after_s
             ):
                 rejections[soc] = "fell although nothing cooled it"
             if now_s - state.renewed_s >= self._max_silence_s:
