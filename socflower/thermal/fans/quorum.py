@@ -142,7 +142,7 @@ class FilteredTemperatures:
     - while the source raises, or gives no temperature or an impossible one;
     - while it has given the same reading, with the same time stamp, for `max_silence_s`;
     - while it is colder than `min_ambient_c`, which no SoC in that air can be;
-    - while it has been constant since it fell by 3 °C at once: a SoC that cools so fast goes on cooling;
+    - while it has been constant since it fell by 3 °C at once: a SoC that cools so fast continues to cool;
     - after it fell by 3 °C while no fan cooled and no SoC became idle, as drifting sensors do: for as long as it fell;
     - while it has been constant for `stuck_after_s`, and at least half of the others changed by 5 °C;
     - while it has been constant for `stuck_after_s` of load, and so have 90 % of all: on a busy rack, noise alone
