@@ -28,8 +28,8 @@ class HybridPipeline(GroupRoundStrategy):
     change the plan; the optimiser's state stays with its layers.
 
     On the engines `local` and `simulation` the client of one node runs all stages. Nodes with a ring address run a
-    stage each, over gloo or gRPC, and continue without one that is lost: from the newest step of which the others have all
-    parts.
+    stage each, over gloo or gRPC, and continue without one that is lost, from the newest step whose parts the others
+    have.
 
     Parameters
     ----------
