@@ -44,7 +44,7 @@ def require_known(where: str, name: object, known: Collection[str]) -> None:
 
 
 def require_type(where: str, kinds: tuple[type, ...], expected: str, /, **values: object) -> None:
-    """Raise `ConfigError` for the first of `values` that has none of the types `kinds`; a bool is no number.
+    """Raise `ConfigError` for the first of `values` whose type is not in `kinds`; a bool is not a number.
 
     The text is like "SoCFlow: costs = None must be Costs(…)", with `expected` at its end.
     """

@@ -194,7 +194,7 @@ class CapacityFilter:
                 member.postpone_probe(2 * member.probe_after)
 
     def _decide(self, ready: set[int]) -> bool:
-        """Move if it is due, by the members that had samples, all of which need enough observations."""
+        """Move if it is due. Every member that had samples must have enough observations."""
         fewest = min((len(self._members[ident].recent) for ident in ready), default=0)
         if len(ready) < 2 or fewest < self._enough:
             return False

@@ -27,7 +27,7 @@ class Measured:
     # Of this trial alone.
     seconds: float
     epoch: float
-    # The accuracy, or another score of which more is better; NaN if the training diverged.
+    # The accuracy, or another score where higher is better; NaN if the training diverged.
     score: float
 
 

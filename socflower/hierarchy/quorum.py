@@ -239,7 +239,7 @@ def late_together(plan: GroupPlan) -> list[list[Group]]:
 
 
 def _answer_s(group: Group, pace: Pace, ends_s: Mapping[int, float], begin_s: float) -> float:
-    """Return when a group answers: after its steps, of which `ends_s` has the predicted ends."""
+    """Return when a group answers: after its steps, whose predicted ends are in `ends_s`."""
     if any(pace.remaining[soc] or pace.ahead_s.get(soc, 0.0) > 0.0 for soc in group.members):
         # Without a member that is present it does not.
         return max((ends_s[soc] for soc in group.members if soc in ends_s), default=math.inf)

@@ -48,7 +48,7 @@ class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
         A strategy of Flower's that makes the next model of the models that replies bring; by default the method's own
         rule does. Its settings of federated evaluation hold for nodes.
     num_models : int
-        How many models a round brings, of which `outer` makes one.
+        How many models a round brings; `outer` makes one of them.
 
     Attributes
     ----------

@@ -248,8 +248,8 @@ class MixedPrecisionSession:
     ) -> Tensor:
         """Compute the gradient of `parts` of a batch of `num_samples`; see `ExchangingSession.gradients`.
 
-        If weights are merged, it is that of the CPUs' samples, of which the batch has `weight` (by default, these
-        parts'), and the NPUs do their own steps.
+        If weights are merged, the gradient covers the CPUs' samples only, and the NPUs do their own steps. `weight`
+        returns how many of the batch's samples they are; by default, those in `parts`.
         """
         parts = self._pairs(parts)
         sizes = self._cpu_sizes(parts)

@@ -101,7 +101,7 @@ class MessageLog:
     def failure(self) -> str | None:
         """Why the run failed, with the first cause; None if some client succeeded.
 
-        A run that trains is judged by its TRAIN messages, the last of which determine its weights. Any other run is
+        A run that trains is judged by its TRAIN messages: the last ones determine its weights. Any other run is
         judged by all its messages.
         """
         kinds = self._judged_kinds

@@ -300,7 +300,7 @@ class LargestValues(Coding):
 class SelectedBuckets(LargestValues):
     """`LargestValues` for the buckets in which it is predicted to be faster than an exact sum (HiPress's SeCoPa).
 
-    For each bucket of m bytes, of which a part r is sent, and n members (Bai et al., SOSP 2021, section 4.3):
+    For a bucket of m bytes, a sent fraction r and n members (Bai et al., SOSP 2021, section 4.3):
 
         T_exact = 2(n-1) · T_send(m/n),   T_coded = (n-1) · T_send(r·m) + T_enc(m) + n · T_dec(r·m)
 

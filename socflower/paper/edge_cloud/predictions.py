@@ -126,7 +126,7 @@ def _lstm_profile(module: nn.Module, name: str) -> ModelProfile:
     return replace(short, layers=tuple(layers), input_bytes=short.input_bytes * times)
 
 
-# Behind the words, both LSTMs and the hidden layer, of which each is one of the profile's layers.
+# Cuts behind the words, behind each LSTM and behind the ReLU of the hidden layer.
 _LSTM_CUTS = tuple(
     CutShape(name=name, num_layers=layers, feature_elements_per_sample=elements)
     for name, layers, elements in (

@@ -204,7 +204,7 @@ def _innermost_common_module(names: Sequence[str]) -> str:
 
 @dataclass(slots=True)
 class _Island:
-    """An operator on the FP32 side: its operations, the last of which makes its value, and those that it reads."""
+    """An operator on the FP32 side: its operations (the last one makes its value) and those that it reads."""
 
     node: str
     operations: list[Operation]

@@ -62,7 +62,7 @@ class StallWatch:
     ) -> None:
         """Count a step in which the weights of the operators `reached` had gradients.
 
-        Raises TrainingFailed if that was none of `weights` (`guards`) in many steps.
+        Raises TrainingFailed if none of `weights` (`guards`) had a gradient in many steps.
         """
         if not weights or not weights.isdisjoint(reached):
             self._unreached = _Rest()

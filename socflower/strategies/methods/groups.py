@@ -108,7 +108,7 @@ class GroupsMethod(Method[Round, SettledRound]):
     quorum : Quorum
         When a synchronisation ends without groups that are late.
     dispatch : LabelledData, optional
-        All training data, of which each group is sent the samples of its interval.
+        All training data. Each group is sent the samples of its interval.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ def fragments_of(names: Iterable[str], num_fragments: int) -> list[list[str]]:
 
 
 class StreamingMethod(GroupsMethod):
-    """Rounds of groups of one SoC, each of which synchronises a fragment."""
+    """Rounds of groups of one SoC; every round synchronises one fragment."""
 
     def __init__(self, streaming: Streaming, *, work: DataParallelWork, **settings: Any) -> None:
         super().__init__(work=work, **settings)

@@ -94,7 +94,7 @@ def scaled_by_channel(graph: ir.Graph, algorithm: TrainingAlgorithm) -> frozense
 
 
 def is_depthwise(graph: ir.Graph, name: str) -> bool:
-    """Return whether the node is a convolution of several channels, each of which it makes from one of its own."""
+    """Return whether the node is a convolution that makes each of its channels from one input channel."""
     node = next((node for node in graph.nodes if node.name == name), None)
     if not isinstance(node, ir.Convolution):
         return False
