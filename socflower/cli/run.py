@@ -251,7 +251,7 @@ def _run_scenario(
     loaded = load_scenario(path, overrides or ())
     target = out or Path("out") / loaded.name
     if ending is not None:
-        # What was trained until then is to be used in the morning.
+        # A run that the deadline ends also writes its model, to be used before it is resumed.
         save_model = save_model or target / "model.npz"
     # Mistakes are found before the folder of --out is created.
     with mistakes_name_file(loaded.name, path):

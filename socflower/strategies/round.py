@@ -127,18 +127,7 @@ def ring_tasks(
     groups = {group.group_id: group for group in this.addressed}
     num_groups = len(this.plan.groups)
     leaders = _lines_of_leaders(this, participant_of, address_of)
-    places = (
-        {
-            group.group_id: tuple(
-                " ".join(map(str, (each.group_id, *this.place_of[each.group_id])))
-                for each in groups_met
-            )
-            for groups_met in this.meetings
-            for group in groups_met
-        }
-        if this.in_tree
-        else {}
-    )
+    places = _lines_of_places(this) if this.in_tree else {}
     turn_of = {
         ident: turn for turn, ids in enumerate(this.plan.communication_groups) for ident in ids
     }
@@ -177,6 +166,18 @@ def ring_tasks(
                 quorum_grace_s=quorum.grace_s,
             )
     return tasks
+
+
+def _lines_of_places(this: Round) -> dict[int, tuple[str, ...]]:
+    """Return for each group the places in the tree of all groups whose leaders its own meets."""
+    places: dict[int, tuple[str, ...]] = {}
+    for groups_met in this.meetings:
+        lines = tuple(
+            " ".join(map(str, (group.group_id, *this.place_of[group.group_id])))
+            for group in groups_met
+        )
+        places |= {group.group_id: lines for group in groups_met}
+    return places
 
 
 def _lines_of_leaders(

@@ -68,6 +68,15 @@ class LateGroup:
         return Message(content, node, MessageType.TRAIN)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Counted:
+    """Replies and models by group that count in a round, and what happened to late groups; filled in place."""
+
+    usable: dict[int, Message]
+    means: dict[int, GroupMean]
+    events: list[ReplyEvent] = field(default_factory=list)
+
+
 class LateGroups:
     """The groups that are late, between rounds.
 
@@ -141,9 +150,29 @@ class LateGroups:
 
         `answers` are those of real machines; a group that is neither late nor has one is lost.
         """
-        usable = {group_id_of(reply): reply for reply in settled.usable}
-        means = {mean.groups[0]: mean for mean in settled.means}
-        events: list[ReplyEvent] = []
+        counted = _Counted(
+            usable={group_id_of(reply): reply for reply in settled.usable},
+            means={mean.groups[0]: mean for mean in settled.means},
+        )
+        self._add_arrived(this, late, answers, counted)
+        self._hold_late(this, late, counted)
+        self._drop_overdue(this, counted, is_last=is_last)
+        return replace(
+            settled,
+            usable=[counted.usable[ident] for ident in sorted(counted.usable)],
+            means=[counted.means[ident] for ident in sorted(counted.means)],
+            events=(*settled.events, *counted.events),
+            usage=usage,
+        )
+
+    def _add_arrived(
+        self,
+        this: Round,
+        late: Collection[int],
+        answers: Mapping[int, Message],
+        counted: _Counted,
+    ) -> None:
+        """Count the held work of groups that are no longer late; work that failed or was lost is dropped."""
         for ident in sorted(self.held.keys() - set(late)):
             work = self.held.pop(ident)
             if work.change is None:
@@ -151,17 +180,22 @@ class LateGroups:
                 if ident not in answers:
                     continue
                 if fault := fault_of(answers[ident], ident, f"group {ident}"):
-                    events.append(fault)
+                    counted.events.append(fault)
                     continue
                 work = work.with_reply(answers[ident])
             leader = next(group.leader for group in this.plan.groups if group.group_id == ident)
-            usable[ident] = reply = work.reply(this.sent, this.node_of[leader])
-            means[ident] = GroupMean(
+            counted.usable[ident] = reply = work.reply(this.sent, this.node_of[leader])
+            counted.means[ident] = GroupMean(
                 arrays=cast(ArrayRecord, reply.content[ARRAYS]),
                 samples=num_examples_of(reply),
                 groups=(ident,),
             )
-            events.append(late_event(ARRIVED, ident, f"its work of round {work.began} has arrived"))
+            counted.events.append(
+                late_event(ARRIVED, ident, f"its work of round {work.began} has arrived")
+            )
+
+    def _hold_late(self, this: Round, late: Collection[int], counted: _Counted) -> None:
+        """Hold the work of addressed groups that are late, instead of counting it in this round."""
         for group in this.addressed:
             self._next_step.pop(group.group_id, None)
             if group.group_id not in late:
@@ -171,27 +205,25 @@ class LateGroups:
             self.held[ident] = work = LateGroup(
                 members=group.members, began=this.server_round, next_step=end, base=this.sent
             )
-            if ident in usable:
-                work = work.with_reply(usable.pop(ident))
-                del means[ident]
+            if ident in counted.usable:
+                work = work.with_reply(counted.usable.pop(ident))
+                del counted.means[ident]
                 self.held[ident] = replace(work, base=None)
-                events.append(late_event(LATE, ident, "late; its work counts when it arrives"))
+                counted.events.append(
+                    late_event(LATE, ident, "late; its work counts when it arrives")
+                )
+
+    def _drop_overdue(self, this: Round, counted: _Counted, *, is_last: bool) -> None:
+        """Drop work that has missed too many synchronisations, and all of it after the last round."""
         overdue: list[int] = []
         for ident, work in sorted(self.held.items()):
             missed = this.server_round + 1 - work.began
             if is_last:
-                events.append(self._drop(ident, "the training has ended"))
+                counted.events.append(self._drop(ident, "the training has ended"))
             elif missed > self.quorum.late_rounds:
                 overdue += work.members
-                events.append(self._drop(ident, f"it has missed {missed} synchronisations"))
+                counted.events.append(self._drop(ident, f"it has missed {missed} synchronisations"))
         self.overdue = tuple(overdue)
-        return replace(
-            settled,
-            usable=[usable[ident] for ident in sorted(usable)],
-            means=[means[ident] for ident in sorted(means)],
-            events=(*settled.events, *events),
-            usage=usage,
-        )
 
     def _drop(self, ident: int, why: str) -> ReplyEvent:
         work = self.held.pop(ident)
