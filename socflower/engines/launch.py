@@ -61,7 +61,7 @@ def make_loop_apps(
 
     `train_fn(group)` builds model, optimiser and DataLoader, passes them through `group.prepare`, and loops over
     `group.epochs` and the batches, with `group.backward(loss)` in place of `loss.backward()`; members meet at
-    `optimizer.step`. It runs anew for each interval between synchronisations, and ends in it
+    `optimizer.step`. It runs again for each interval between synchronisations, and ends in it
     where it asks for a further batch. The weights are
     those of `make_client_app` with the same model, optimiser, data, seed and plan. The DataLoader's batch size is that
     of a group, its order that of `TrainingSchedule(seed=...)`. `scheduler` and `max_grad_norm` are those of

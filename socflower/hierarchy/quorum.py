@@ -1,4 +1,4 @@
-"""A synchronisation that a quorum of groups ends: late groups go on with their steps, and count when they arrive.
+"""A synchronisation that a quorum of groups ends: late groups continue with their steps, and count when they arrive.
 
 The quorum and the window after it are those of Decoupled DiLoCo (Douillard et al., arXiv 2604.21428), in which all
 learners' work counts by its samples, whenever it arrives.
@@ -115,7 +115,7 @@ def run_to_quorum(
 ) -> tuple[Usage, frozenset[int]]:
     """Run an interval on the clock until its synchronisation has ended; return the usage, and who is late after it.
 
-    Groups in `late` go on with steps of earlier intervals, of which `pace` has the progress, which is advanced.
+    Groups in `late` continue with steps of earlier intervals, whose progress in `pace` is advanced.
     They also work while the others exchange data and models. Groups in `lost` have no model and do not count. Groups
     that share an uplink are late together, as the time of their steps is not known apart. Steps cost what the first one
     of the interval does. Uploads of groups that answer early overlap with the steps of the others; the last one begins
@@ -254,7 +254,7 @@ def _run_beside(
     since_s: float,
     label: str,
 ) -> Usage:
-    """Run an exchange that began at `since_s`, during which late groups go on with their steps."""
+    """Run an exchange that began at `since_s`, during which late groups continue with their steps."""
     whole_s = clock.predicted_s(graph)
     usage = steps.advance(pace, "late groups", lambda _: since_s + whole_s)
     ahead_s = clock.now_s - since_s
