@@ -295,7 +295,6 @@ def best_in_flight(problem: PipelineProblem, plan: PipelinePlan) -> tuple[Pipeli
     if len(plan.stages) == 1 or plan.policy == Policy.BACKWARD_AFTER_FORWARD:
         return best, best_prediction
     quick, layout = QuickSchedule(problem, plan.samples_on), Layout.of(plan)
-    starts = quick.by_rules([layout])
     most, tried = quick.most_in_flight(layout), {_counts(plan)}
 
     def try_all(every: Iterable[Counts]) -> bool:
