@@ -63,6 +63,8 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
+        # A training makes hundreds of thousands of objects that live as long as it; visiting them took a twentieth.
+        gc.set_threshold(20_000, 20, 50)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -27,6 +27,7 @@ FIXED_TIME = {
             "digits_demo",
             "idle_slots",
             "int8_digits",
+            "int8_on_the_wire",
             "late_group",
             "measured_board",
             "mixed_digits",

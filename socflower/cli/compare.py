@@ -10,6 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from socflower.cli.options import (
+    AppClaims,
+    AppCluster,
+    AppFlops,
+    AppNodes,
     Fusion,
     Json,
     Log,
@@ -57,63 +61,74 @@ _NARROW: dict[str, Any] = {
 """The look of tables with many columns."""
 
 
+_Scenario = Annotated[
+    list[Path],
+    scenario_argument(
+        "A scenario file (TOML), the name of a shipped scenario, or the folders of Flower apps."
+    ),
+]
+_Strategies = Annotated[
+    str | None, typer.Option(help="Comma-separated; default the scenario's [compare].")
+]
+_Engine = Annotated[str, typer.Option(help="As of run.")]
+_Out = Annotated[
+    Path | None, typer.Option(help="Folder; an interrupted comparison continues there.")
+]
+_Seeds = Annotated[
+    str | None,
+    typer.Option(
+        help="Comma-separated: each strategy under each; prints mean ± sample standard deviation."
+    ),
+]
+_Tune = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="KEY=VALUE,VALUE,...: search a key of [train] or [strategy] for each "
+        "strategy, "
+        "with an unreported seed, for the quickest to [compare] "
+        "target, else the best accuracy or loss. Repeatable."
+    ),
+]
+_Search = Annotated[
+    int | None,
+    typer.Option(
+        help="So many trainings for each strategy: halve and double its SoCs, batch, rate, epochs, groups and "
+        "interval while it reaches the target sooner, with an unreported seed."
+    ),
+]
+_UntilTarget = Annotated[
+    bool,
+    typer.Option("--until-target", help="End each run at the target of [compare]."),
+]
+_Front = Annotated[
+    bool,
+    typer.Option(
+        "--front",
+        help="Print every strategy's prediction, then train only the first one, one SoC (sgd), and those on the "
+        "front of time against energy to the target, predicted by [compare.epochs_to_target].",
+    ),
+]
+_Vary = Annotated[
+    str, typer.Option(help="For app folders: KEY=VALUE,VALUE,... of their run config.")
+]
+
+
 def compare(
     context: typer.Context,
-    scenario: Annotated[
-        list[Path],
-        scenario_argument(
-            "A scenario file (TOML), the name of a shipped scenario, or the folders of Flower apps."
-        ),
-    ],
-    strategies: Annotated[
-        str | None, typer.Option(help="Comma-separated; default the scenario's [compare].")
-    ] = None,
-    engine: Annotated[str, typer.Option(help="As of run.")] = "local",
-    out: Annotated[
-        Path | None, typer.Option(help="Folder; an interrupted comparison continues there.")
-    ] = None,
-    seeds: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated: each strategy under each; prints mean ± sample "
-            "standard deviation."
-        ),
-    ] = None,
-    tune: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="KEY=VALUE,VALUE,...: search a key of [train] or [strategy] for each "
-            "strategy, "
-            "with an unreported seed, for the quickest to [compare] "
-            "target, else the best accuracy or loss. Repeatable."
-        ),
-    ] = None,
-    search: Annotated[
-        int | None,
-        typer.Option(
-            help="So many trainings for each strategy: halve and double its SoCs, batch, rate, epochs, groups and "
-            "interval while it reaches the target sooner, with an unreported seed."
-        ),
-    ] = None,
-    until_target: Annotated[
-        bool,
-        typer.Option("--until-target", help="End each run at the target of [compare]."),
-    ] = False,
-    front: Annotated[
-        bool,
-        typer.Option(
-            "--front",
-            help="Print every strategy's prediction, then train only the first one, one SoC (sgd), and those on the "
-            "front of time against energy to the target, predicted by [compare.epochs_to_target].",
-        ),
-    ] = False,
-    cluster: Annotated[Path | None, typer.Option(help="As of run.")] = None,
-    vary: Annotated[
-        str, typer.Option(help="For app folders: KEY=VALUE,VALUE,... of their run config.")
-    ] = "",
-    nodes: Annotated[int | None, typer.Option(help="As of run.")] = None,
-    training_flops: Annotated[float | None, typer.Option(help="As of run.")] = None,
-    expect: Annotated[list[str] | None, typer.Option(help="As of run; of each app.")] = None,
+    scenario: _Scenario,
+    strategies: _Strategies = None,
+    engine: _Engine = "local",
+    out: _Out = None,
+    seeds: _Seeds = None,
+    tune: _Tune = None,
+    search: _Search = None,
+    until_target: _UntilTarget = False,
+    front: _Front = False,
+    cluster: AppCluster = None,
+    vary: _Vary = "",
+    nodes: AppNodes = None,
+    training_flops: AppFlops = None,
+    expect: AppClaims = None,
     fusion: Fusion = None,
     set_: Set = None,
     workers: Workers = None,

@@ -84,6 +84,23 @@ FreshProcesses = Annotated[
     ),
 ]
 
+AppCluster = Annotated[
+    Path | None, typer.Option(help="For an app folder: the cluster file it runs on.")
+]
+AppClaims = Annotated[
+    list[str] | None,
+    typer.Option(help="For an app folder: a claim, 'accuracy>=0.9'. Repeatable."),
+]
+AppNodes = Annotated[
+    int | None, typer.Option(help="For an app folder: how many SoCs take part; default all.")
+]
+AppFlops = Annotated[
+    float | None,
+    typer.Option(
+        help="For an app folder: operations of one training example, to price its clients' work."
+    ),
+]
+
 _DEPLOYMENT_OPTIONS = (
     "superlink",
     "superlink_ca",

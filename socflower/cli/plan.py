@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from socflower.cli.options import (
+    AppCluster,
+    AppFlops,
     Deadline,
     Fusion,
     Json,
@@ -42,46 +44,41 @@ _MOST_BOARDS, _MOST_GROUPS = 60, 40
 _JOULES_PER_KWH = 3.6e6
 
 
+_Scenario = Annotated[
+    Path,
+    scenario_argument(
+        "A scenario file, the name of a shipped scenario, a cluster file, "
+        "or the folder of a Flower app."
+    ),
+]
+_Groups = Annotated[int | None, typer.Option(help="Number of groups, in place of the file's.")]
+_Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="For a pipeline: write the plan, a trace and a page with one "
+        "update over time into this folder."
+    ),
+]
+_Start = Annotated[
+    str | None, typer.Option(help="HH:MM at which --deadline's window opens; default now.")
+]
+_PricePerKwh = Annotated[
+    float | None,
+    typer.Option(help="What a kilowatt-hour costs, in your currency: adds a price to the choices."),
+]
+
+
 def plan(
-    scenario: Annotated[
-        Path,
-        scenario_argument(
-            "A scenario file, the name of a shipped scenario, a cluster file, "
-            "or the folder of a Flower app."
-        ),
-    ],
-    groups: Annotated[
-        int | None, typer.Option(help="Number of groups, in place of the file's.")
-    ] = None,
+    scenario: _Scenario,
+    groups: _Groups = None,
     fusion: Fusion = None,
     set_: Set = None,
-    cluster: Annotated[
-        Path | None, typer.Option(help="For an app folder: the cluster file it runs on.")
-    ] = None,
-    training_flops: Annotated[
-        float | None,
-        typer.Option(
-            help="For an app folder: operations of one training "
-            "example, where its strategy has no profile."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="For a pipeline: write the plan, a trace and a page with one "
-            "update over time into this folder."
-        ),
-    ] = None,
+    cluster: AppCluster = None,
+    training_flops: AppFlops = None,
+    out: _Out = None,
     deadline: Deadline = None,
-    start: Annotated[
-        str | None, typer.Option(help="HH:MM at which --deadline's window opens; default now.")
-    ] = None,
-    price_per_kwh: Annotated[
-        float | None,
-        typer.Option(
-            help="What a kilowatt-hour costs, in your currency: adds a price to the choices."
-        ),
-    ] = None,
+    start: _Start = None,
+    price_per_kwh: _PricePerKwh = None,
     as_json: Json = False,
 ) -> None:
     """Show the groups on their boards, every number of groups and method with its predicted cost, and the words."""

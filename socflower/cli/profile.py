@@ -32,67 +32,77 @@ _READ_WITH_LAYERS = (
 )
 
 
+_Model = Annotated[
+    list[str] | None, typer.Option(help="Model that is timed; repeatable. Default vgg11.")
+]
+_Data = Annotated[str, typer.Option(help="Data set whose image shape is used; not loaded.")]
+_BatchSize = Annotated[
+    list[int] | None, typer.Option(help="Images per step; repeatable. Default 1, 8 and 64.")
+]
+_Threads = Annotated[int, typer.Option(help="Threads of both sides.")]
+_Kernel = Annotated[
+    str, typer.Option(help="Int8 kernel path; default the best, or SOCFLOWER_KERNEL.")
+]
+_Repeats = Annotated[
+    int, typer.Option(help="Runs per step and operator, of which the median counts.")
+]
+_Name = Annotated[str, typer.Option(help="Name of the device; default the host's.")]
+_Like = Annotated[
+    str,
+    typer.Option(
+        help="Device of the catalogue for what is not measured; default by "
+        "architecture: x86-core or raspberry-pi-4b."
+    ),
+]
+_Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="File for the device profile, FILE.toml. What is there already is not measured again."
+    ),
+]
+_Accelerator = Annotated[
+    str,
+    typer.Option(
+        help="Device of torch to measure beside the CPU: auto, cuda, cuda:1, mps; or none."
+    ),
+]
+_Peer = Annotated[
+    str, typer.Option(help="HOST:PORT of a machine that runs --serve: measure the link to it.")
+]
+_Serve = Annotated[
+    int | None,
+    typer.Option(help="Answer link probes on this port until interrupted, and measure nothing."),
+]
+_Device = Annotated[
+    str | None, typer.Option(help="Print a device of the catalogue instead, as a template.")
+]
+_Layers = Annotated[
+    Path | None,
+    typer.Option(
+        help="Measure the layers of a pipeline's SCENARIO instead, for its "
+        "[pipeline] profiles; --name is its device."
+    ),
+]
+_Int8 = Annotated[bool, typer.Option("--int8", help="With --layers: in int8, for int8_socs.")]
+
+
 def profile(
     context: typer.Context,
-    model: Annotated[
-        list[str] | None, typer.Option(help="Model that is timed; repeatable. Default vgg11.")
-    ] = None,
-    data: Annotated[
-        str, typer.Option(help="Data set whose image shape is used; not loaded.")
-    ] = "cifar10",
-    batch_size: Annotated[
-        list[int] | None, typer.Option(help="Images per step; repeatable. Default 1, 8 and 64.")
-    ] = None,
-    threads: Annotated[int, typer.Option(help="Threads of both sides.")] = 1,
-    kernel: Annotated[
-        str, typer.Option(help="Int8 kernel path; default the best, or SOCFLOWER_KERNEL.")
-    ] = "",
-    repeats: Annotated[
-        int, typer.Option(help="Runs per step and operator, of which the median counts.")
-    ] = 5,
-    name: Annotated[str, typer.Option(help="Name of the device; default the host's.")] = "",
-    like: Annotated[
-        str,
-        typer.Option(
-            help="Device of the catalogue for what is not measured; default by "
-            "architecture: x86-core or raspberry-pi-4b."
-        ),
-    ] = "",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="File for the device profile, FILE.toml. What is there already is "
-            "not measured again."
-        ),
-    ] = None,
-    accelerator: Annotated[
-        str,
-        typer.Option(
-            help="Device of torch to measure beside the CPU: auto, cuda, cuda:1, mps; or none."
-        ),
-    ] = "auto",
-    peer: Annotated[
-        str, typer.Option(help="HOST:PORT of a machine that runs --serve: measure the link to it.")
-    ] = "",
-    serve: Annotated[
-        int | None,
-        typer.Option(
-            help="Answer link probes on this port until interrupted, and measure nothing."
-        ),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Print a device of the catalogue instead, as a template.")
-    ] = None,
-    layers: Annotated[
-        Path | None,
-        typer.Option(
-            help="Measure the layers of a pipeline's SCENARIO instead, for its "
-            "[pipeline] profiles; --name is its device."
-        ),
-    ] = None,
-    int8: Annotated[
-        bool, typer.Option("--int8", help="With --layers: in int8, for int8_socs.")
-    ] = False,
+    model: _Model = None,
+    data: _Data = "cifar10",
+    batch_size: _BatchSize = None,
+    threads: _Threads = 1,
+    kernel: _Kernel = "",
+    repeats: _Repeats = 5,
+    name: _Name = "",
+    like: _Like = "",
+    out: _Out = None,
+    accelerator: _Accelerator = "auto",
+    peer: _Peer = "",
+    serve: _Serve = None,
+    device: _Device = None,
+    layers: _Layers = None,
+    int8: _Int8 = False,
     as_json: Json = False,
 ) -> None:
     """Measure this device: steps and operators in int8 and FP32, power, a link; write a profile that planners read."""

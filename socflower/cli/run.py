@@ -12,6 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from socflower.cli.options import (
+    AppClaims,
+    AppCluster,
+    AppFlops,
+    AppNodes,
     Deadline,
     Engine,
     FreshProcesses,
@@ -53,127 +57,95 @@ if TYPE_CHECKING:
     from socflower.engines.deployment.options import DeploymentOptions
     from socflower.engines.ending import Ending
     from socflower.engines.run_log import RoundLogging
+    from socflower.scenario.prepared_run import PreparedRun
     from socflower.scenario.schema.config import Scenario
+
+
+_Scenario = Annotated[
+    Path,
+    scenario_argument(
+        "A scenario file (TOML), the name of a shipped scenario, a folder of scenarios, or that of a Flower app."
+    ),
+]
+_Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder for result.json, trace.json and report.html; default out/<scenario>."
+    ),
+]
+_Seeds = Annotated[
+    str | None,
+    typer.Option(
+        help="Comma-separated: check all claims under each, those about other strategies too."
+    ),
+]
+_Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Start over; by default an interrupted run is resumed.")
+]
+_Superlink = Annotated[
+    str,
+    typer.Option(
+        help="For --engine deployment: submit to this SuperLink, HOST:PORT or a "
+        "name in your Flower configuration; default: start one here."
+    ),
+]
+_SuperlinkCa = Annotated[
+    Path | None, typer.Option(help="Certificate authority of --superlink HOST:PORT.")
+]
+_Restarts = Annotated[
+    int,
+    typer.Option(
+        help="For --engine deployment: how often a run is restarted after the "
+        "death of its ServerApp or SuperLink."
+    ),
+]
+_CheckpointFolder = Annotated[
+    str,
+    typer.Option(help="With --superlink: folder on its machine for checkpoints; default none."),
+]
+_SaveModel = Annotated[
+    Path | None,
+    typer.Option(
+        help="File for the trained model: .npz or .safetensors (arrays by the names of the state "
+        "dict), or .onnx."
+    ),
+]
 
 
 def run(
     context: typer.Context,
-    scenario: Annotated[
-        Path,
-        scenario_argument(
-            "A scenario file (TOML), the name of a shipped scenario, a folder of scenarios, or that of a Flower app."
-        ),
-    ],
+    scenario: _Scenario,
     engine: Engine = "local",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for result.json, trace.json and report.html; default out/<scenario>."
-        ),
-    ] = None,
+    out: _Out = None,
     set_: Set = None,
     workers: Workers = None,
-    seeds: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated: check all claims under each, those about other strategies too."
-        ),
-    ] = None,
-    cluster: Annotated[
-        Path | None, typer.Option(help="For an app folder: the cluster file it runs on.")
-    ] = None,
-    expect: Annotated[
-        list[str] | None,
-        typer.Option(help="For an app folder: a claim, 'accuracy>=0.9'. Repeatable."),
-    ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(help="For an app folder: how many SoCs take part; default all.")
-    ] = None,
-    training_flops: Annotated[
-        float | None,
-        typer.Option(
-            help="For an app folder: operations of one training "
-            "example, to price its clients' work."
-        ),
-    ] = None,
+    seeds: _Seeds = None,
+    cluster: AppCluster = None,
+    expect: AppClaims = None,
+    nodes: AppNodes = None,
+    training_flops: AppFlops = None,
     deadline: Deadline = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over; by default an interrupted run is resumed.")
-    ] = False,
-    superlink: Annotated[
-        str,
-        typer.Option(
-            help="For --engine deployment: submit to this SuperLink, HOST:PORT or a "
-            "name in your Flower configuration; default: start one here."
-        ),
-    ] = "",
-    superlink_ca: Annotated[
-        Path | None, typer.Option(help="Certificate authority of --superlink HOST:PORT.")
-    ] = None,
-    restarts: Annotated[
-        int,
-        typer.Option(
-            help="For --engine deployment: how often a run is restarted after the "
-            "death of its ServerApp or SuperLink."
-        ),
-    ] = 3,
-    checkpoint_folder: Annotated[
-        str,
-        typer.Option(help="With --superlink: folder on its machine for checkpoints; default none."),
-    ] = "",
+    fresh: _Fresh = False,
+    superlink: _Superlink = "",
+    superlink_ca: _SuperlinkCa = None,
+    restarts: _Restarts = 3,
+    checkpoint_folder: _CheckpointFolder = "",
     fresh_processes: FreshProcesses = False,
-    save_model: Annotated[
-        Path | None,
-        typer.Option(
-            help="File for the trained model: .npz or .safetensors (arrays by the names of the state "
-            "dict), or .onnx."
-        ),
-    ] = None,
+    save_model: _SaveModel = None,
     log: Log = "",
     metrics: Metrics = "",
     log_format: LogFormat = "text",
     as_json: Json = False,
 ) -> None:
     """Run a scenario, write result, trace and report, and check its claims."""
-    from socflower.cluster.cluster_file import MOST_SOCS
     from socflower.engines.deployment.options import DeploymentOptions
 
     is_app = scenario.is_dir()
-    if seeds is not None or (is_app and cluster is None):
-        from socflower.cli.suite import run_files, suite_files
-
-        if files := suite_files(scenario, seeds):
-            read = ("scenario", "seeds", "out", "set_", "workers", "as_json")
-            refuse_all_but(context, *read, because=f"{scenario} runs as a suite")
-            require_count("--workers", workers, 1, MAX_WORKERS)
-            target = out or Path("out") / scenario.resolve().stem
-            run_files(
-                files,
-                target,
-                seeds=seeds,
-                overrides=set_ or (),
-                workers=workers,
-                as_json=as_json,
-            )
-            return
-    if cluster is not None and not scenario.exists():
-        raise ConfigError(f"{scenario}: no such folder; name that of a Flower app's pyproject.toml")
-    require_engine(engine)
+    may_be_suite = seeds is not None or (is_app and cluster is None)
+    if may_be_suite and _ran_as_suite(context, scenario, seeds, out, set_, workers, as_json):
+        return
+    _check_options(context, scenario, engine, superlink, checkpoint_folder)
     use_log_format(log_format)
-    if is_app and superlink:
-        raise ConfigError(
-            f"--superlink {superlink}: is for scenarios; submit an app by `flwr run app NAME`, where NAME "
-            "is a SuperLink of your Flower configuration"
-        )
-    unread = unread_by_run(
-        of_app_folder=is_app,
-        engine=engine,
-        is_remote=bool(superlink),
-        keeps_checkpoints=bool(checkpoint_folder),
-    )
-    refuse_unread(context, unread)
-    require_count("--workers", workers, 0, MAX_WORKERS)
-    require_count("--nodes", nodes, 1, MOST_SOCS)
     deployment = DeploymentOptions(
         superlink=superlink,
         superlink_ca=superlink_ca,
@@ -204,6 +176,61 @@ def run(
     exit_on_failed_claims(claims)
 
 
+def _ran_as_suite(
+    context: typer.Context,
+    scenario: Path,
+    seeds: str | None,
+    out: Path | None,
+    overrides: list[str] | None,
+    workers: int | None,
+    as_json: bool,
+) -> bool:
+    """Run a folder of scenarios, or one scenario under several seeds; return whether it is one of these."""
+    from socflower.cli.suite import run_files, suite_files
+
+    files = suite_files(scenario, seeds)
+    if not files:
+        return False
+    read = ("scenario", "seeds", "out", "set_", "workers", "as_json")
+    refuse_all_but(context, *read, because=f"{scenario} runs as a suite")
+    require_count("--workers", workers, 1, MAX_WORKERS)
+    run_files(
+        files,
+        out or Path("out") / scenario.resolve().stem,
+        seeds=seeds,
+        overrides=overrides or (),
+        workers=workers,
+        as_json=as_json,
+    )
+    return True
+
+
+def _check_options(
+    context: typer.Context, scenario: Path, engine: str, superlink: str, checkpoint_folder: str
+) -> None:
+    """Refuse options that this run does not read, and values that cannot be."""
+    from socflower.cluster.cluster_file import MOST_SOCS
+
+    if context.params["cluster"] is not None and not scenario.exists():
+        raise ConfigError(f"{scenario}: no such folder; name that of a Flower app's pyproject.toml")
+    require_engine(engine)
+    is_app = scenario.is_dir()
+    if is_app and superlink:
+        raise ConfigError(
+            f"--superlink {superlink}: is for scenarios; submit an app by `flwr run app NAME`, where NAME "
+            "is a SuperLink of your Flower configuration"
+        )
+    unread = unread_by_run(
+        of_app_folder=is_app,
+        engine=engine,
+        is_remote=bool(superlink),
+        keeps_checkpoints=bool(checkpoint_folder),
+    )
+    refuse_unread(context, unread)
+    require_count("--workers", context.params["workers"], 0, MAX_WORKERS)
+    require_count("--nodes", context.params["nodes"], 1, MOST_SOCS)
+
+
 def _run_scenario(
     path: Path,
     overrides: list[str] | None,
@@ -218,7 +245,6 @@ def _run_scenario(
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """Run a scenario, print its result and return its claims."""
-    from socflower.scenario.prepared_run import prepare
     from socflower.scenario.schema.file import load_scenario
 
     is_remote = bool(deployment.superlink)
@@ -229,12 +255,7 @@ def _run_scenario(
         save_model = save_model or target / "model.npz"
     # Mistakes are found before the folder of --out is created.
     with mistakes_name_file(loaded.name, path):
-        prepared = prepare(loaded, engine, trains_here=not is_remote)
-        if save_model is not None:
-            from socflower.scenario.model_export import require_exportable, require_format
-
-            require_format(save_model)
-            require_exportable(loaded, save_model)
+        prepared = _prepared(loaded, engine, save_model, trains_here=not is_remote)
     # Importing Flower takes long, so mistakes are found first.
     from socflower.scenario import runner
     from socflower.scenario.jobs import kept_line, remotely_kept_line
@@ -272,6 +293,21 @@ def _run_scenario(
             print_text(f"ended at the deadline with {save_model}; {kept}", OUT, "yellow")
     claims: list[dict[str, Any]] = result["expectations"]
     return claims
+
+
+def _prepared(
+    scenario: "Scenario", engine: str, save_model: Path | None, *, trains_here: bool
+) -> "PreparedRun":
+    """Return a scenario's run; `ConfigError` also for a file that its model cannot be written to."""
+    from socflower.scenario.prepared_run import prepare
+
+    prepared = prepare(scenario, engine, trains_here=trains_here)
+    if save_model is not None:
+        from socflower.scenario.model_export import require_exportable, require_format
+
+        require_format(save_model)
+        require_exportable(scenario, save_model)
+    return prepared
 
 
 def _ending_at(deadline: str) -> "Ending":

@@ -9,6 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from socflower.cli.options import (
+    AppCluster,
+    AppFlops,
+    AppNodes,
     Json,
     Set,
     Workers,
@@ -31,43 +34,47 @@ if TYPE_CHECKING:
 _PREFERENCES = ("time", "energy")
 
 
+_Scenario = Annotated[
+    Path,
+    scenario_argument(
+        "A scenario file (TOML), the name of a shipped scenario, or the folder of a Flower app."
+    ),
+]
+_Strategies = Annotated[
+    str | None, typer.Option(help="Comma-separated; default all without a cloud.")
+]
+_Arithmetics = Annotated[str, typer.Option(help="Comma-separated: some of fp32, int8, mixed.")]
+_Budget = Annotated[int, typer.Option(help="How many candidates are trained at all.")]
+_Prefer = Annotated[str, typer.Option(help="`time` or `energy`: which end of the front is chosen.")]
+_Out = Annotated[Path | None, typer.Option(help="Folder; an interrupted search continues there.")]
+_Vary = Annotated[
+    list[str] | None,
+    typer.Option(help="For an app folder: KEY=VALUE,VALUE,... of its run config. Repeatable."),
+]
+_TargetAccuracy = Annotated[
+    float | None, typer.Option(help="For an app folder: the accuracy to reach.")
+]
+_TargetLoss = Annotated[float | None, typer.Option(help="For an app folder: the loss to reach.")]
+_RoundsKey = Annotated[
+    str, typer.Option(help="For an app folder: the key of its run config with its rounds.")
+]
+
+
 def tune(
     context: typer.Context,
-    scenario: Annotated[
-        Path,
-        scenario_argument(
-            "A scenario file (TOML), the name of a shipped scenario, or the folder of a Flower app."
-        ),
-    ],
-    strategies: Annotated[
-        str | None, typer.Option(help="Comma-separated; default all without a cloud.")
-    ] = None,
-    arithmetics: Annotated[
-        str, typer.Option(help="Comma-separated: some of fp32, int8, mixed.")
-    ] = "fp32,int8,mixed",
-    budget: Annotated[int, typer.Option(help="How many candidates are trained at all.")] = 16,
-    prefer: Annotated[
-        str, typer.Option(help="`time` or `energy`: which end of the front is chosen.")
-    ] = "time",
-    out: Annotated[
-        Path | None, typer.Option(help="Folder; an interrupted search continues there.")
-    ] = None,
-    vary: Annotated[
-        list[str] | None,
-        typer.Option(help="For an app folder: KEY=VALUE,VALUE,... of its run config. Repeatable."),
-    ] = None,
-    target_accuracy: Annotated[
-        float | None, typer.Option(help="For an app folder: the accuracy to reach.")
-    ] = None,
-    target_loss: Annotated[
-        float | None, typer.Option(help="For an app folder: the loss to reach.")
-    ] = None,
-    rounds_key: Annotated[
-        str, typer.Option(help="For an app folder: the key of its run config with its rounds.")
-    ] = "num-server-rounds",
-    cluster: Annotated[Path | None, typer.Option(help="As of run.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="As of run.")] = None,
-    training_flops: Annotated[float | None, typer.Option(help="As of run.")] = None,
+    scenario: _Scenario,
+    strategies: _Strategies = None,
+    arithmetics: _Arithmetics = "fp32,int8,mixed",
+    budget: _Budget = 16,
+    prefer: _Prefer = "time",
+    out: _Out = None,
+    vary: _Vary = None,
+    target_accuracy: _TargetAccuracy = None,
+    target_loss: _TargetLoss = None,
+    rounds_key: _RoundsKey = "num-server-rounds",
+    cluster: AppCluster = None,
+    nodes: AppNodes = None,
+    training_flops: AppFlops = None,
     set_: Set = None,
     workers: Workers = None,
     as_json: Json = False,

@@ -129,8 +129,7 @@ class NodeTraining:
         """Return the reply with the trained model, its metrics and what the training reports."""
         content = content or RecordDict()
         content[ARRAYS] = self.weights()
-        if SCALES in self.records:
-            content[ARRAYS], content[SCALES] = self._in_int8(content.array_records[ARRAYS])
+        self.to_wire(content)
         content[METRICS] = MetricRecord({**metrics, **end.metrics})
         content[TRAINED_ON] = ConfigRecord(encode(self._device_report()))
         if end.events:
@@ -148,13 +147,16 @@ class NodeTraining:
         names = [name for name in self.model.state_dict() if name in entries]
         return ArrayRecord({name: entries[name].detach().contiguous() for name in names})
 
-    def _in_int8(self, weights: ArrayRecord) -> tuple[ArrayRecord, ConfigRecord]:
-        """Return weights in int8 and their scales; what is not in int8 yet is rounded at random, without bias."""
+    def to_wire(self, content: RecordDict) -> None:
+        """Convert a reply's weights to int8 with scales, if asked for; the rest is rounded without bias."""
+        if SCALES not in self.records or ARRAYS not in content.array_records:
+            return
         draw = [self.config.get(key, 1) for key in ("seed", SERVER_ROUND)]
         random = np.random.default_rng([*cast(list[int], draw), self.partition[0]])
-        sent, scales = coded({name: array.numpy() for name, array in weights.items()}, random)
-        arrays = ArrayRecord({name: Array(array) for name, array in sent.items()})
-        return arrays, ConfigRecord(dict(scales))
+        weights = {name: array.numpy() for name, array in content.array_records[ARRAYS].items()}
+        sent, scales = coded(weights, random)
+        content[ARRAYS] = ArrayRecord({name: Array(array) for name, array in sent.items()})
+        content[SCALES] = ConfigRecord(dict(scales))
 
     def name_untrained(self, content: RecordDict) -> None:
         """Name the arrays that an outer strategy must leave unchanged; Flower cannot count an empty list's bytes."""

@@ -87,6 +87,7 @@ def train_as_member(training: NodeTraining) -> Message:
     in_file = end.outcome.answers or (is_ring and is_keeper)
     state.save(end.end.state, end.mean_loss, in_file=in_file)
     reply = member_reply(message, context, task, end, training.weights())
+    training.to_wire(reply.content)
     if PIPELINE not in records:
         training.name_untrained(reply.content)
     return reply

@@ -167,12 +167,12 @@ class ReadSettings:
             allowed, keys = (*allowed, SPLIT), ()
             known = "a split training's settings are arguments of SplitReplay and of its program"
         elif GROUP in records:
-            allowed = (*allowed, GROUP, RING, PIPELINE, DEPARTURES, HANDED, STREAM, SAMPLES)
+            allowed = (*allowed, GROUP, RING, PIPELINE, DEPARTURES, HANDED, STREAM, SAMPLES, SCALES)
             known = "a group's batch size, epochs and seed are arguments of its strategy"
         else:
             allowed, keys = (*allowed, SCALES), (*STANDALONE_KEYS, *read)
-            self._require_float32(records)
             known = f"this client reads {', '.join(STANDALONE_KEYS)}"
+        self._require_float32(records)
         self._check(message, "train config", allowed, keys, known)
 
     def _require_float32(self, records: Collection[str]) -> None:

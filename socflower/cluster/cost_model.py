@@ -142,6 +142,12 @@ class ModelProfile:
         return sum(layer.weight_bytes for layer in self.layers)
 
     @property
+    def int8_bytes(self) -> float:
+        """The same with a byte for each value of tensors of two and more dimensions, as int8 weights travel."""
+        coded = sum(each.num_bytes for each in self.gradients if len(each.shape) > 1)
+        return self.weight_bytes - 0.75 * coded
+
+    @property
     def frozen_bytes(self) -> float:
         """Bytes of the weights that are not trained (`requires_grad` False): they take memory and stay in place."""
         return sum(layer.frozen_bytes for layer in self.layers)

@@ -211,6 +211,8 @@ class IntervalCosts:
         `leaders` overrides how they exchange models. `delays_s`: how long after the start each leader has its model.
         """
         exchange = self.exchange
+        if self.models.in_int8:
+            exchange = replace(exchange, num_bytes=self.profile.int8_bytes)
         if self.fragment is not None:
             exchange = replace(
                 exchange,

@@ -152,7 +152,9 @@ class _Tracer(fx.Tracer):
         )
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        states = generator_states()
+        # A leaf is not run, so it draws nothing; most modules are leaves, and reading the states takes longer.
+        is_run = not self.is_leaf_module(m, self.path_of_module(m))
+        states = generator_states() if is_run else {}
         last, stack = next(reversed(self.graph.nodes), None), self.module_stack.copy()
         try:
             result = super().call_module(m, forward, args, kwargs)
@@ -169,7 +171,8 @@ class _Tracer(fx.Tracer):
             self.module_stack = stack
             self._leaves.add(path)
             result = super().call_module(m, forward, args, kwargs)
-        self.note_draws(states, self.path_of_module(m))
+        if is_run:
+            self.note_draws(states, self.path_of_module(m))
         return result
 
     def note_draws(self, before: Mapping[str, Any], path: str) -> None:

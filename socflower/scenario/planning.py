@@ -42,6 +42,7 @@ from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.strategies import group_strategy
 from socflower.sim import EventClock
 from socflower.strategies.settings import require_few_fragments, streamed_interval
+from socflower.wire.message_keys import INT8_WIRE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +150,11 @@ def model_document(profile: ModelProfile) -> dict[str, float]:
 
 def _predict_one_soc(scenario: Scenario, cluster: Cluster) -> dict[str, float]:
     """Return the seconds and joules of an epoch on the SoC that strategy `sgd` trains on, with the same batches."""
-    alone = scenario.replaced(strategy=scenario.strategy.under("sgd"), edgecloud=None)
+    # Nobody is sent weights.
+    precision = scenario.precision.replaced(wire="float32")
+    alone = scenario.replaced(
+        strategy=scenario.strategy.under("sgd"), precision=precision, edgecloud=None
+    )
     clock = EventClock(cluster)
     work, _ = planned_work(alone, cluster, clock)
     predicted = _predict(alone, work, clock)
@@ -273,6 +278,7 @@ def _work_of(
             coding=gradient_coding(settings.leader_compression),
             hub_decides=settings.outer_step is not None
             or group_strategy(settings.name).needs_each_model,
+            in_int8=scenario.precision.wire == INT8_WIRE,
         ),
         steps_per_epoch=steps_per_epoch,
         preemption=settings.preemption,

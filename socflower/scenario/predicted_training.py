@@ -62,10 +62,8 @@ def _local_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
     # Flower's messages are one each, or one for each tensor (F8a).
     is_fused = scenario.strategy.fusion == BUCKETS
     num_messages = 1 if is_fused else profile.num_tensors
-    model_bytes = profile.weight_bytes
-    if scenario.precision.wire == INT8_WIRE:
-        coded = sum(each.num_bytes for each in profile.gradients if len(each.shape) > 1)
-        model_bytes -= 0.75 * coded
+    in_int8 = scenario.precision.wire == INT8_WIRE
+    model_bytes = profile.int8_bytes if in_int8 else profile.weight_bytes
     graph = local_round(training, model_bytes=model_bytes, num_messages=num_messages)
     usage = EventClock(cluster).run(graph, label="train")
     whole = usage * (train.epochs // train.local_epochs)

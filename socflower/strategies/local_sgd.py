@@ -25,6 +25,7 @@ from socflower.strategies.settings import (
     streamed_interval,
 )
 from socflower.strategies.socflow import SoCFlow, intervals_of
+from socflower.wire.message_keys import INT8_WIRE
 
 
 @plain_numbers
@@ -169,6 +170,10 @@ class StreamingDiLoCo(DiLoCo):
             (
                 getattr(settings.get("costs", Costs()).pricing, "arithmetic", ""),
                 "fragments change in a round, which int8 does not see; train in FP32",
+            ),
+            (
+                settings.get("exchange", ExchangeSettings()).wire == INT8_WIRE,
+                f"wire = {INT8_WIRE!r} is for whole models; leave it out",
             ),
         ):
             if broken:

@@ -5,15 +5,16 @@ of through `Array.numpy()`, and letting the aggregation kernel write into the re
 aggregation costs one pass over the replies.
 """
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from io import BytesIO
 from typing import Any, cast
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
@@ -81,26 +82,52 @@ def to_array_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
     return record
 
 
-def to_int8_records(arrays: ArrayRecord) -> tuple[ArrayRecord, ConfigRecord, ArrayRecord]:
-    """Return a model as int8 weights, their scales, and what the rounding leaves out of it, for the weights alone.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentInt8:
+    """A model as it was sent: int8 weights, their scales, and what the rounding has left out of these weights."""
 
-    The sender of the model adds what is left out to the models that come back, so that nothing is lost for good.
-    """
-    views = array_views(arrays)
-    sent, scales = coded(views)
-    received = decoded(sent, scales)
-    left_out = {name: views[name] - received[name] for name in scales}
-    return to_array_record(sent), ConfigRecord(dict(scales)), to_array_record(left_out)
+    arrays: ArrayRecord
+    scales: ConfigRecord
+    left_out: Mapping[str, NDArray[Any]]
+
+    @classmethod
+    def of(cls, model: ArrayRecord) -> "SentInt8":
+        """Return a float32 model in int8."""
+        views = array_views(model)
+        sent, scales = coded(views)
+        received = decoded(sent, scales)
+        return cls(
+            arrays=to_array_record(sent),
+            scales=ConfigRecord(dict(scales)),
+            left_out={name: views[name] - received[name] for name in scales},
+        )
+
+    def in_float32(self, reply: Message) -> Message:
+        """Return a reply with its model in float32 and what was left out of the model that it began at.
+
+        So nothing is lost for good. A reply without a model, or with one that cannot be read, stays: `fault_of` says
+        what is wrong with it.
+        """
+        if not reply.has_content() or ARRAYS not in reply.content.array_records:
+            return reply
+        scales = reply.content.config_records.get(SCALES, ConfigRecord())
+        try:
+            views = array_views(reply.content.array_records[ARRAYS])
+            model = decoded(views, cast(Mapping[str, float], scales))
+            for name, rest in self.left_out.items():
+                own = model.get(name)
+                if own is not None and own.shape == rest.shape and own.dtype == np.float32:
+                    model[name] = own + rest
+        except (ValueError, TypeError, EOFError):
+            return reply
+        return with_model(reply, to_array_record(model))
 
 
-def from_int8_reply(reply: Message, left_out: ArrayRecord) -> ArrayRecord:
-    """Return the float32 model of a reply in int8, with what was left out of the model that it began at."""
-    scales = cast(Mapping[str, float], reply.content.config_records.get(SCALES, ConfigRecord()))
-    model = decoded(array_views(reply.content.array_records[ARRAYS]), scales)
-    for name, rest in array_views(left_out).items():
-        if name in model and model[name].shape == rest.shape and model[name].dtype == np.float32:
-            model[name] = model[name] + rest
-    return to_array_record(model)
+def with_model(reply: Message, arrays: ArrayRecord) -> Message:
+    """Return a reply with a model in place of its own, if it has one."""
+    given = copy.copy(reply)
+    given.content = RecordDict({**reply.content, ARRAYS: arrays})
+    return given
 
 
 def aggregate_records(replies: Sequence[ArrayRecord], weights: Sequence[float]) -> ArrayRecord:

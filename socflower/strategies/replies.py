@@ -1,11 +1,10 @@
 """Sorts a round's replies into those that can be averaged and those that are dropped, with the cause."""
 
-import copy
 import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, cast
 
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Message, MetricRecord
 from numpy.typing import NDArray
 
 from socflower.errors import ConfigError, TrainingFailed
@@ -223,13 +222,6 @@ def read_outcome(reply: Message) -> RingOutcome | None:
     """Return the ring outcome in a reply, or None if it has none; `ConfigError` if it cannot be read."""
     record = reply.content.config_records.get(OUTCOME) if reply.has_content() else None
     return None if record is None else decode(RingOutcome, record, "outcome")
-
-
-def with_model(reply: Message, arrays: ArrayRecord) -> Message:
-    """Return a reply with a model in place of its own, if it has one."""
-    given = copy.copy(reply)
-    given.content = RecordDict({**reply.content, ARRAYS: arrays})
-    return given
 
 
 def outcome_of(reply: Message) -> RingOutcome | None:

@@ -19,6 +19,7 @@ from socflower.hierarchy import (
 )
 from socflower.hierarchy.exchange.models import STAR, TREE
 from socflower.peers.ring.settings import RingSettings
+from socflower.strategies.records import SentInt8
 from socflower.wire.message_keys import GRPC_WITH_TLS, RingTask
 
 IN_PROCESS = "in process"
@@ -53,6 +54,8 @@ class Round:
     place_of: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     # By group, of earlier rounds.
     feedback: Mapping[int, GroupFeedback] = field(default_factory=dict)
+    # The model as leaders got it; None if that was in float32.
+    in_int8: SentInt8 | None = None
     # Groups that are at work since an earlier round, and got no message.
     late: Collection[int] = ()
     group_of_node: Mapping[int, Group] = field(init=False)  # of all nodes that got a message

@@ -22,6 +22,7 @@ from socflower.hierarchy.exchange.models import (
     compression_fault,
 )
 from socflower.hierarchy.uplink_turns import AUTO
+from socflower.wire.message_keys import WIRES
 
 # Far above any real training: they keep planning and training bounded.
 MOST_EPOCHS = 1_000_000
@@ -49,6 +50,7 @@ Compression = Annotated[str, _WithOptions(CODINGS)]
 GradientExchangeKind = Annotated[str, OneOf(gradients.KINDS)]
 LeaderCompression = Annotated[str, OneOf(COMPRESSIONS)]
 Fusion = Annotated[str, OneOf(FUSIONS)]
+Wire = Annotated[str, OneOf(WIRES)]
 
 
 @checked
@@ -227,6 +229,9 @@ class ExchangeSettings:
     fusion : "buckets" or "per-tensor"
         What costs a message in virtual time (F8a): each of the `overlap_buckets`, and the model of a leader, as rings
         of real machines send them, or each tensor, as SoCFlow+ seems to have sent them.
+    wire : "float32" or "int8"
+        How models travel between hub and leaders, who then have the star: "int8" is int8 weights with a scale for each
+        tensor. What that leaves out of the mean is added to the next one.
     """
 
     uplink_turns: UplinkTurns = AUTO
@@ -236,6 +241,7 @@ class ExchangeSettings:
     leaders: Leaders = AUTO
     leader_compression: LeaderCompression = NONE
     fusion: Fusion = BUCKETS
+    wire: Wire = WIRES[0]
 
     def check(self) -> None:
         """Refuse options that a compression does not have, and a compression that an exchange does not have."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from socflower.scenario import choices
 from socflower.workloads.models.onnx_file import onnx_model
 from socflower.workloads.weights_file import read_weights
 from tests.command_line import Ran, Socflower, is_mistake
@@ -189,12 +190,15 @@ def test_a_plan_prices_messages_both_ways_and_its_option_says_which_counts(
 def test_a_plan_takes_turns_only_where_that_is_predicted_to_be_faster(
     socflower: Socflower,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     groups: int,
     fusion: str,
     uplink_turns: bool,
     faster: str,
 ) -> None:
     """The two cases of F7, and its 8 groups with messages in buckets, which take turns like its 20."""
+    # The other choices take ten times as long to plan; tests/scenario/test_choices.py has them.
+    monkeypatch.setattr(choices, "with_choices", lambda scenario, cluster, planned: planned)
     (tmp_path / "rack.toml").write_text(
         "[cluster]\nboards = 12\nsocs_per_board = 5\n[data]\nname = 'cifar10'\n[train]\nepochs = 2\n"
         f"batch_size = 64\n[model]\nname = 'vgg11'\n[strategy]\ngroups = {groups}\n"

@@ -177,9 +177,7 @@ def test_a_node_alone_keeps_nothing() -> None:
     ],
 )
 def test_a_setting_that_cannot_be_is_named(key: str, value: object) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_app()(message(**{key: value}), node())
-    assert str(caught.value) == f"train config: {key} = {value!r} must be a whole number, 1 or more"
+    refused(lambda: make_app()(message(**{key: value}), node()), "train", f"{key} = {value!r}")
 
 
 def test_a_node_without_samples_is_told_so() -> None:

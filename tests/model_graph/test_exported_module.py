@@ -72,7 +72,11 @@ def tokens(num_samples: int, length: int) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("make", [lambda: Classifier(0.2), Writer], ids=["bert", "gpt-2"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Classifier(0.2), pytest.param(Writer, marks=pytest.mark.slow)],
+    ids=["bert", "gpt-2"],
+)
 def test_any_batch_gives_the_models_bits_in_training_and_evaluation(make: Any) -> None:
     model = built(make, 1)
     found = exported_module(model, tokens(4, 8), free={1: 24})
@@ -88,7 +92,9 @@ def test_any_batch_gives_the_models_bits_in_training_and_evaluation(make: Any) -
             assert torch.equal(*made)
 
 
-@pytest.mark.parametrize("make", [Classifier, undropped], ids=["bert", "gpt-2"])
+@pytest.mark.parametrize(
+    "make", [pytest.param(Classifier, marks=pytest.mark.slow), undropped], ids=["bert", "gpt-2"]
+)
 def test_pieces_equal_the_model_and_its_gradients_bit_for_bit(make: Any) -> None:
     model, batch = built(make, 2), tokens(4, 8)
     module = exported_module(model, batch)

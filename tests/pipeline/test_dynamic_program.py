@@ -174,3 +174,16 @@ def test_devices_may_be_skipped_and_cuts_restricted() -> None:
     )
     assert found.plan.socs == (0, 2)
     assert [stage.last_layer for stage in found.plan.stages] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "in_flight", "most"), [(99.0, 0, 0), (100.0, 1, 0), (129.0, 2, 1)]
+)
+def test_a_budget_holds_the_weights_and_then_samples_in_flight(
+    memory_bytes: float, in_flight: int, most: int
+) -> None:
+    kept, begin = np.array([10.0]), np.array([0])
+    ranges = LayerRanges(begin, begin + 1, np.array([100.0]), kept, kept, kept)
+    assert ranges.most_samples(memory_bytes, in_flight) == most
+    # The weights alone fill it, and nothing is in flight: any number of samples.
+    assert ranges.most_samples(100.0, 0) > 10**6

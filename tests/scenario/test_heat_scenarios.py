@@ -95,8 +95,13 @@ def test_an_interrupted_run_with_heat_ends_as_the_undisturbed_one(
         (HOT, ("strategy.rebalance=off",)),
         (HOT, ("thermal.ambient_c=5", "thermal.start_c=5")),
         (GAMES, ("strategy.rebalance=off",)),
-        (GAMES, ("strategy.rebalance=shares",)),
-        ((GAMES[0], (*GAMES[1], "strategy.rebalance=off")), ("strategy.rebalance=groups",)),
+        # Shares and groups alone: what "both" does at once, as above.
+        pytest.param(GAMES, ("strategy.rebalance=shares",), marks=pytest.mark.slow),
+        pytest.param(
+            (GAMES[0], (*GAMES[1], "strategy.rebalance=off")),
+            ("strategy.rebalance=groups",),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_heat_and_rebalancing_change_time_and_not_weights(

@@ -9,6 +9,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.mod import LocalDpMod
 
 from socflower import FP32Trainer, make_client_app
+from socflower.scenario.planning import planned_training
 from socflower.scenario.predicted_training import predicted_training
 from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.config import PrecisionConfig, Scenario
@@ -22,11 +23,19 @@ NUM_BIASES = 6 + 16 + 120 + 84 + 10
 NUM_SOCS, NUM_ROUNDS = 4, 2
 
 
+def precision(wire: str, algorithm: str = "niti") -> PrecisionConfig:
+    return PrecisionConfig(arithmetic="int8", algorithm=algorithm, wire=wire)
+
+
 def fedavg(wire: str, algorithm: str = "niti") -> Scenario:
-    precision = PrecisionConfig(arithmetic="int8", algorithm=algorithm, wire=wire)
     return small("fedavg", groups="auto", epochs=NUM_ROUNDS).replaced(
-        precision=precision, strategy={"name": "fedavg"}
+        precision=precision(wire, algorithm), strategy={"name": "fedavg"}
     )
+
+
+@cache
+def in_groups(wire: str) -> dict[str, Any]:
+    return run_scenario(small(leaders="star").replaced(precision=precision(wire)), num_workers=0)
 
 
 @cache
@@ -52,6 +61,21 @@ def test_training_goes_on_as_with_float32(algorithm: str) -> None:
     assert ours["weights_sha256"] != reference["weights_sha256"]
 
 
+def test_leaders_of_groups_send_a_byte_a_weight_both_ways() -> None:
+    """The leader of one of the two groups is asked for its model, and gets the mean, after each of two intervals."""
+    ours, reference = in_groups("int8"), in_groups("float32")
+    weights = LENET_BYTES // 4 - NUM_BIASES
+    ratio = LENET_BYTES / (weights + 4 * NUM_BIASES)
+    assert reference["bytes"]["hub"] / ours["bytes"]["hub"] == pytest.approx(ratio, rel=1e-6)
+    assert ours["virtual_s"] < reference["virtual_s"]
+    assert not any(entry["events"] for entry in ours["rounds"])
+    assert abs(ours["final_accuracy"] - reference["final_accuracy"]) < 0.15
+    assert ours["weights_sha256"] != reference["weights_sha256"]
+    scenario = small(leaders="star").replaced(precision=precision("int8"))
+    planned = planned_training(scenario, scenario_cluster(scenario))
+    assert planned.duration_s == pytest.approx(ours["virtual_s"], rel=0.1)
+
+
 @pytest.mark.slow
 def test_a_run_is_repeatable_by_worker_processes() -> None:
     """They load all of the digits."""
@@ -70,13 +94,14 @@ def test_the_prediction_counts_the_same_bytes() -> None:
         "wire = 'int8'",
         "arithmetic = 'mixed'\nwire = 'int8'",
         "arithmetic = 'int8'\nwire = 'int4'",
-        "arithmetic = 'int8'\nwire = 'int8'",
+        "arithmetic = 'int8'\nwire = 'int8'\n[strategy]\nname = 'ring'",
     ],
 )
 def test_what_does_not_send_int8_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
-    """The last one trains in groups, by socflow."""
+    """The last one has one group, and nothing travels but gradients."""
     (tmp_path / "case.toml").write_text(f"[precision]\n{text}\n")
-    refused(lambda: load_scenario(tmp_path / "case.toml"), last_key(text))
+    key = "wire" if "ring" in text else last_key(text)
+    refused(lambda: load_scenario(tmp_path / "case.toml"), key)
 
 
 def test_mods_that_read_models_are_refused() -> None:
@@ -96,3 +121,21 @@ def test_mods_that_read_models_are_refused() -> None:
     )
     context = Context(1, 2, {"partition-id": 0, "num-partitions": 1}, RecordDict(), {})
     refused(lambda: app(Message(content, 1, "train"), context), "mods", "int8")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"leaders": "ring"},
+        {"quorum": 0.5, "leaders": "star"},
+        {"leader_compression": "int8"},
+    ],
+)
+def test_what_needs_more_than_the_star_is_refused_beside_int8(strategy: dict[str, Any]) -> None:
+    """Two groups train by socflow."""
+
+    def run() -> None:
+        scenario = small(**strategy).replaced(precision=precision("int8"))
+        run_scenario(scenario, num_workers=0)
+
+    refused(run, next(iter(strategy)))

@@ -130,12 +130,11 @@ def test_alpha_falls_by_more_than_a_tenth_if_the_npus_train_int8_models_of_their
 @pytest.mark.parametrize(
     "changes",
     [
-        {"compression": "int8"},
+        {"compression": "int8", "rebalance": "both"},
         pytest.param({"compression": "dgc"}, marks=pytest.mark.slow),
         pytest.param({"exchange": "server"}, marks=pytest.mark.slow),
         pytest.param({"leader_compression": "int8"}, marks=pytest.mark.slow),
         pytest.param({"overlap_buckets": 2}, marks=pytest.mark.slow),
-        {"rebalance": "both"},
         pytest.param({"name": "ring", "groups": "auto"}, marks=pytest.mark.slow),
     ],
 )

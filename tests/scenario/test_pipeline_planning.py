@@ -33,7 +33,8 @@ from tests.one_line import refused
 from tests.scenario.small_runs import small
 
 PLANNED = sorted((Path(__file__).parents[2] / "scenarios" / "planned").glob("*.toml"))
-QUICK = ("hybrid_beats_two_dimensions", "pipeline_pays")
+# The verdict between a hybrid and two dimensions is also in tests/pipeline/test_selection.py.
+QUICK = ("pipeline_pays",)
 PIPELINE_PAYS = next(path for path in PLANNED if path.stem == "pipeline_pays")
 BASE = """
 [cluster]

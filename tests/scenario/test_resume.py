@@ -133,6 +133,7 @@ CASES: dict[str, Scenario] = {
     "streaming-diloco, one preempted": small(
         "streaming-diloco",
         groups="auto",
+        interval=1.0,
         epochs=2,
         events=(EventConfig(kind="preempt", soc=0, round=2, rounds=1),),
     ),

@@ -1,5 +1,6 @@
 """The search for settings of `compare --search`, and trainings that end at a target."""
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +31,7 @@ from socflower.scenario.search import (
 )
 from tests.command_line import Socflower, is_mistake
 from tests.one_line import refused
-from tests.scenario.small_runs import small
+from tests.scenario.small_runs import Reference, small, without_drawing
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
 
@@ -153,13 +154,13 @@ def test_own_settings_that_do_not_fit_are_refused(own: dict[str, Any], named: st
 
 @pytest.mark.parametrize("most_virtual_s", [None, 1e-9])
 def test_a_run_ends_at_its_target_or_its_time_with_the_rounds_of_the_whole_run(
-    most_virtual_s: float | None, tmp_path: Path
+    most_virtual_s: float | None, reference: Reference, tmp_path: Path
 ) -> None:
-    scenario = small().replaced(train=small().train.replaced(epochs=3))
-    whole = run_to_folder(scenario, tmp_path / "whole", num_workers=0)
+    scenario = small(epochs=3)
+    whole = json.loads((reference(scenario) / "result.json").read_text())
     target = whole["rounds"][1]["accuracy"] if most_virtual_s is None else 2.0
     ending = Ending(quality="accuracy", target=target, most_virtual_s=most_virtual_s)
-    ended = run_to_folder(scenario, tmp_path / "ended", num_workers=0, ending=ending)
+    ended = without_drawing(scenario, tmp_path / "ended", ending=ending)
     first = next(
         each["round"]
         for each in whole["rounds"]

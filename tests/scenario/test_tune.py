@@ -128,7 +128,7 @@ def test_a_model_with_an_operator_that_int8_lacks_has_candidates_in_both(
 
 def test_pipelines_are_settings_of_the_candidate_whose_steps_they_compute() -> None:
     # Steps that take long enough for stages to pay.
-    scenario = small(boards=(4,), batch_size=64).replaced(
+    scenario = small(boards=(2,), batch_size=64).replaced(
         model=ModelConfig(name="vgg-tiny"), compare=CompareConfig(target_accuracy=0.5)
     )
     found, _ = candidates_of(scenario, ("sgd", "hybrid-pipeline"), FP32)

@@ -40,12 +40,13 @@ class ModelExchange:
     each server and of all, and downloads the same way back. "star" is at the hub; if groups are in several servers,
     the leader of each server's first group replaces the hub for its server. `coding` is that of what leaders exchange
     among themselves, not of models to or from the hub or in groups. If `hub_decides`, the hub makes the next model, as
-    an outer strategy does, and sends it back to all leaders.
+    an outer strategy does, and sends it back to all leaders. With `in_int8` weights travel as int8, in a star.
     """
 
     kind: str = STAR
     coding: Coding = EXACT
     hub_decides: bool = False
+    in_int8: bool = False
 
     def lower(
         self,

@@ -85,9 +85,11 @@ class LayerRanges:
     def most_samples(self, memory_bytes: float, in_flight: int) -> Ints:
         """Return the greatest share within a budget (F28); 0 if not even one sample fits."""
         room = np.maximum(memory_bytes - self.state_bytes, -1.0)
+        per_sample = in_flight * self.kept_bytes
         with np.errstate(divide="ignore", invalid="ignore"):
-            most = np.floor(room * (1.0 + 1e-12) / (in_flight * self.kept_bytes))
-        most = np.where(room < 0.0, 0.0, np.where(self.kept_bytes > 0.0, most, _MANY))
+            most = np.floor(room * (1.0 + 1e-12) / per_sample)
+        # With nothing in flight a budget that the weights alone fill holds any number.
+        most = np.where(room < 0.0, 0.0, np.where(per_sample > 0.0, most, _MANY))
         return np.minimum(most, _MANY).astype(np.int64)
 
 

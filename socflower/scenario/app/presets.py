@@ -213,6 +213,7 @@ def strategy_in_groups(
             leaders=scenario.leaders,
             leader_compression=settings.leader_compression,
             fusion=settings.fusion,
+            wire=scenario.precision.wire,
         ),
         rings=scenario.ring,
         rebalancing=rebalancing(scenario),

@@ -89,6 +89,7 @@ _READERS = {
 }
 """The arithmetics that read a key of `[precision]`, for keys that not all of them read."""
 
+_INT8_WIRE = ("fedavg", "local-sgd", "socflow")
 _NO_SERVER_INTERVAL = ("tree-fedavg", "streaming-diloco", "post-local-sgd")
 _COUNTED = "it needs a number of groups, and groups is 'auto'; give it"
 
@@ -344,8 +345,9 @@ class PrecisionConfig(Table):
     wire: Annotated[str, OneOf(WIRES)] = Field(
         "float32",
         description=(
-            "of int8 training with `fedavg`, how models travel: `float32`, or `int8`: int8 weights with a scale for "
-            "each tensor; what that leaves out of the mean is added to the next one"
+            "of int8 training with `fedavg`, `local-sgd` and `socflow`, how models travel to the hub and back: "
+            "`float32`, or `int8`: int8 weights with a scale for each tensor; what that leaves out of the mean is "
+            "added to the next one"
         ),
     )
     fp32_operators: tuple[Annotated[str, Field(pattern=r"\S")], ...] = Field(
@@ -1061,9 +1063,9 @@ class ScenarioFile(ClusterFile):
             f"{self._name} prices whole epochs, and alpha is measured by steps; use 'fp32' or 'int8'",
         )
         yield (
-            self.precision.wire != "float32" and self.strategy.name != "fedavg",
+            self.precision.wire != "float32" and self.strategy.name not in _INT8_WIRE,
             self._at("precision", "wire"),
-            f"it is for 'fedavg', and {self._name}; leave it out",
+            f"it is for {' and '.join(map(repr, _INT8_WIRE))}, and {self._name}; leave it out",
         )
         yield (
             self.precision.merge == "weights" and self.strategy.name == "fedavg",
@@ -1328,7 +1330,8 @@ class ScenarioFile(ClusterFile):
             return TREE
         return (
             "star"
-            if self.strategy.leaders == "auto" and self.hub_needs_models
+            if self.strategy.leaders == "auto"
+            and (self.hub_needs_models or self.precision.wire != "float32")
             else self.strategy.leaders
         )
 

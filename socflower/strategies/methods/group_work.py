@@ -43,7 +43,7 @@ from socflower.strategies.records import with_weights
 from socflower.strategies.replies import num_examples_of
 from socflower.strategies.round import Round
 from socflower.strategies.settings import Costs, ExchangeSettings, TrainingSchedule
-from socflower.wire.message_keys import RingOutcome
+from socflower.wire.message_keys import INT8_WIRE, RingOutcome
 
 
 class GroupWork(Protocol):
@@ -208,7 +208,9 @@ class DataParallelWork:
             rebalancing=self._rebalancing,
             fusion=exchange.fusion,
             models=ModelExchange(
-                coding=gradient_coding(exchange.leader_compression), hub_decides=self._hub_decides
+                coding=gradient_coding(exchange.leader_compression),
+                hub_decides=self._hub_decides,
+                in_int8=exchange.wire == INT8_WIRE,
             ),
             preemption=self._preemption,
             dispatches=self._dispatches,

@@ -37,8 +37,14 @@ from socflower.strategies.methods.group_work import GroupWork
 from socflower.strategies.methods.late_groups import LateGroups
 from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric
 from socflower.strategies.outer_step import refuse_integers_clipped
-from socflower.strategies.records import aggregate_records, array_views, to_array_record
-from socflower.strategies.replies import heat_events, outcome_of, with_model
+from socflower.strategies.records import (
+    SentInt8,
+    aggregate_records,
+    array_views,
+    to_array_record,
+    with_model,
+)
+from socflower.strategies.replies import heat_events, outcome_of
 from socflower.strategies.reply_events import LATE, LATE_DROPPED, TERMINATED, ReplyEvent
 from socflower.strategies.round import (
     IN_PROCESS,
@@ -57,10 +63,12 @@ from socflower.wire.message_keys import (
     COPY_SIMILARITY,
     CPU_SHARE,
     GROUP,
+    INT8_WIRE,
     PRICED,
     RESUMED,
     RING,
     SAMPLES,
+    SCALES,
     SERVER_ROUND,
     GroupTask,
     encode,
@@ -134,6 +142,15 @@ class GroupsMethod(Method[Round, SettledRound]):
         # How leaders are to exchange models, as asked for or as the method needs.
         self.leaders = exchange.leaders
         self.late = LateGroups(quorum) if quorum.fraction < 1 else None
+        if exchange.wire == INT8_WIRE:
+            needing = f"wire = {INT8_WIRE!r}"
+            self.require_each_model(needing)
+            self.require_whole_rounds(needing)
+            if schedule.server_interval > 1:
+                raise ConfigError(
+                    f"SoCFlow: server_interval = {schedule.server_interval} keeps models of servers, and {needing} "
+                    "knows one model; leave one of the two out"
+                )
         if needs_each_model:
             self.require_each_model(needs_each_model)
         if schedule.server_interval > 1:
@@ -290,6 +307,7 @@ class GroupsMethod(Method[Round, SettledRound]):
             feedback=self._feedback,
             place_of=place_of,
             late=() if self.late is None else frozenset(self.late.held),
+            in_int8=SentInt8.of(arrays) if self._exchange.wire == INT8_WIRE else None,
         )
 
     def _ways_of_leaders(self, grid: Grid) -> Sequence[str]:
@@ -342,7 +360,10 @@ class GroupsMethod(Method[Round, SettledRound]):
                 tolerate_errors=self._tolerates,
                 quorum=Quorum() if self.late is None else self.late.quorum,
             )
-        messages = []
+        in_int8, messages = this.in_int8, []
+        if in_int8 is not None:
+            # Also for members without the model: any of them may answer for the group.
+            records = {**records, SCALES: in_int8.scales}
         for group in this.addressed:
             told = self.task(group, this.interval)
             task, samples = ConfigRecord(told.encode()), self._samples_of(told)
@@ -351,7 +372,8 @@ class GroupsMethod(Method[Round, SettledRound]):
                     {CONFIG: configs[group.group_id], GROUP: task, **samples, **records}
                 )
                 if soc == group.leader:
-                    content[ARRAYS] = self._server_models.get(group.server, this.sent)
+                    sent = this.sent if in_int8 is None else in_int8.arrays
+                    content[ARRAYS] = self._server_models.get(group.server, sent)
                 if this.in_rings:
                     content[RING] = ConfigRecord(encode(rings[soc]))
                 node, number = this.node_of[soc], str(this.server_round)
@@ -425,6 +447,8 @@ class GroupsMethod(Method[Round, SettledRound]):
     # ------------------------------------------------------------------------------------ settling a round
     def settle(self, this: Round, replies: Sequence[Message]) -> SettledRound:
         """Read the groups' replies, who left and who is back, measured speeds, and what clients report."""
+        if this.in_int8 is not None:
+            replies = [*map(this.in_int8.in_float32, replies)]
         # A grid that settles groups of real machines brings replies of earlier rounds.
         arrived = {} if self.late is None or not this.in_rings else self.late.answers(this, replies)
         settled = settle(this, replies, tolerate_errors=self._tolerates, arrived=arrived)

@@ -15,10 +15,9 @@ from socflower.quantities import counted
 from socflower.strategies.method import Method, NodesForEvaluation, OuterClients, RoundReport
 from socflower.strategies.mixed_replies import client_events, mean_metric
 from socflower.strategies.records import (
+    SentInt8,
     aggregate_records,
     array_views,
-    from_int8_reply,
-    to_int8_records,
 )
 from socflower.strategies.replies import (
     fault_of,
@@ -26,7 +25,6 @@ from socflower.strategies.replies import (
     no_reply_event,
     num_examples_of,
     other_layouts,
-    with_model,
 )
 from socflower.strategies.reply_events import ReplyEvent
 from socflower.strategies.settings import BatchSize, Epochs
@@ -73,8 +71,8 @@ class LocalRound:
     node_of: dict[int, int]
     # SoCs whose nodes are not connected.
     absent: tuple[int, ...]
-    # What int8 leaves out of the model that was sent; None if it was sent in float32.
-    left_out: ArrayRecord | None = None
+    # The model as it was sent; None if that was in float32.
+    in_int8: SentInt8 | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,15 +143,15 @@ class LocalTraining(Method[LocalRound, SettledLocal]):
         if not present:
             raise TrainingFailed(f"round {server_round}: no node is connected")
         content = RecordDict({ARRAYS: arrays, CONFIG: self._settings(server_round, config)})
-        left_out = None
-        if self._wire == INT8_WIRE:
-            content[ARRAYS], content[SCALES], left_out = to_int8_records(arrays)
+        in_int8 = SentInt8.of(arrays) if self._wire == INT8_WIRE else None
+        if in_int8 is not None:
+            content[ARRAYS], content[SCALES] = in_int8.arrays, in_int8.scales
         this = LocalRound(
             server_round=server_round,
             sent=arrays,
             node_of=present,
             absent=tuple(soc for soc in self._node_of if soc not in present),
-            left_out=left_out,
+            in_int8=in_int8,
         )
         return this, [
             Message(
@@ -184,9 +182,9 @@ class LocalTraining(Method[LocalRound, SettledLocal]):
     # ------------------------------------------------------------------------------------ settling a round
     def settle(self, this: LocalRound, replies: Sequence[Message]) -> SettledLocal:
         """Drop broken replies; `TrainingFailed` if none is left, or if a client raised and that is not tolerated."""
-        answers = {
-            reply.metadata.src_node_id: _in_float32(reply, this.left_out) for reply in replies
-        }
+        if this.in_int8 is not None:
+            replies = [*map(this.in_int8.in_float32, replies)]
+        answers = {reply.metadata.src_node_id: reply for reply in replies}
         sent = array_views(this.sent)
         usable: dict[int, Message] = {}
         faults: dict[int, ReplyEvent] = {
@@ -249,14 +247,3 @@ class LocalTraining(Method[LocalRound, SettledLocal]):
         connected = set(grid.get_node_ids())
         present = {node: soc for soc, node in self._node_of.items() if node in connected}
         return NodesForEvaluation(soc_of_node=present)
-
-
-def _in_float32(reply: Message, left_out: ArrayRecord | None) -> Message:
-    """Return a reply with its model in float32; as it is if it was not asked for int8, or has no model."""
-    if left_out is None or not reply.has_content() or ARRAYS not in reply.content.array_records:
-        return reply
-    try:
-        return with_model(reply, from_int8_reply(reply, left_out))
-    except (ValueError, TypeError, EOFError):
-        # `fault_of` says what is wrong with it.
-        return reply

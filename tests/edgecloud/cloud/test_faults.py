@@ -276,7 +276,7 @@ def converse(port: int, frames: list[Any], *, token: str = run_token(OPERATOR, "
         replies = channel.stream_stream("/socflower.split.Split/Train")(messages(), timeout=30)
         try:
             for reply in replies:
-                frame = wire.Frame.FromString(reply.removeprefix(end_frame()))
+                frame = wire.Frame.FromString(bytes(reply).removeprefix(end_frame()))
                 if frame.WhichOneof("kind") == "refusal":
                     return frame.refusal.text
         except grpc.RpcError as error:

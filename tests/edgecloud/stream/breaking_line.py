@@ -54,7 +54,7 @@ class BreakingLine:
                 near.close()
                 continue
             try:
-                far = socket.create_connection(("127.0.0.1", self._target), timeout=5)
+                far = socket.create_connection(("127.0.0.1", self._target), timeout=60)
             except OSError:
                 near.close()
                 continue

@@ -127,6 +127,6 @@ class DeployedRun:
         return json.loads((self.out / "result.json").read_text())
 
     def left_over(self) -> list[psutil.Process]:
-        """What still runs of all that was ever seen of it, some seconds later at most."""
-        _, alive = psutil.wait_procs(list(self._seen.values()), timeout=15)
+        """What still runs of all that was ever seen of it, a minute later at most."""
+        _, alive = psutil.wait_procs(list(self._seen.values()), timeout=60)
         return alive

@@ -40,9 +40,9 @@ from socflower.scenario.prepared_run import prepare
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.config import DataConfig, PrecisionConfig
 from socflower.scenario.schema.file import from_document
-from tests.command_line import Socflower
+from tests.command_line import Socflower, is_mistake
 from tests.engines.deployment.deployments import DeployedRun
-from tests.one_line import refused
+from tests.one_line import one_line, refused
 from tests.scenario.small_runs import small, small_result
 
 
@@ -245,11 +245,7 @@ def test_a_super_link_by_address_leaves_the_users_configuration_alone(
 def test_options_of_a_deployment_need_its_engine(socflower: Socflower, tmp_path: Path) -> None:
     (tmp_path / "case.toml").write_text("")
     ran = socflower("run", "case.toml", "--superlink", "rack", "--checkpoint-folder", "/tmp")
-    assert ran.status == 2 and ran.out == ""
-    assert (
-        ran.err
-        == "error: --superlink is for --engine deployment only, and this is --engine local\n"
-    )
+    is_mistake(ran, "--superlink", "--engine deployment", "--engine local")
 
 
 def test_a_super_link_that_does_not_answer_is_one_line(
@@ -452,12 +448,11 @@ def test_restarts_are_one_story_with_each_round_once(tmp_path: Path) -> None:
         history.add_round({"round": number})
     history.record_restart(1, "the SuperLink ended", 2, said.append)
     history.record_restart(2, "the ServerApp's process died", 2, said.append)
-    assert said[0] == "the SuperLink ended; continuing after round 1 (restart 1 of at most 2)"
-    with pytest.raises(TrainingFailed) as caught:
-        history.record_restart(2, "again", 2, said.append)
-    assert str(caught.value) == (
-        "engine deployment: again, after 2 restarts (after round 1: the SuperLink ended; "
-        "after round 2: the ServerApp's process died)"
+    one_line(said[0], "the SuperLink ended", "after round 1", "restart 1 of at most 2")
+    refused(
+        lambda: history.record_restart(2, "again", 2, said.append),
+        *("again", "2 restarts", "round 1: the SuperLink ended", "round 2: the ServerApp's"),
+        error=TrainingFailed,
     )
     assert [entry["round"] for entry in folder.read_progress(0)] == [0, 1, 2]
     history.write_outcome(

@@ -114,11 +114,10 @@ def test_a_run_of_a_strategy_fails_if_and_only_if_no_client_succeeded_in_some_ro
             if socs
         }
         if lost := [number for number in (1, 2) if len(failing[number]) == 2]:
-            with pytest.raises(TrainingFailed) as caught:
-                run(fedavg(), app)
-            assert str(caught.value) == (
-                f"round {lost[0]}: no client succeeded: none of 2 train messages had a usable "
-                f"answer; first cause: {cause[lost[0]]}"
+            refused(
+                lambda app=app: run(fedavg(), app),
+                *(f"round {lost[0]}", "none of 2", cause[lost[0]]),
+                error=TrainingFailed,
             )
             continue
         assert [(event.kind, event.text) for event in run(fedavg(), app).events] == [

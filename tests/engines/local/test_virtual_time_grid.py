@@ -168,11 +168,10 @@ def test_training_of_no_number_of_examples_has_no_price(
 ) -> None:
     """The first in the order of the SoCs is named, whatever the order of the messages; without a profile nobody is."""
     sent = [message(7), message(5)]
-    with pytest.raises(TrainingFailed) as caught:
-        exchange(make_cluster((1, 1)), sent, trained(count))
-    assert str(caught.value) == (
-        f"SoC 0 (node 5): its num-examples is {count:g}, which is no number of examples; its "
-        "training has no price without one"
+    refused(
+        lambda: exchange(make_cluster((1, 1)), sent, trained(count)),
+        *("SoC 0 (node 5)", f"num-examples is {count:g}"),
+        error=TrainingFailed,
     )
     refused(
         lambda: exchange(

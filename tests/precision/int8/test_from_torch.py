@@ -38,7 +38,7 @@ MAX_EXACT_DEPTH = _int8.MAX_EXACT_DEPTH
 
 
 # Others of their families have the same operators.
-DEEP = ("vgg16", "vgg19", "resnet34", "resnet50")
+DEEP = ("vgg16", "vgg19", "resnet34", "resnet50", "efficientnet-b1")
 
 
 @pytest.mark.parametrize(

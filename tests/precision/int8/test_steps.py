@@ -195,7 +195,7 @@ def assert_steps_equal_numpy(module, algorithm, policy, data, image=IMAGE):
 @pytest.mark.parametrize("algorithm", [NITI, REAL_SCALES], ids=["niti", "real-scales"])
 @pytest.mark.parametrize("name", [*NETWORKS, *REACH, "dropped"])
 def test_no_setting_of_the_machine_changes_a_bit(name, algorithm):
-    data = batches(4, size=7)
+    data = batches(2, size=7)
     expected = int8(name, algorithm, rescaling=SELDOM)
     losses = train(expected, data)
     for options in (

@@ -3,118 +3,28 @@
 The rack, its heat and its fans are those of the heat model; the control reads it through sensors with noise and steps.
 """
 
-import math
-import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.thermal.fans.control_loop import FanControl, FanSettings, FanState
-from socflower.thermal.fans.outputs import SimulatedFan
+from benchmarks.sensor_faults import (
+    FAILSAFE_RPM,
+    FAST_FROM_C,
+    LOW_RPM,
+    MOST_ABOVE_C,
+    PERIOD_S,
+    POLICIES,
+    World,
+    hottest_c,
+    lying_rack,
+)
+from socflower.thermal.fans.control_loop import FanState
 from socflower.thermal.fans.policies import (
     FanObservation,
-    FanPolicy,
-    PassiveCooling,
-    PlannedLoad,
-    PredictiveCooling,
 )
 from socflower.thermal.fans.quorum import Quorum
-from socflower.thermal.model.dynamics import RackDynamics
-from socflower.thermal.model.rack import Rack
-from socflower.thermal.sensors.reading import Reading
 
-AMBIENT_C = 25.0
-LOW_RPM, FAILSAFE_RPM, PERIOD_S = 3250.0, 11000.0, 5.0
-IDLE_W, BUSY_W = 0.8, 5.0
-RACK = Rack(slots_per_board=(5,) * 12)
-PLAN = PlannedLoad(rack_w=216.0, local_rise_c=RACK.local_rise_c(BUSY_W, 5))
-POLICIES: Mapping[str, FanPolicy] = {
-    "passive": PassiveCooling(),
-    "predictive": PredictiveCooling(load=PLAN),
-}
 both_policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-
-
-@dataclass
-class World:
-    """A simulated rack, what its sensors show, and the control of its fans. It is the policy of its own rack."""
-
-    policy: FanPolicy
-    step_c: float = 0.5
-    noise_c: float = 0.0
-    boards_known: bool = True
-    tells_load: bool = False
-    seed: int = 0
-    start_c: float = 28.0
-    faults: dict[int, Any] = field(default_factory=dict)
-    """By SoC: a temperature, None, an exception, or "frozen"."""
-
-    def __post_init__(self) -> None:
-        self.now_s = 0.0
-        self.wanted_rpm = LOW_RPM
-        self.num_busy = 0
-        self.shown_c = [28.0] * 60
-        self.random = random.Random(self.seed)
-        self.truth = RackDynamics(RACK, self, start_c=self.start_c)
-
-        def clock() -> float:
-            return self.now_s
-
-        self.control = FanControl(
-            {soc: Sensor(partial(self.read, soc)) for soc in range(60)},
-            self.policy,
-            SimulatedFan(14000.0, clock=clock),
-            FanSettings(
-                min_rpm=1100.0,
-                max_rpm=14000.0,
-                failsafe_rpm=FAILSAFE_RPM,
-                min_ambient_c=AMBIENT_C - 2.0,
-            ),
-            boards={soc: soc // 5 for soc in range(60)} if self.boards_known else None,
-            clock=clock,
-            say=lambda line: None,
-        )
-
-    def rpm(self, observation: FanObservation) -> float:
-        return self.wanted_rpm
-
-    def read(self, soc: int) -> Reading:
-        true_c = float(self.true_c[soc]) + self.random.gauss(0.0, self.noise_c)
-        load = (0.9 if soc < self.num_busy else 0.03) + self.random.uniform(-0.02, 0.02)
-        fault = self.faults.get(soc, "none")
-        if isinstance(fault, Exception):
-            raise fault
-        if fault == "none":
-            self.shown_c[soc] = round(true_c / self.step_c) * self.step_c
-        elif isinstance(fault, tuple):
-            # Moved by a constant, whatever the true temperature.
-            self.shown_c[soc] = max(-40.0, round((true_c + fault[1]) / self.step_c) * self.step_c)
-        elif fault != "frozen":
-            return Reading(at_s=self.now_s, temperature_c=fault)
-        user_load = load if self.tells_load else None
-        return Reading(at_s=self.now_s, temperature_c=self.shown_c[soc], user_load=user_load)
-
-    def run(self, seconds: float) -> list[FanState]:
-        states = []
-        for _ in range(math.ceil(seconds / PERIOD_S)):
-            self.true_c = self.truth.temperatures_c
-            states.append(self.control.step())
-            self.wanted_rpm = states[-1].rpm
-            self.now_s += PERIOD_S
-            busy_w = [IDLE_W + part * (BUSY_W - IDLE_W) for part in self.truth.power_factors()]
-            idle_w = [IDLE_W] * (60 - self.num_busy)
-            self.truth.advance(PERIOD_S, busy_w[: self.num_busy] + idle_w)
-        return states
-
-
-@dataclass
-class Sensor:
-    read: Callable[[], Reading]
 
 
 def failsafes(states: list[FanState]) -> list[bool]:
@@ -187,7 +97,7 @@ def test_an_idle_rack_that_repeats_its_documents_is_rejected():
 
 
 @both_policies
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_if_a_soc_is_too_hot_while_most_sensors_are_wrong_the_fans_turn_fast(policy, data):
     """Whichever sensors are faulty, low, frozen or silent: the rest shows the heat, or too few are accepted."""
@@ -233,16 +143,16 @@ def test_a_healthy_rack_never_trips(policy, data):
 
 def test_an_idle_rack_in_balance_whose_socs_tell_their_load_may_be_constant_for_hours():
     world = World(POLICIES["passive"], tells_load=True, start_c=29.75)
-    states = world.run(3600.0)
+    states = world.run(2700.0)
     assert not any(state.failsafe or state.num_unknown for state in states)
-    assert len({state.hottest_c for state in states[360:]}) == 1  # it was constant
+    assert len({state.hottest_c for state in states[240:]}) == 1  # it was constant
 
 
 @pytest.mark.parametrize("step_c", [pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_a_rack_that_the_plan_holds_in_balance_may_be_constant(step_c):
     world = World(POLICIES["predictive"], step_c=step_c)
     world.num_busy = 40
-    assert not any(failsafes(world.run(3600.0)))
+    assert not any(failsafes(world.run(2400.0)))
 
 
 def test_constant_sensors_without_noise_load_and_plan_get_fast_fans_until_those_change_them():
@@ -253,64 +163,13 @@ def test_constant_sensors_without_noise_load_and_plan_get_fast_fans_until_those_
 
 
 # ------------------------------------------------------------------------------------------- faults that go together
-def lying_rack(seed: int) -> tuple[World, str]:
-    """Return a rack at work with the same fault in a part of its sensors and another one in the rest, by a seed.
-
-    Low values are of one temperature or of any, at most 30 °C; sensors may be 15 °C and more too low and follow the
-    truth, be frozen, silent or broken, or each of a part be one of these. The rest may be right.
-    """
-    draw = random.Random(seed)
-    world = World(
-        POLICIES[draw.choice(list(POLICIES))],
-        step_c=draw.choice([0.1, 0.5, 1.0]),
-        noise_c=draw.choice([0.0, 0.1, 0.3]),
-        boards_known=draw.random() < 0.5,
-        tells_load=draw.random() < 0.5,
-        seed=seed,
-        start_c=draw.uniform(26.0, 34.5),
-    )
-    world.num_busy = draw.choice([0, 40, 60])
-    world.run(draw.choice([0.0, 60.0, 300.0]))
-    socs = draw.sample(range(60), 60)
-    num_first = int(60 * draw.choice([0.5, 1.0, draw.random()]))
-    kinds = ["low", "each low", "offset", "frozen", "silent", "broken", "mixed"]
-    said = []
-    for part, more in ((socs[:num_first], []), (socs[num_first:], ["right"])):
-        kind = draw.choice([*kinds, *more])
-        low_c, offset_c = draw.uniform(-40.0, 30.0), -draw.uniform(15.0, 60.0)
-        said.append(f"{len(part)} {kind}")
-        for soc in part:
-            one = draw.choice(["low", "frozen", "silent", "offset"]) if kind == "mixed" else kind
-            faults = {
-                "low": low_c,
-                "each low": draw.uniform(-40.0, 30.0),
-                "offset": ("offset", offset_c),
-                "frozen": "frozen",
-                "silent": None,
-                "broken": OSError(5),
-            }
-            if one in faults:
-                world.faults[soc] = faults[one]
-    world.num_busy = draw.choice([40, 60])
-    return world, " and ".join(said)
-
-
-def hottest_c(world: World, seconds: float = 1500.0) -> float:
-    """Return the highest true temperature of a rack within some time."""
-    return max(
-        float(world.truth.temperatures_c.max())
-        for _ in range(int(seconds / PERIOD_S))
-        if world.run(PERIOD_S)
-    )
-
-
 @pytest.mark.parametrize(
     "seed", [*range(4), *(pytest.param(s, marks=pytest.mark.slow) for s in range(4, 60))]
 )
 def test_correlated_faults_do_not_heat_a_rack_with_working_fans(seed):
     """At most 3 °C above the temperature at which fans go fast."""
     world, said = lying_rack(seed)
-    assert hottest_c(world) <= 35.0 + 3.0, said
+    assert hottest_c(world) <= FAST_FROM_C + MOST_ABOVE_C, said
 
 
 @pytest.mark.parametrize("faults", [[-10.0], [-40.0, -1.0, -20.0], [20.0, None], [20.0, "frozen"]])
@@ -319,4 +178,4 @@ def test_named_faults_do_not_heat_a_rack(faults):
     world.run(60.0)
     world.faults = {soc: faults[soc % len(faults)] for soc in range(60)}
     world.num_busy = 60
-    assert hottest_c(world) <= 35.0 + 3.0
+    assert hottest_c(world) <= FAST_FROM_C + MOST_ABOVE_C
