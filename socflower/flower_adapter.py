@@ -9,6 +9,7 @@ from Flower's log.
 """
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -41,6 +42,9 @@ STRATEGY_STARTS = "Starting %s strategy:"
 STRATEGY_ENDS = "Strategy execution finished in %.2fs"
 _STRATEGY_WAITS = "Waiting for nodes to connect: %d connected (minimum required: %d)."
 """Formats of lines of Flower's log."""
+
+_REASON = re.compile(r"<class '(?:.*\.)?(?P<kind>[^'.]+)'>:<'(?P<text>.*)'>(?P<where>(?: \(.*\))?)")
+"""What Flower's clients answer for an exception; the place is ours."""
 
 SUPERLINK_NODE_ID = 1
 """The source node of a ServerApp's messages."""
@@ -80,6 +84,18 @@ def record_dict_from_bytes(content: bytes) -> RecordDict:
     return recorddict_from_proto(RecordDictProto.FromString(content))
 
 
+def reason_of(reply: Message) -> str:
+    """Return in one line why a reply has an error: "ValueError: text" for Flower's "<class 'ValueError'>:<'text'>"."""
+    # torch raises exceptions with several lines.
+    reason = " ".join((reply.error.reason or f"error {reply.error.code} without a reason").split())
+    found = _REASON.fullmatch(reason)
+    if found is None:
+        return reason
+    # The name of a private class tells nothing.
+    kind = "" if found["kind"].startswith("_") else f"{found['kind']}: "
+    return f"{kind}{found['text']}{found['where']}"
+
+
 def has_mods(app: ClientApp) -> bool:
     """Return whether a ClientApp has mods."""
     return bool(app._mods)
@@ -94,10 +110,10 @@ def quiet_flower(level: int = logging.ERROR) -> None:
 
 
 @contextmanager
-def flower_quiet() -> Iterator[None]:
-    """Hide Flower's log lines below errors within the context, and restore the levels afterwards."""
+def flower_quiet(level: int = logging.ERROR) -> Iterator[None]:
+    """Hide Flower's log lines below `level` within the context, and restore the levels afterwards."""
     before = {handler: handler.level for handler in _LOGGER.handlers}
-    quiet_flower()
+    quiet_flower(level)
     try:
         yield
     finally:

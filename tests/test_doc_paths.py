@@ -44,6 +44,7 @@ READERS_OWN = {
     "result.json",
     "scenario.toml",
     "trace.json",
+    "validation.json",
 }
 WRITTEN = ("/", "~", "$", "out/", "build/", "dist/", "my-app/", "my_app/", "http:", "https:")
 

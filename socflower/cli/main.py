@@ -26,6 +26,7 @@ from socflower.cli.scenarios import demo, scenarios
 from socflower.cli.status import status, watch
 from socflower.cli.terminal import ERR, OUT
 from socflower.cli.tune import tune
+from socflower.cli.validate import validate
 from socflower.errors import SocflowerError, TrainingFailed
 
 app = typer.Typer(
@@ -49,6 +50,7 @@ for _command in (
     paper,
     bench,
     profile,
+    validate,
     doctor,
     status,
     watch,

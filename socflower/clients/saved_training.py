@@ -143,7 +143,7 @@ def _num_groups_tried(message: Message, task: GroupTask) -> int | None:
 
 
 class _Kept:
-    """A record in a node's context: in a warm-up one for each number of groups, of which the chosen one goes on."""
+    """A record in a node's context: in a warm-up one for each number of groups, of which the chosen one continues."""
 
     def __init__(self, key: str, task: GroupTask, message: Message, context: Context) -> None:
         self._key, self._of_plan = key, f"{key}-of-{task.num_groups}"

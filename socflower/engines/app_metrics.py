@@ -276,7 +276,8 @@ class RoundLog:
             notes.append(
                 f"{counted(len(odd), 'metric')} not finite, and null in the rounds; first {odd[0]}"
             )
-        if self.num_pushed:
+        # The strategy charges the clock for the work of groups itself.
+        if self.num_pushed and not self.has_groups:
             notes.append(
                 f"{counted(self.num_pushed, 'message')} took no virtual time, since the app pushes and pulls "
                 "them; send_and_receive has a price"

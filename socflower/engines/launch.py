@@ -1,5 +1,6 @@
 """Runs a plain torch loop, without Flower in it, in groups on a cluster."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -18,6 +19,7 @@ from socflower.cluster.cluster_file import load_cluster
 from socflower.engines.local.run_app import run_app
 from socflower.engines.names import require_engine
 from socflower.errors import ConfigError
+from socflower.flower_adapter import flower_quiet
 from socflower.model_graph.layer_profile import profile_module
 from socflower.plain_numbers import plain_numbers
 from socflower.strategies.group_grid import GroupGrid
@@ -59,7 +61,7 @@ def make_loop_apps(
 
     `train_fn(group)` builds model, optimiser and DataLoader, passes them through `group.prepare`, and loops over
     `group.epochs` and the batches, with `group.backward(loss)` in place of `loss.backward()`; members meet at
-    `optimizer.step`. It runs anew for each interval between synchronisations, and ends in it
+    `optimizer.step`. It runs again for each interval between synchronisations, and ends in it
     where it asks for a further batch. The weights are
     those of `make_client_app` with the same model, optimiser, data, seed and plan. The DataLoader's batch size is that
     of a group, its order that of `TrainingSchedule(seed=...)`. `scheduler` and `max_grad_norm` are those of
@@ -152,7 +154,9 @@ def launch(
     kept = ("scheduler", "max_grad_norm")
     base = FP32Trainer(**{key: settings[key] for key in kept if key in settings})
     source = client_app if num_workers == 0 else partial(_client_app, train_fn, base)
-    clock = run_app(server_app, source, cluster=rack, num_workers=num_workers)
+    # A plain loop's user reads warnings about clients, and not Flower's account of each round.
+    with flower_quiet(logging.WARNING):
+        clock = run_app(server_app, source, cluster=rack, num_workers=num_workers)
     usage = clock.usage
     is_priced = usage.total_energy_j > 0
     return Launched(

@@ -1,6 +1,7 @@
 """The names of the engines, and limits on the processes that they start."""
 
 import os
+from importlib.util import find_spec
 
 from socflower.errors import ConfigError
 
@@ -11,9 +12,13 @@ MAX_WORKERS = 1024
 
 
 def require_engine(engine: str) -> None:
-    """Raise `ConfigError` for an unknown engine."""
+    """Raise `ConfigError` for an unknown engine, and for "simulation" without Flower's extra of that name."""
     if engine not in ENGINES:
         raise ConfigError(f"--engine {engine}: unknown; use one of {', '.join(ENGINES)}")
+    if engine == "simulation" and find_spec("ray") is None:
+        raise ConfigError(
+            "engine simulation: needs Ray; pip install 'socflower[simulation]', or use --engine local"
+        )
 
 
 def require_count(option: str, value: int | None, least: int, most: int) -> None:

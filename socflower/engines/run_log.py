@@ -262,7 +262,7 @@ class _RunLog:
         except OSError as error:
             self._open.pop(name, None)
             self._on_notice(
-                f"--log {name}: cannot be written in {self._out} ({error.strerror}); the run goes on "
+                f"--log {name}: cannot be written in {self._out} ({error.strerror}); the run continues "
                 "without it"
             )
 

@@ -5,7 +5,6 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 from socflower.engines.app_files import NUM_NODES_KEY, RUN_FOLDER_KEY, AppFiles
@@ -19,8 +18,9 @@ from socflower.engines.deployment.flower_processes import (
     tail,
 )
 from socflower.engines.deployment.superlink import CONNECTION, start_superlink
+from socflower.engines.names import require_engine
 from socflower.engines.run_folder import RunFolder
-from socflower.errors import ConfigError, TrainingFailed
+from socflower.errors import TrainingFailed
 
 # Ray's default is 30 s, which is too short on a busy machine.
 _RAY_START_TIMEOUT = {"RAY_raylet_start_wait_time_s": "180"}
@@ -35,10 +35,7 @@ def run_in_flower_simulation(
     SuperLink with its own home and port, and ends it with all its processes. Raises `ConfigError` if Flower's
     simulation extra is missing and `TrainingFailed` with the end of Flower's log.
     """
-    if find_spec("ray") is None:
-        raise ConfigError(
-            "engine simulation: needs Ray; pip install 'socflower[simulation]', or use --engine local"
-        )
+    require_engine("simulation")
     app, log = folder.path / "app", folder.path / "flwr-run.log"
     files.write(app, {RUN_FOLDER_KEY: str(folder.path), NUM_NODES_KEY: 0})
     with own_processes(folder.path) as mark:

@@ -114,7 +114,7 @@ def choose_by_time(
     """Return the number of groups whose accuracy is best after equal time (F2), by successive halving.
 
     The accuracy after equal time stands for the time to a target that lies further ahead: the training that is ahead is
-    taken to stay ahead. All trials of a field train until they have had equally much time, then the better half goes on
+    taken to stay ahead. All trials of a field train until they have had equal time, then the better half continues
     from where it is, until one is left. The fields share what trials may take, `share` of the shortest predicted run
     among those still in the field; so all trials together take at most that part of the run that is chosen, as
     predicted, unless all of a later field diverge and one that left before is chosen. The first field is as many as

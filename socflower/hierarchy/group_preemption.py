@@ -23,7 +23,7 @@ def terminated_groups(
     """Return the groups that are terminated when users have `taken` some SoCs, in their order.
 
     If `one_stays` and all would be, the group that keeps most of its members is not, the first of equal ones. If every
-    member of every group is taken, as outside the hours of training, nobody is left to go on without them: all wait,
+    member of every group is taken, as outside the hours of training, nobody is left to continue without them: all wait,
     and none is terminated.
     """
     left = {group.group_id: len(set(group.members).difference(taken)) for group in groups}

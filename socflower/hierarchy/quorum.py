@@ -1,4 +1,4 @@
-"""A synchronisation that a quorum of groups ends: late groups go on with their steps, and count when they arrive.
+"""A synchronisation that a quorum of groups ends: late groups continue with their steps, and count when they arrive.
 
 The quorum and the window after it are those of Decoupled DiLoCo (Douillard et al., arXiv 2604.21428), in which all
 learners' work counts by its samples, whenever it arrives.
@@ -115,7 +115,7 @@ def run_to_quorum(
 ) -> tuple[Usage, frozenset[int]]:
     """Run an interval on the clock until its synchronisation has ended; return the usage, and who is late after it.
 
-    Groups in `late` go on with steps of earlier intervals, of which `pace` has the progress, which is advanced.
+    Groups in `late` continue with steps of earlier intervals, whose progress in `pace` is advanced.
     They also work while the others exchange data and models. Groups in `lost` have no model and do not count. Groups
     that share an uplink are late together, as the time of their steps is not known apart. Steps cost what the first one
     of the interval does. Uploads of groups that answer early overlap with the steps of the others; the last one begins
@@ -149,20 +149,7 @@ def run_to_quorum(
         return min(at_s, *ends_s.values()) if math.inf in ends_s.values() else at_s
 
     usage += steps.advance(pace, f"to epoch {interval.epoch_end:g}", end_s)
-    now_s = clock.now_s
-    tolerance_s = rounding_s(begin_s, now_s)
-    behind = {
-        group.group_id
-        for group in plan.groups
-        for soc in group.members
-        if pace.remaining[soc] or pace.ahead_s.get(soc, 0.0) > tolerance_s
-    }
-    behind = {
-        group.group_id
-        for together in waited_for
-        for group in together
-        if any(other.group_id in behind for other in together)
-    }
+    behind = _behind(plan, pace, waited_for, rounding_s(begin_s, clock.now_s))
     arrived = [group for own in waited_for for group in own if group.group_id not in behind]
     # A group that is lost stops here.
     for group in plan.groups:
@@ -170,25 +157,57 @@ def run_to_quorum(
             for soc in group.members:
                 pace.remaining[soc], pace.ahead_s[soc] = 0, 0.0
     if len(plan.groups) > 1 and arrived:
-        done_s = {
-            group.leader: min(max(_answer_s(group, pace, {}, begin_s), begin_s), now_s)
-            for group in arrived
-        }
-        if behind:
-            done_s[max(done_s, key=done_s.__getitem__)] = now_s
-        first_s = min(done_s.values())
-        if now_s - first_s <= tolerance_s:
-            done_s, first_s = {}, now_s
-        models = synchronisation_graph(
-            with_groups(plan, arrived),
-            work.exchange,
-            work.cluster,
-            models=work.models,
-            delays_s={leader: at_s - first_s for leader, at_s in done_s.items()},
+        answers_s = {group.leader: _answer_s(group, pace, {}, begin_s) for group in arrived}
+        models, first_s = _models_of_arrived(
+            work, arrived, answers_s, begin_s, clock.now_s, some_are_late=bool(behind)
         )
-        models = replace(models, participants=plan.participants)
         usage += _run_beside(steps, clock, pace, models, first_s, "synchronisation")
-    return usage, frozenset(behind)
+    return usage, behind
+
+
+def _behind(
+    plan: GroupPlan, pace: Pace, waited_for: Sequence[Sequence[Group]], tolerance_s: float
+) -> frozenset[int]:
+    """Return the groups that have steps left, and those that share an uplink with them."""
+    behind = {
+        group.group_id
+        for group in plan.groups
+        for soc in group.members
+        if pace.remaining[soc] or pace.ahead_s.get(soc, 0.0) > tolerance_s
+    }
+    return frozenset(
+        group.group_id
+        for together in waited_for
+        for group in together
+        if any(other.group_id in behind for other in together)
+    )
+
+
+def _models_of_arrived(
+    work: IntervalCosts,
+    arrived: Sequence[Group],
+    answers_s: Mapping[int, float],
+    begin_s: float,
+    now_s: float,
+    *,
+    some_are_late: bool,
+) -> tuple[TaskGraph, float]:
+    """Return the exchange of the models of groups that have arrived, and when its first upload begins."""
+    done_s = {leader: min(max(at_s, begin_s), now_s) for leader, at_s in answers_s.items()}
+    if some_are_late:
+        # The last upload begins when the grace is over.
+        done_s[max(done_s, key=done_s.__getitem__)] = now_s
+    first_s = min(done_s.values())
+    if now_s - first_s <= rounding_s(begin_s, now_s):
+        done_s, first_s = {}, now_s
+    models = synchronisation_graph(
+        with_groups(work.plan, arrived),
+        work.exchange,
+        work.cluster,
+        models=work.models,
+        delays_s={leader: at_s - first_s for leader, at_s in done_s.items()},
+    )
+    return replace(models, participants=work.plan.participants), first_s
 
 
 def training_usage(
@@ -235,7 +254,7 @@ def _run_beside(
     since_s: float,
     label: str,
 ) -> Usage:
-    """Run an exchange that began at `since_s`, during which late groups go on with their steps."""
+    """Run an exchange that began at `since_s`, during which late groups continue with their steps."""
     whole_s = clock.predicted_s(graph)
     usage = steps.advance(pace, "late groups", lambda _: since_s + whole_s)
     ahead_s = clock.now_s - since_s

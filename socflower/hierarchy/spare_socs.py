@@ -19,7 +19,7 @@ def with_stand_ins(
     """Return the SoCs of the next round, ascending: as many of those that are free as `whole` has, if there are.
 
     They are those that were `training` in the last round, but for who is away, and for who is slower than a spare one
-    by `FASTER`. A spare SoC on the board of whom it replaces is preferred, so that groups cross as few uplinks as
+    by `FASTER`. A spare SoC on the replaced one's board is preferred, so that groups cross as few uplinks as
     before. `rate_of` is a SoC's speed in samples per second, or any unit.
     """
     present = set(free)

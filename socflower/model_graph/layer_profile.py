@@ -200,8 +200,12 @@ def profile_module(module: nn.Module, example_input: ExampleBatch, name: str) ->
     layer itself, they count with the layer that ran before them. `scaled_dot_product_attention` makes what its fused
     kernels keep: the output and one value for each query and head.
 
-    Raises ConfigError, with the reason, if the forward pass fails for that input.
+    Raises ConfigError, with the reason, if the forward pass fails for that input, and for what is no module.
     """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"model {name}: is {type(module).__name__}, not a torch module; return it"
+        )
     batch = _example_batch(example_input, name)
     ran_on, size = "meta", num_samples(batch)
     try:

@@ -179,7 +179,7 @@ def stored_results(file: str) -> Mapping[str, Any]:
 
 
 def command_of(file: str) -> str:
-    """Return the command that makes a file in docs/results anew."""
+    """Return the command that makes a file in docs/results again."""
     name = file.removeprefix("bench-").removesuffix(".json")
     return str(stored_results(file).get("command", f"socflower bench {name} --json"))
 

@@ -67,18 +67,7 @@ def plan_of_pipeline(
     steps = max(1, epoch_samples // scenario.train.batch_size)
     compared = compare(problem, names, micro_batch_sizes=sizes, on_step=peer_step)
     peers = [_peer_document(each, prediction.step_s) for each in compared]
-    others = [(problem, "")]
-    if in_int8 := _in_int8(scenario, problem):
-        others.append((in_int8, INT8))
-        peers += [
-            _peer_document(each, prediction.step_s, end=INT8)
-            for each in compare(in_int8, names, micro_batch_sizes=sizes)
-        ]
-    peers += [
-        _peer_document(each, prediction.step_s, end=end, interval=interval)
-        for one, end in others
-        for each, interval in laxer(one, steps, micro_batch_sizes=sizes)
-    ]
+    peers += _laxer_peers(scenario, problem, names, steps, prediction.step_s)
     document = {
         "schema": 1,
         "kind": "pipeline",
@@ -97,6 +86,29 @@ def plan_of_pipeline(
     }
     document["expectations"] = check_plan(scenario.expect, document)
     return document, planned
+
+
+def _laxer_peers(
+    scenario: Scenario,
+    problem: PipelineProblem,
+    names: Sequence[str],
+    steps: int,
+    step_s: float,
+) -> list[dict[str, Any]]:
+    """Return the peers whose exchange or arithmetic is laxer than the plan's: int8, and means of models."""
+    sizes = planner_settings(scenario).micro_batch_sizes
+    others, peers = [(problem, "")], []
+    if in_int8 := _in_int8(scenario, problem):
+        others.append((in_int8, INT8))
+        peers += [
+            _peer_document(each, step_s, end=INT8)
+            for each in compare(in_int8, names, micro_batch_sizes=sizes)
+        ]
+    return peers + [
+        _peer_document(each, step_s, end=end, interval=interval)
+        for one, end in others
+        for each, interval in laxer(one, steps, micro_batch_sizes=sizes)
+    ]
 
 
 def _in_int8(scenario: Scenario, problem: PipelineProblem) -> PipelineProblem | None:

@@ -58,7 +58,7 @@ class Front:
 
 
 def require_front(scenario: Scenario) -> None:
-    """Raise `ConfigError` for a scenario of which no front can be predicted."""
+    """Raise `ConfigError` for a scenario without a front that can be predicted."""
     if scenario.is_split:
         raise ConfigError(
             f"--front: predicts strategies without a cloud, and this one has strategy.name = "
@@ -81,7 +81,7 @@ def predicted_methods(
     """Return the prediction of `strategies`, which are compared, and of `others`: all that can run the workload.
 
     Equal samples a step are those of the first of `strategies`, which always trains, as does one SoC. See
-    `require_front` for scenarios of which no front can be predicted.
+    `require_front` for scenarios without a front that can be predicted.
     """
     step_samples = samples_a_step(scenario.under(strategies[0]))
     if others is None:
@@ -140,7 +140,7 @@ def front_of(results: Sequence[Mapping[str, Any]], quality: Quality) -> list[dic
     """Return what each strategy's trainings took to the target, and which means no other strategy dominates.
 
     A row has `strategy`, `time_s`, `energy_j`, `on_front`, and `runs`, pairs of seconds and joules, if there are
-    several. Strategies of which a training missed the target have none.
+    several. Strategies with a training that missed the target have none.
     """
     costs: dict[str, list[tuple[float | None, float | None]]] = {}
     for result in results:

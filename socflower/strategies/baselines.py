@@ -178,7 +178,7 @@ class OrderedFedAvg(RoundStrategy[LocalRound, SettledLocal]):
     schedule : LocalSchedule
         Rounds, epochs of a round, and batch.
     num_socs : int
-        How many nodes take part in each round; later rounds go on without nodes that are gone.
+        How many nodes take part in each round; later rounds continue without nodes that are gone.
     outer : Strategy, optional
         As of `SoCFlow`: a strategy of Flower's in place of the mean, and whether nodes evaluate.
     tolerate_client_errors : bool

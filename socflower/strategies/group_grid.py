@@ -160,7 +160,7 @@ class _RingExchange:
     model. One answer per group is used.
 
     Where leaders meet in a ring, only one of them sends a model, their mean. The others' answers say that theirs is in
-    it. Members keep it, and a group of which one still has what is to be sent does not get it again.
+    it. Members keep it, and a group in which one member still has what is to be sent does not get it again.
 
     With a quorum, groups that have not answered by then are `late`: the next exchange also waits for them. Groups that
     get new messages are not `late` any more.

@@ -28,8 +28,8 @@ class HybridPipeline(GroupRoundStrategy):
     change the plan; the optimiser's state stays with its layers.
 
     On the engines `local` and `simulation` the client of one node runs all stages. Nodes with a ring address run a
-    stage each, over gloo or gRPC, and go on without one that is lost: from the newest step of which the others have all
-    parts.
+    stage each, over gloo or gRPC, and continue without one that is lost, from the newest step whose parts the others
+    have.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class HybridPipeline(GroupRoundStrategy):
     clock : VirtualClock, optional
         By default that of the grid, if it has one.
     rebalancing : Rebalancing, optional
-        Follow the devices' speeds, as of `SoCFlow`: with shares, replicated stages divide micro-batches anew within a
+        Follow the devices' speeds, as of `SoCFlow`: with shares, replicated stages divide micro-batches again within a
         round; with groups, rounds are planned again for speeds that real machines have measured, or the clock knows.
     tolerate_client_errors : bool
         As of `SoCFlow`.

@@ -8,6 +8,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from numpy.typing import NDArray
 
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.flower_adapter import reason_of
 from socflower.hierarchy import Group, first_non_finite
 from socflower.strategies.records import array_views, layout_difference, layout_of
 from socflower.strategies.reply_events import ReplyEvent
@@ -235,12 +236,10 @@ def outcome_of(reply: Message) -> RingOutcome | None:
 def failure_event(reply: Message, group_id: int, where: str) -> ReplyEvent:
     """Return the event of an error reply."""
     raised = reply.error.code in _CLIENT_FAULTS
-    # torch raises exceptions with several lines; an event has one.
-    reason = " ".join((reply.error.reason or "without a reason").split())
     return ReplyEvent(
         kind="client-raised" if raised else "no-reply",
         group_id=group_id,
-        text=f"{where}: {'the client raised' if raised else 'failed:'} {reason}",
+        text=f"{where}: {'the client raised' if raised else 'failed:'} {reason_of(reply)}",
     )
 
 

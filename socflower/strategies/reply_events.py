@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 LATE, ARRIVED, LATE_DROPPED = "late", "arrived", "late-dropped"
-"""Kinds of events with a quorum: a group goes on with its interval, its work counts, or it never will."""
+"""Kinds of events with a quorum: a group continues with its interval, its work counts, or it never will."""
 
 TERMINATED = "terminated"
 """The kind of event of a group that a user ended by taking one of its SoCs."""

@@ -29,7 +29,7 @@ from socflower.wire.message_keys import WARM_UP
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmUp:
-    """What a warm-up has chosen, and the training that goes on from it.
+    """What a warm-up has chosen, and the training that continues from it.
 
     `strategy.start(GroupGrid(grid), arrays, num_rounds=strategy.num_rounds)` trains the rounds that are left; with
     `evaluate_fn=strategy.skip_done_rounds(evaluate)` it evaluates only those.
@@ -64,7 +64,7 @@ def profile_group_count(
     timeout_s: float = 3600.0,
     train_config: Mapping[str, str] | None = None,
 ) -> WarmUp:
-    """Train the first rounds of the run in several numbers of groups; return the best, which goes on from there.
+    """Train the first rounds of the run in several numbers of groups; return the best, which continues from there.
 
     `make_strategy(N)` must return the strategy of the whole run. With `rule="time"` the accuracies after equal time
     are compared, within `share` of the run's predicted time (see `choose_by_time`); with `rule="paper"` each candidate

@@ -76,7 +76,7 @@ class Int8Trainer:
         object.__setattr__(self, "device", "cpu")
 
     def check(self) -> None:
-        """Raise `ConfigError` for a schedule that is none, or that needs more than its name."""
+        """Raise `ConfigError` for an unknown schedule, or one that needs more than its name."""
         if isinstance(self.schedule, str) and self.schedule not in ("cosine", "constant"):
             raise ConfigError(
                 f"schedule = {self.schedule!r}: use cosine, constant, or a RateSchedule"

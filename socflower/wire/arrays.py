@@ -118,5 +118,5 @@ def _read_index(text: bytes) -> list[tuple[str, str, list[int], int]]:
     except (ValueError, TypeError, RecursionError):
         raise MalformedBytes("arrays whose index cannot be read") from None
     if num_names != len(index):
-        raise MalformedBytes("arrays of which two have one name, or one has none")
+        raise MalformedBytes("arrays with equal names, or one without a name")
     return index

@@ -331,7 +331,7 @@ class StateStore:
                 causes.append(error.cause)
                 continue
             for cause in causes:
-                on_damage(f"{cause}; going on from the one before it, {self.path(number).name}")
+                on_damage(f"{cause}; continuing from the one before it, {self.path(number).name}")
             return found
         if causes:
             raise ConfigError(

@@ -392,7 +392,7 @@ def test_an_app_in_which_no_client_succeeds_ends_with_1_and_its_first_cause(
     *_, line = ran.err.splitlines()
     for named in ("error: round 1: ", "none of 2 train", "first cause: SoC 0 (node"):
         assert named in line
-    assert line.endswith("<'not on this device'> (all_fail_client.py, line 10)")
+    assert line.endswith("not on this device (all_fail_client.py, line 10)")
     assert not (tmp_path / "here").exists()
 
 

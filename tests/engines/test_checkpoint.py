@@ -147,7 +147,7 @@ def test_damage_anywhere_is_noticed_and_the_one_before_is_used(
         found = kept.newest(said.append)
         assert found is not None and equal(found, checkpoint(1, trace_parts=[1]))
         (line,) = said
-        assert path.name in line and "going on from the one before it, round-000001.ckpt" in line
+        assert path.name in line and "continuing from the one before it, round-000001.ckpt" in line
 
 
 def test_if_all_are_damaged_the_run_does_not_start_anew_in_silence(tmp_path: Path) -> None:

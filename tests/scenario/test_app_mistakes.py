@@ -116,8 +116,8 @@ def run(tmp_path: Path, socflower: Socflower, monkeypatch: pytest.MonkeyPatch) -
     ("strategy", "mistake", "named"),
     [
         ("groups", "length", "16 samples, but the strategy was told num_samples = 24"),
-        ("groups", "collate", "<'no mask token'> (points_client.py, line 22)"),
-        ("fedavg", "collate", "<'no mask token'> (points_client.py, line 22)"),
+        ("groups", "collate", "no mask token (points_client.py, line 22)"),
+        ("fedavg", "collate", "no mask token (points_client.py, line 22)"),
         ("groups", "nan", "learning rate"),
         ("fedavg", "nan", "1.weight first"),
         ("groups", "base", "frozen parameters"),

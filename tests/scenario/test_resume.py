@@ -104,14 +104,14 @@ CASES: dict[str, Scenario] = {
         site=SiteTable(servers=2),
     ),
     "leaders in eight bits, one preempted": small(
-        interval=0.5,
+        interval=1.0,
         epochs=2,
         leaders="ring",
         leader_compression="int8",
         events=(EventConfig(kind="preempt", soc=0, round=2, rounds=1),),
     ),
     "gradients in eight bits, one preempted": small(
-        interval=0.5,
+        interval=1.0,
         epochs=2,
         groups=1,
         compression="int8",

@@ -452,7 +452,7 @@ def test_a_client_that_raised_ends_training_in_one_line_however_many_it_wrote() 
     first, second = messages(strategy)
     with pytest.raises(TrainingFailed) as caught:
         strategy.aggregate_train(1, [answer(first, 1.0), answer_error(second, 2, RAISED)])
-    assert "group 1, SoC 2 (node 30): the client raised <class 'RuntimeError'>" in one_line(caught)
+    assert "group 1, SoC 2 (node 30): the client raised RuntimeError: Error(s)" in one_line(caught)
     assert "size mismatch for w" in one_line(caught)
 
 

@@ -12,7 +12,10 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 from torch.nn import functional
 
+from socflower.precision import NITI
+from socflower.training.int8 import Int8Trainer
 from socflower.training.int8_module import int8_
+from socflower.training.trainer import TrainingSpan
 from socflower.workloads.models.classifiers import build_model
 from socflower.workloads.models.onnx_file import onnx_model
 from tests.one_line import refused
@@ -248,6 +251,38 @@ def test_padding_that_other_frameworks_write(kind: str, automatic: str, tmp_path
         padded = functional.pad(IMAGES, ends, value=float("-inf"))
         expected = functional.max_pool2d(padded, 3, 2)
     assert torch.allclose(onnx_model(path)(IMAGES), expected, atol=1e-6)
+
+
+def test_operators_that_other_frameworks_write(tmp_path: Path) -> None:
+    """Caffe2 writes the additions of ResNet as Sum, and GoogLeNet has LRN."""
+    norm = helper.make_node("LRN", ["x"], ["n"], size=3, alpha=0.3, beta=0.6, bias=1.5)
+    nodes = [norm, helper.make_node("Sum", ["x", "n", "w"], ["y"])]
+    weights = {"w": np.linspace(-1, 1, 3, dtype=np.float32).reshape(3, 1, 1)}
+    path = _file(tmp_path, nodes, ["n", 3, 8, 8], weights)
+    squares = functional.pad(IMAGES.square(), (0, 0, 0, 0, 1, 1))
+    # Of a channel and its neighbours.
+    in_window = squares[:, :-2] + squares[:, 1:-1] + squares[:, 2:]
+    normed = IMAGES / (1.5 + 0.3 / 3 * in_window) ** 0.6
+    expected = IMAGES + normed + torch.from_numpy(weights["w"])
+    assert torch.allclose(onnx_model(path)(IMAGES), expected, atol=1e-6)
+    even = [helper.make_node("LRN", ["x"], ["y"], size=2)]
+    refused(lambda: onnx_model(_file(tmp_path, even, ["n", 3, 8, 8])), "size = 2")
+
+
+@pytest.mark.slow
+def test_a_network_of_caffe2_trains_in_int8() -> None:
+    """SqueezeNet, as the ONNX package brings it: no part of it runs in FP32, and a step of a group moves it."""
+    folder = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
+    network = onnx_model(str(folder / "light_squeezenet.onnx"))
+    before = [each.detach().clone() for each in network.parameters()]
+    trainer = Int8Trainer(algorithm=NITI, unsupported="refuse")
+    session = trainer.start(network, TrainingSpan(num_members=2, seed=(1,)))
+    images = torch.rand(3, 3, 224, 224, generator=torch.Generator().manual_seed(1))
+    labels = torch.tensor([1, 999, 30])
+    session.step([(images[:2], labels[:2]), (images[2:], labels[2:])])
+    session.finish()
+    pairs = zip(before, network.parameters(), strict=True)
+    assert any(not torch.equal(old, new) for old, new in pairs)
 
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ _Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 @checked
-class _Rules:
+class DecisionRules:
     """The settings by which a decision engine judges moves; see `DecisionEngine`."""
 
     beta: _Share
@@ -120,7 +120,7 @@ class DecisionEngine:
         `beta` is the weight of the past in τ. With `num_batches`, no deployment is expected to last longer than the
         training. Raises `ConfigError` for invalid settings, and `InfeasiblePlan` if no cut fits.
         """
-        self._rules = _Rules(
+        self._rules = DecisionRules(
             beta=beta,
             min_gain=min_gain,
             patience=patience,

@@ -12,7 +12,7 @@ is at work, such as one that hangs, is not waited for: the message gets another 
 The zygote ends with its SuperExec, as do forks; a killed one is replaced at the next message.
 
 This file depends on Flower's internals, and has all that does: two of its modules start their children with
-`subprocess.Popen` (see `_STARTERS`), a third tells of which run a task is, and `flwr-clientapp` ends its process. It
+`subprocess.Popen` (see `_STARTERS`), a third names a task's run, and `flwr-clientapp` ends its process. It
 therefore checks Flower's version.
 """
 

@@ -122,7 +122,7 @@ class ExchangeRecord:
             self._require_same(number, state["sent"], messages)
             self._restore(parts.rest())
         except DamagedFile as error:
-            self._on_notice(f"{error.cause}; going on from the one before it")
+            self._on_notice(f"{error.cause}; continuing from the one before it")
             self._store.remove(after=self._num_past)
             self._num_recorded = self._num_past
             self.resumed_from = [self._num_past] if self._num_past else []
@@ -202,7 +202,7 @@ class ExchangeRecord:
         """End the record before the current exchange."""
         self._is_saving = False
         self._on_notice(
-            f"the record of exchanges in {self.path} ends: {reason}; the run goes on, and resumes after "
+            f"the record of exchanges in {self.path} ends: {reason}; the run continues, and resumes after "
             f"exchange {self._num_past - 1} if it is interrupted"
         )
 

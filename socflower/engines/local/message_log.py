@@ -10,6 +10,7 @@ from flwr.app import ArrayRecord, Message, MessageType
 
 from socflower.engines import legacy_api
 from socflower.errors import TrainingFailed
+from socflower.flower_adapter import reason_of
 from socflower.hierarchy import first_non_finite
 from socflower.wire.message_keys import NUM_EXAMPLES, PRICED, SERVER_ROUND
 
@@ -197,8 +198,7 @@ def _fault(reply: Message | None) -> str | None:
         return "no reply in time"
     if not reply.has_error():
         return legacy_api.fault_of(reply)
-    # Exceptions of torch have several lines; a result's text has one.
-    return " ".join((reply.error.reason or f"error {reply.error.code} without a reason").split())
+    return reason_of(reply)
 
 
 def _not_finite(reply: Message, message: Message) -> str | None:

@@ -19,7 +19,7 @@ class RingSettings:
     `transport`: "gloo" for a trusted network, "grpc" with mutual TLS for any other; "auto" uses what the nodes are
     configured for. A ring drops a member that does not answer for `heartbeat_s`, and starts without one that does not
     join within `rendezvous_s`. If the member that answers for a group is silent for `leader_grace_s` longer than the
-    others, another member is asked for the model. With `min_nodes` a training of groups starts, goes on and resumes
+    others, another member is asked for the model. With `min_nodes` a training of groups starts, continues and resumes
     with so many of its nodes, or more; None: all have to be there when it starts.
     """
 
@@ -66,7 +66,7 @@ class RingSettings:
             gt=0,
             le=MOST_NODES,
             description=(
-                "with how many nodes a training of groups starts, goes on and resumes; the others take part when "
+                "with how many nodes a training of groups starts, continues and resumes; the others take part when "
                 "they come; default: all at the start, one later"
             ),
         ),

@@ -177,7 +177,7 @@ class _Session(Role[MemberResult]):
     # ------------------------------------------------------------------------------------------------- forming
 
     def kept(self) -> MemberState:
-        """Return the newest step of which this device has a state."""
+        """Return the newest step whose state this device has."""
         return MemberState(
             num_steps=max(self._kept, default=0), has_model=bool(self._kept), optimizer=""
         )

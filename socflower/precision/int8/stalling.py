@@ -1,7 +1,7 @@
 """Recognise a training that has come to rest: no gradient reaches the weights, or no int8 weight changes.
 
 After steps that were too large, the outputs of a ReLU may be zero for every image. The network then computes a
-constant, its loss stays at that of a guess, and the layers before the ReLU get gradients of zero for ever.
+constant, its loss stays at that of a guess, and the layers before the ReLU get gradients of zero from then on.
 """
 
 from __future__ import annotations

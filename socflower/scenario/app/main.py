@@ -163,7 +163,7 @@ def await_nodes(
         if time.monotonic() >= deadline:
             log(
                 WARNING,
-                "Only %d of %d SuperNodes are connected; going on",
+                "Only %d of %d SuperNodes are connected; continuing",
                 connected,
                 num_nodes,
             )

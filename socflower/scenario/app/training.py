@@ -74,52 +74,27 @@ def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
         return {"hottest_c": now.hottest_c, "mean_clock": now.mean_clock, "fan_rpm": now.rpm}
 
     record = RoundRecord(scenario, folder, clock, trace, devices, score, heat)
-    # Frozen parameters stay at the nodes, which make them by the model's function and compare the digest.
-    frozen = {FROZEN_SHA256: model.frozen_sha256} if model.frozen_sha256 else {}
     resumed = record.resume()
-    arrays = model.initial if resumed is None else resumed[1]
     parts = RunParts(
         run=run,
         grid=devices,
         clock=clock,
         record=record,
-        arrays=arrays,
-        frozen=frozen,
+        arrays=model.initial if resumed is None else resumed[1],
+        # Frozen parameters stay at the nodes, which make them by the model's function and compare the digest.
+        frozen={FROZEN_SHA256: model.frozen_sha256} if model.frozen_sha256 else {},
         model=model.module,
         score=score,
         folder=folder,
     )
     preset = preset_of(parts)
     strategy, plan = preset.strategy, preset.strategy.method.document()
-    arrays = preset.arrays or arrays
     if not scenario.is_split:
         _require_reachable_events(preset, parts)
     if resumed is not None:
         strategy.resume_from(resumed[0].server_round, **resumed[0].strategy)
 
-    ended_after: int | None = None
-    try:
-        final: ArrayRecord | None = strategy.start(
-            preset.grid,
-            arrays,
-            num_rounds=strategy.num_rounds,
-            timeout=scenario.train.reply_timeout_s,
-            train_config=ConfigRecord({**frozen, **record.train_config}),
-            evaluate_fn=record.evaluation(
-                round_end_of(strategy), strategy.num_rounds, lambda: strategy.state
-            ),
-        ).arrays
-    except Ended as ended:
-        final, ended_after = ended.arrays, ended.server_round
-    finally:
-        strategy.method.close()
-    # A resumed run, or one after a warm-up, may have no round left.
-    if strategy.resumed_after:
-        final = final or arrays
-    if not final:
-        raise TrainingFailed(
-            "Flower returned no model: every client failed; see the log for the first cause"
-        )
+    final, ended_after = _trained(preset, parts)
     if line := priced_line(priced_processors(scenario, devices.document())):
         log(WARNING, "time and energy are those of %s", line)
     whole = ArrayRecord(model.with_arrays(final).state_dict())
@@ -135,6 +110,36 @@ def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
         "ended_after": ended_after,
         **preset.summary(record.rounds, clock.now_s),
     }
+
+
+def _trained(preset: Preset, parts: RunParts) -> tuple[ArrayRecord, int | None]:
+    """Run the strategy's rounds; return what was trained, and the round at which a deadline ended it."""
+    strategy, record = preset.strategy, parts.record
+    arrays = preset.arrays or parts.arrays
+    ended_after: int | None = None
+    try:
+        final: ArrayRecord | None = strategy.start(
+            preset.grid,
+            arrays,
+            num_rounds=strategy.num_rounds,
+            timeout=parts.scenario.train.reply_timeout_s,
+            train_config=ConfigRecord({**parts.frozen, **record.train_config}),
+            evaluate_fn=record.evaluation(
+                round_end_of(strategy), strategy.num_rounds, lambda: strategy.state
+            ),
+        ).arrays
+    except Ended as ended:
+        final, ended_after = ended.arrays, ended.server_round
+    finally:
+        strategy.method.close()
+    # A resumed run, or one after a warm-up, may have no round left.
+    if strategy.resumed_after:
+        final = final or arrays
+    if not final:
+        raise TrainingFailed(
+            "Flower returned no model: every client failed; see the log for the first cause"
+        )
+    return final, ended_after
 
 
 def _heat_document(

@@ -507,7 +507,7 @@ class StrategyConfig(Table):
         1.0,
         description=(
             "part of the groups whose answers [end a synchronisation](guides/groups.md#late-groups); the others are "
-            "late: they go on, and count when they arrive, or lose their work after ten synchronisations"
+            "late: they continue, and count when they arrive, or lose their work after ten synchronisations"
         ),
     )
     grace_s: GraceSeconds = Field(

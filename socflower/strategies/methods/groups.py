@@ -457,7 +457,7 @@ class GroupsMethod(Method[Round, SettledRound]):
         self.planner.registry.mark_away(settled.away & preempted)
         self.planner.lose(settled.away - preempted)
         self._read_outcomes(this, replies)
-        # Rings of real machines go on without a member until the synchronisation; then its group is left out.
+        # Rings of real machines continue without a member until the synchronisation; then its group is left out.
         if self._preemption == GROUPS and not this.in_rings:
             settled = self._without_terminated(this, settled, replies)
         self._feedback = feedback_after_round(this, settled.means, settled.usable)

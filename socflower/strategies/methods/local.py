@@ -88,7 +88,7 @@ class LocalTraining(Method[LocalRound, SettledLocal]):
     """Rounds in which all nodes train alone; nodes are the SoCs in ascending order of their ids.
 
     Messages are those of any Flower app, so the grid prices them. `InfeasiblePlan` at the first round if there are
-    fewer than `num_socs` nodes; later rounds go on without nodes that are gone.
+    fewer than `num_socs` nodes; later rounds continue without nodes that are gone.
     """
 
     def __init__(

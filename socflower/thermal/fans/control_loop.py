@@ -26,6 +26,9 @@ _EXPECTED_C = 3.0
 """How far the hottest SoC should have moved, by the policy's plan, before constant readings of all count as stuck:
 more than two steps of the coarsest sensors."""
 
+_COOLING_PART = 0.75
+"""Fans below this part of the fail-safe speed do not cool a rack at work."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -283,7 +286,11 @@ class FanControl:
         now_s = self._clock()
         # Before the poll: the fans turned at the last step's speed until now.
         may_be_constant = self._constant_check.may_be_constant(now_s, self._rpm)
-        temperatures_c = self._temperatures.poll(now_s, all_may_be_constant=may_be_constant)
+        temperatures_c = self._temperatures.poll(
+            now_s,
+            all_may_be_constant=may_be_constant,
+            fans_cool=self._rpm > _COOLING_PART * self._settings.failsafe_rpm,
+        )
         accepted = {soc: value for soc, value in temperatures_c.items() if value is not None}
         hottest_c = max(accepted.values(), default=None)
         self._constant_check.update(now_s, hottest_c, self._temperatures.constant_since_s)

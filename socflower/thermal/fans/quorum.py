@@ -92,6 +92,11 @@ class _SourceState:
     load_changed_s: float = -math.inf
     # When its time stamp or temperature last changed.
     renewed_s: float = math.nan
+    idle: bool = False
+    # The highest temperature since the last cause of a fall, its time, and until when a fall without one counts.
+    peak_c: float = -math.inf
+    peak_s: float = 0.0
+    fallen_until_s: float = -math.inf
 
     def is_idle(
         self,
@@ -104,7 +109,20 @@ class _SourceState:
             self.load = load
             self.load_changed_s = now_s
         is_fresh = now_s - self.load_changed_s < stuck_after_s
-        return load is not None and load < _IDLE_LOAD and is_fresh
+        self.idle = load is not None and load < _IDLE_LOAD and is_fresh
+        return self.idle
+
+    def has_fallen(self, now_s: float, temperature_c: float, *, cause: bool, most_s: float) -> bool:
+        """Record a temperature; return whether it fell without a cause, for as long as that took, at most `most_s`."""
+        if now_s < self.fallen_until_s:
+            return True
+        is_fall = not cause and temperature_c <= self.peak_c - _FALL_C
+        if is_fall:
+            self.fallen_until_s = now_s + min(now_s - self.peak_s, most_s)
+        if is_fall or cause or temperature_c >= self.peak_c:
+            self.peak_c = temperature_c
+            self.peak_s = now_s
+        return is_fall
 
     def record(self, now_s: float, temperature_c: float, at: float | None) -> None:
         """Record a temperature and the source's own time."""
@@ -124,13 +142,16 @@ class FilteredTemperatures:
     - while the source raises, or gives no temperature or an impossible one;
     - while it has given the same reading, with the same time stamp, for `max_silence_s`;
     - while it is colder than `min_ambient_c`, which no SoC in that air can be;
-    - while it has been constant since it fell by 3 °C at once: a SoC that cools so fast goes on cooling;
+    - while it has been constant since it fell by 3 °C at once: a SoC that cools so fast continues to cool;
+    - after it fell by 3 °C while no fan cooled and no SoC became idle, as drifting sensors do: for as long as it fell;
     - while it has been constant for `stuck_after_s`, and at least half of the others changed by 5 °C;
     - while it has been constant for `stuck_after_s` of load, and so have 90 % of all: on a busy rack, noise alone
       changes readings from one poll to the next. A source with no load, or a constant one, counts as busy.
 
-    The first plausible reading ends the rejection. Wrongly rejecting SoCs in thermal equilibrium does little harm: as
-    soon as the fans change their speed, temperatures change.
+    A common drift that is slower than a rack heats looks like a lower load, and is not detected.
+
+    The first plausible reading ends the other rejections. Wrongly rejecting SoCs in thermal equilibrium does little
+    harm: as soon as the fans change their speed, temperatures change.
     """
 
     def __init__(
@@ -154,37 +175,59 @@ class FilteredTemperatures:
         """Since when fewer than one in ten have changed, as of the last poll; None without temperatures."""
         self.constant_busy_s = 0.0
         """For how long under load fewer than one in ten have changed, as of the last poll."""
+        self._num_idle = 0
+        # When it last rose; minus infinity if it has fallen since.
+        self._idle_since_s = -math.inf
 
-    def poll(self, now_s: float, *, all_may_be_constant: bool = False) -> dict[int, float | None]:
+    def poll(
+        self, now_s: float, *, all_may_be_constant: bool = False, fans_cool: bool = True
+    ) -> dict[int, float | None]:
         """Return each SoC's temperature in °C, None if it is rejected.
 
         With `all_may_be_constant` no SoC is rejected because all are constant: the caller expects an equilibrium.
+        `fans_cool` is whether the fans' speed since the last poll may have cooled a rack at work.
         """
         values_c, busy_s, rejections = self._read_all(now_s)
         stuck = self._sensors.update(now_s, values_c, busy_s)
         histories = self._sensors.histories
-        newest_s = _flickering([-histories[soc].changed_s for soc in values_c])
-        self.constant_since_s = None if newest_s is None else -newest_s
-        self.constant_busy_s = _flickering([histories[soc].busy_s for soc in values_c]) or 0.0
-        all_constant = (
-            not all_may_be_constant
-            and self.constant_since_s is not None
-            and now_s - self.constant_since_s >= self._stuck_after_s
-        )
-        for soc in values_c:
-            if now_s - self._states[soc].renewed_s >= self._max_silence_s:
+        cools = self._became_idle(now_s, values_c) or fans_cool
+        for soc, value_c in values_c.items():
+            state = self._states[soc]
+            if state.has_fallen(
+                now_s, value_c, cause=cools or state.idle, most_s=self._stuck_after_s
+            ):
+                rejections[soc] = "fell although nothing cooled it"
+            if now_s - state.renewed_s >= self._max_silence_s:
                 rejections[soc] = "repeats the same reading"
             elif histories[soc].fall_c >= _FALL_C and histories[soc].busy_s >= _FALLEN_S:
                 rejections[soc] = "fell at once and is constant since"
             elif soc in stuck:
                 rejections[soc] = "is constant while others change"
-            elif all_constant and histories[soc].busy_s >= self._stuck_after_s:
+        accepted = values_c.keys() - rejections.keys()
+        newest_s = _flickering([-histories[soc].changed_s for soc in accepted])
+        self.constant_since_s = None if newest_s is None else -newest_s
+        self.constant_busy_s = _flickering([histories[soc].busy_s for soc in accepted]) or 0.0
+        all_constant = (
+            not all_may_be_constant
+            and self.constant_since_s is not None
+            and now_s - self.constant_since_s >= self._stuck_after_s
+        )
+        for soc in accepted:
+            if all_constant and histories[soc].busy_s >= self._stuck_after_s:
                 rejections[soc] = "is constant under load, as all are"
         for soc in self._sources:
             cause = rejections.get(soc)
             text = f"SoC {soc} {cause}; left out until it is plausible" if cause else None
             self._alerts.set(("soc", soc), text, well=f"SoC {soc} is plausible again")
         return {soc: None if soc in rejections else values_c[soc] for soc in self._sources}
+
+    def _became_idle(self, now_s: float, socs: Collection[int]) -> bool:
+        """Return whether SoCs told that they became idle not long ago: the others' air cools then."""
+        num_idle = sum(self._states[soc].idle for soc in socs)
+        if num_idle != self._num_idle:
+            self._idle_since_s = now_s if num_idle > self._num_idle else -math.inf
+        self._num_idle = num_idle
+        return now_s < self._idle_since_s + self._stuck_after_s
 
     def _read_all(self, now_s: float) -> tuple[dict[int, float], dict[int, float], dict[int, str]]:
         """Return the possible temperatures, the seconds of load behind them, and why the others have none."""

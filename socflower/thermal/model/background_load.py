@@ -5,7 +5,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf
 from pathlib import Path
 from typing import Annotated, Generic, TypeVar
 
@@ -37,11 +36,6 @@ class Steps(Generic[_Value]):
     def at(self, time_s: float) -> _Value:
         """Return the value at a time."""
         return self.values[bisect_right(self.times_s, time_s) - 1]
-
-    def next_change_s(self, time_s: float) -> float:
-        """Return the time of the next change after `time_s`; infinity if there is none."""
-        index = bisect_right(self.times_s, time_s)
-        return self.times_s[index] if index < len(self.times_s) else inf
 
 
 def always(value: _Value) -> Steps[_Value]:

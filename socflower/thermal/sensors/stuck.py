@@ -1,5 +1,6 @@
 """When a constant sensor counts as stuck: one rule, whose thresholds are those of a device, a rack or a pause."""
 
+import math
 from collections import deque
 from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ class StuckRule:
     after_s: float
     min_reads: int = 0
     # The change of another sensor that counts: above noise and rounding, below the effect of starting work.
-    others_change_c: float = 0.0
+    others_change_c: float = math.inf
     # At least this part of the others changes so; 0: one of them.
     others_part: float = 0.0
     # Whether only time under load counts: coarse sensors of an idle SoC do not change for hours.
@@ -100,19 +101,25 @@ class ConstantSensors(Generic[_Name]):
             history = self.histories.setdefault(name, SensorHistory())
             history.record(now_s, value_c, busy_s[name], rule.after_s)
         stuck = set()
+        # By the time since which a sensor is constant; many share it if they froze together.
+        num_changed: dict[float, int] = {}
         for name in values_c:
             history = self.histories[name]
             constant_s = history.busy_s if rule.under_load else now_s - history.changed_s
             is_long = rule.is_long(constant_s, history.num_reads)
             if is_long or rule.under_load:
                 remembered = rule.under_load and history.is_contradicted
-                history.is_contradicted = remembered or self._is_contradicted(name, values_c.keys())
+                since_s = history.changed_s
+                if not remembered and since_s not in num_changed:
+                    num_changed[since_s] = self._num_changed(values_c.keys(), since_s)
+                # The sensor itself has not changed since then.
+                history.is_contradicted = remembered or rule.contradicts(
+                    num_changed[since_s], len(values_c) - 1
+                )
                 if is_long and history.is_contradicted:
                     stuck.add(name)
         return stuck
 
-    def _is_contradicted(self, name: _Name, names: Set[_Name]) -> bool:
-        since_s = self.histories[name].changed_s
+    def _num_changed(self, names: Set[_Name], since_s: float) -> int:
         by_c = self._rule.others_change_c
-        changes = [self.histories[other].has_changed(by_c, since_s) for other in names - {name}]
-        return self._rule.contradicts(sum(changes), len(changes))
+        return sum(self.histories[name].has_changed(by_c, since_s) for name in names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -214,6 +215,15 @@ def _parametric_relu(call: Call) -> fx.Node:
     return call.module(_loaded(nn.PReLU(slope.size), weight=slope.reshape(-1)))
 
 
+def _response_norm(call: Call) -> fx.Node:
+    size = call.get("size")
+    # Torch's window of an even size begins one channel earlier.
+    if size % 2 == 0:
+        raise call.refuse(f"size = {size} is not read, odd ones are")
+    alpha, beta = call.get("alpha", 1e-4), call.get("beta", 0.75)
+    return call.module(nn.LocalResponseNorm(size, alpha, beta, call.get("bias", 1.0)))
+
+
 def _made(build: Callable[[Call], nn.Module]) -> Translation:
     return lambda call: call.module(build(call))
 
@@ -233,6 +243,14 @@ def _element_wise(function: Callable[..., Any], on_constants: Callable[..., Any]
         return call.function(function, *(_operand(call, at) for at in range(len(call.inputs))))
 
     return translate
+
+
+def _sum(call: Call) -> Value:
+    arrays = [each for each in call.inputs if isinstance(each, np.ndarray)]
+    if len(arrays) == len(call.inputs):
+        return np.asarray(reduce(np.add, arrays))
+    terms = [_operand(call, at) for at in range(len(call.inputs))]
+    return reduce(lambda total, term: call.function(operator.add, total, term), terms)
 
 
 def _operand(call: Call, at: int) -> Any:
@@ -509,6 +527,7 @@ TRANSLATIONS: Mapping[str, Translation] = {
     "LayerNormalization": _layer_norm,
     "GroupNormalization": _group_norm,
     "InstanceNormalization": _group_norm,
+    "LRN": _response_norm,
     "MaxPool": _pooling,
     "AveragePool": _pooling,
     "GlobalMaxPool": _global_pooling,
@@ -539,6 +558,7 @@ TRANSLATIONS: Mapping[str, Translation] = {
     "Gather": _gather,
     "Pad": _pad,
     "Add": _element_wise(operator.add, np.add),
+    "Sum": _sum,
     "Sub": _element_wise(operator.sub, np.subtract),
     "Mul": _element_wise(operator.mul, np.multiply),
     "Div": _element_wise(operator.truediv, lambda a, b: a // b if a.dtype.kind == "i" else a / b),

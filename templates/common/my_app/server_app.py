@@ -20,7 +20,7 @@ def main(grid: Grid, context: Context) -> None:
 
     def evaluate_global(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         model.load_state_dict(arrays.to_torch_state_dict())
-        scores = test_scores(model)
+        scores = {name: float(score) for name, score in test_scores(model).items()}
         printed = ", ".join(f"{name} {score:.3f}" for name, score in scores.items())
         print(f"round {server_round}: {printed}", flush=True)
         return MetricRecord(scores)

@@ -193,8 +193,6 @@ def expected_accepted(history: Any, num_steps: int) -> list[bool]:
     columns = list(zip(*history[-num_steps - 1 :], strict=True))
     constant = [len(history) > num_steps and len(set(column)) == 1 for column in columns]
     moved = [max(column) - min(column) >= 5.0 for column in columns]
-    all_constant = 10 * constant.count(False) < len(columns)
-    accepted = []
     # It fell by 3 °C, and two readings, ten seconds, were the same since.
     fell = [
         any(
@@ -203,11 +201,17 @@ def expected_accepted(history: Any, num_steps: int) -> list[bool]:
         )
         for column in zip(*history, strict=True)
     ]
+    accepted = []
     for soc, is_constant in enumerate(constant):
         others = moved[:soc] + moved[soc + 1 :]
         moving = others and 2 * sum(others) >= len(others)
-        accepted.append(not (fell[soc] or (is_constant and (all_constant or moving))))
-    return accepted
+        accepted.append(not (fell[soc] or (is_constant and moving)))
+    num_moving = sum(kept and not still for kept, still in zip(accepted, constant, strict=True))
+    all_constant = 10 * num_moving < sum(accepted)
+    return [
+        kept and not (all_constant and still)
+        for kept, still in zip(accepted, constant, strict=True)
+    ]
 
 
 @given(st.data())
@@ -220,9 +224,20 @@ def test_constant_socs_are_rejected_exactly_if_half_of_the_others_move_or_all_ar
         columns.append([value for value, times in runs for _ in range(times)][:num_steps])
     history = list(zip(*columns, strict=True))
     rig = Rig(num_socs, stuck_after_s=20.0)
+    # Behind fans that cool, temperatures may fall.
+    rig.wants = FAILSAFE_RPM
     for now, row in enumerate(history):
         accepted = [value is not None for value in rig.step(*row).temperatures_c.values()]
         assert accepted == expected_accepted(history[: now + 1], 4)
+
+
+@pytest.mark.parametrize(("rpm", "away"), [(0.7, range(6, 12)), (0.8, range(0))])
+def test_a_soc_that_falls_while_the_fans_are_slow_is_left_out_for_as_long_as_it_fell(rpm, away):
+    rig = Rig(3)
+    rig.wants = rpm * FAILSAFE_RPM
+    rig.step(40.0, 40.0, 40.0)
+    shown = [rig.step(40.0 - 0.5 * min(n, 7), 40.0, 40.0 + n % 2).temperatures_c for n in range(16)]
+    assert [n for n, each in enumerate(shown) if each[0] is None] == [*away]
 
 
 # ------------------------------------------------------------------------------------------- sources and silence

@@ -21,6 +21,7 @@ from benchmarks.sensor_faults import (
 from socflower.thermal.fans.control_loop import FanState
 from socflower.thermal.fans.policies import (
     FanObservation,
+    FixedSpeed,
 )
 from socflower.thermal.fans.quorum import Quorum
 
@@ -179,3 +180,25 @@ def test_named_faults_do_not_heat_a_rack(faults):
     world.faults = {soc: faults[soc % len(faults)] for soc in range(60)}
     world.num_busy = 60
     assert hottest_c(world) <= FAST_FROM_C + MOST_ABOVE_C
+
+
+@both_policies
+def test_sensors_that_drift_down_together_do_not_heat_a_rack(policy):
+    world = World(policy, start_c=30.0, noise_c=0.1)
+    world.num_busy = 60
+    world.run(300.0)
+    world.faults = {soc: ("drift", -0.025, world.now_s) for soc in range(60)}
+    assert hottest_c(world) <= FAST_FROM_C + MOST_ABOVE_C
+
+
+@pytest.mark.parametrize("tells_load", [True, False])
+def test_a_rack_whose_work_ends_may_cool_at_slow_fans_if_it_tells_its_load(tells_load):
+    slow = FixedSpeed(fixed_rpm=LOW_RPM)
+    world = World(slow, start_c=40.0, noise_c=0.1, tells_load=tells_load)
+    world.num_busy = 60
+    world.run(30.0)
+    world.num_busy = 0
+    states = world.run(1200.0)
+    assert states[-1].hottest_c < 36.0
+    assert any(failsafes(states)) != tells_load
+    assert not all(failsafes(states[-60:]))

@@ -213,8 +213,6 @@ def test_a_value_holds_from_its_time_to_the_next(first, later, time_s):
     function, ordered = changes(first, later), sorted(later)
     begun = [first] + [value for at_s, value in ordered if at_s <= time_s]
     assert function.at(time_s) == begun[-1]
-    coming_s = [at_s for at_s, _ in ordered if at_s > time_s]
-    assert function.next_change_s(time_s) == min(coming_s, default=inf)
     assert changes(first, []) == always(first) == Steps((0.0,), (first,))
 
 
