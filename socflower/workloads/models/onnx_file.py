@@ -2,7 +2,7 @@
 
 Every operator becomes the torch module or function of its definition (onnx.ai/onnx/operators). What an ONNX graph
 computes from shapes is computed here, for a batch of a size that no other dimension has, so that the module takes
-batches of any size.
+batches of any size. Files of TensorFlow and TFLite are not read; tf2onnx converts them, which no test of ours tries.
 """
 
 from __future__ import annotations
