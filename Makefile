@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Else every process that a test starts compiles socflower anew, and every run the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo picture figures papers site notebooks dist test scenarios coverage api test-random test-slow test-matrix \
+.PHONY: help setup demo picture figures papers site notebooks dist test scenarios coverage clusters api test-random test-slow test-matrix \
   other-flower test-flower test-torch test-arm test-sanitized lint proto bench clean
 
 help: ## list the targets
@@ -70,7 +70,7 @@ site: $(VENV)/.docs ## build/site: the documentation as a site that also opens f
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 notebooks: $(VENV)/.docs ## execute the notebooks, and keep what they print and draw
-	cd docs/notebooks && PATH="$(CURDIR)/$(BIN):$$PATH" jupyter execute --inplace *.ipynb
+	PATH="$(CURDIR)/$(BIN):$$PATH" python docs/run_notebooks.py
 
 test: setup lint ## lint, then the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
@@ -121,6 +121,9 @@ test-arm: setup ## the int8 kernels on emulated ARM; needs g++-aarch64-linux-gnu
 
 test-sanitized: setup ## the int8 kernels under the address and undefined behaviour sanitizers
 	PATH="$(CURDIR)/$(BIN):$$PATH" native/tests/run_sanitized.sh
+
+clusters: setup ## write docs/reference/clusters.md: what plan says of each cluster file
+	$(BIN)/python docs/cluster_plans.py
 
 api: setup ## write socflower/__init__.pyi, the pages of reference and the tables of docs
 	$(BIN)/python docs/generate_reference.py

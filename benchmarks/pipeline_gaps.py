@@ -30,11 +30,12 @@ from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.replanning import recovered
 
 # Seeds that development has not seen.
-_FIRST_SEED = 50_000
+_FIRST_SEED = 120_000
 _SETTINGS = PlannerSettings(two_d=False)
-_KINDS: dict[str, Callable[[int], PipelineProblem]] = {
-    "scarce memory": tight_problem,
-    "equal devices behind unequal links": unequal_links_problem,
+# With the largest mean gap that is right.
+_KINDS: dict[str, tuple[Callable[[int], PipelineProblem], float]] = {
+    "scarce memory": (tight_problem, 1.005),
+    "equal devices behind unequal links": (unequal_links_problem, 1.01),
 }
 
 
@@ -43,14 +44,16 @@ def run(quick: bool = False, problems: int = 300, losses: int = 400) -> list[Row
     if quick:
         problems, losses = 6, 4
     rows: list[Row] = []
-    for name, make in _KINDS.items():
+    for name in _KINDS:
         note(f"{problems} problems, {name}")
-        rows += _gap_rows(name, make, range(_FIRST_SEED, _FIRST_SEED + problems))
+        rows += _gap_rows(name, range(_FIRST_SEED, _FIRST_SEED + problems))
+        note(f"  mean and worst step: {', '.join(f'{row.ours:.4f}' for row in rows[-2:])}")
     note(f"{losses} losses")
     return [*rows, *_loss_rows(range(_FIRST_SEED, _FIRST_SEED + losses))]
 
 
-def _gap_rows(name: str, make: Callable[[int], PipelineProblem], seeds: range) -> Iterator[Row]:
+def _gap_rows(name: str, seeds: range) -> Iterator[Row]:
+    make, largest_mean = _KINDS[name]
     gaps, num_refused = [], 0
     for seed in seeds:
         problem = make(seed)
@@ -62,7 +65,7 @@ def _gap_rows(name: str, make: Callable[[int], PipelineProblem], seeds: range) -
         best = best_plan(problem, ours.plan.pipelines[0])
         gaps.append(ours.prediction.step_s / best.step_s)
     case = f"{name}, {len(gaps)} problems of 3 or 4 devices, {num_refused} refused"
-    limits = {"mean": (statistics.fmean(gaps), 1.01), "worst": (max(gaps), 1.05)}
+    limits = {"mean": (statistics.fmean(gaps), largest_mean), "worst": (max(gaps), 1.05)}
     for which, (gap, limit) in limits.items():
         yield less_is_better(
             f"{case}: {which} step",

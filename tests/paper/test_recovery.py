@@ -21,7 +21,6 @@ from socflower.paper.records import compare_item, read_paper
 from socflower.pipeline.planner.selection import Planned, PlannerSettings, plan_pipeline
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.recovery.backups import moves
-from socflower.pipeline.replanning import replanned
 from tests.pipeline.problems import even, plans, random_problem, straight_plan
 
 SETTINGS = PlannerSettings(width=1, num_simulated=2, num_tuned=1, two_d=False)
@@ -75,12 +74,12 @@ def test_after_either_recovery_every_device_has_the_layers_of_its_stage(
         return
     lost = choices.draw(st.sampled_from(plan.socs))
     present = [soc for soc in plan.socs if soc != lost]
-    held, needed = held_after(plan, lost), layers_of(replanned(plan, case.model, present))
+    light = lightweight(case, plan, lost)
+    held, needed = held_after(plan, lost), layers_of(light.plan)
     sent = moves(needed, held, present)
     for soc, names in needed.items():
         arrived = [name for move in sent if move.target == soc for name in move.names]
         assert set(names) <= {*held[soc], *arrived} and not set(arrived) & set(held[soc])
-    light = lightweight(case, plan, lost)
     moved = [int(name) for move in sent for name in move.names]
     weights = [each.weight_bytes for each in case.model.layers]
     assert light.moved_bytes == pytest.approx(2.0 * sum(weights[layer] for layer in moved))
@@ -118,7 +117,7 @@ def test_figures_16_and_17_recover_faster_than_rescheduling() -> None:
         row for name in ("figure-16", "figure-17") for row in compare_item(paper, paper.item(name))
     ]
     found = {row.cell.key: row for row in rows}
-    # Planned here, the heavy plan for the loss of A sends less, and so is quicker; not with the paper's planning time.
+    # With the paper's planning time, since that of this machine varies.
     for device in "ABCD":
         light, heavy = (
             found[f"{device}: {what}"].ours
@@ -127,3 +126,4 @@ def test_figures_16_and_17_recover_faster_than_rescheduling() -> None:
         assert isinstance(light, float) and isinstance(heavy, float)
         assert light < heavy
     assert isinstance(found["throughput over heavy"].ours, float)
+    assert found["comparable throughput, whichever leaves"].holds

@@ -394,11 +394,16 @@ def test_2d_takes_the_number_of_groups_or_that_of_the_least_time(tmp_path: Path)
         plan_of_pipeline(scenario(tmp_path, "strategy.groups=3", text=GRID))
 
 
-def test_pipelines_read_a_number_of_groups_only_with_2d(tmp_path: Path) -> None:
+def test_pipelines_read_a_number_of_groups_and_no_interval_only_with_2d(tmp_path: Path) -> None:
     refused(lambda: scenario(tmp_path, "strategy.groups=2"), "groups", "'hybrid-pipeline'")
     compared = {"strategies": ("2d",), "train": {"2d": {"groups": 2}}}
     own = small(boards=(2, 2)).replaced(compare=compared)
     assert own.under("2d").strategy.groups == 2 and small().under("2d").strategy.groups == "auto"
+    delayed = "strategy.sync_interval_epochs=0.5"
+    refused(lambda: scenario(tmp_path, delayed, text=GRID), "sync_interval_epochs", "'socflow'")
+    assert (
+        scenario(tmp_path, delayed, text=BASE).under("2d").strategy.sync_interval_epochs == "decay"
+    )
     table = ("strategy.name='ring'", "pipeline.micro_batch_sizes=[8]")
     refused(lambda: scenario(tmp_path, *table, text=GRID), "[pipeline]", "'2d'")
 

@@ -14,6 +14,7 @@ from socflower.engines.local.grid import LocalGrid
 from socflower.errors import SocflowerError
 from socflower.hierarchy import Rebalancing
 from socflower.peers.ring.settings import RingSettings
+from socflower.pipeline.plan import Policy
 from socflower.pipeline.profiler.module_problem import pipeline_problem
 from socflower.pipeline.replanning import recovered
 from socflower.pipeline.runtime.group import train_pipeline
@@ -43,17 +44,28 @@ LAYERS = pipeline_problem(
 PLANS = {
     "three stages": straight_plan((0, 1, LAYERS - 1), ((6,), (6,), (6,)), 4),
     "a stage of two": straight_plan((0, LAYERS - 1), ((2, 4), (6,)), 4),
+    # Its order of passes stays after a loss if it fits, so that the whole planner finds a quicker plan.
+    "all forward first": straight_plan(
+        (0, 1, LAYERS - 1), ((6,), (6,), (6,)), 4, policy=Policy.BACKWARD_AFTER_FORWARD
+    ),
 }
 
 
 def strategy(
-    plan: str, num_epochs: int = 4, transport: str = "auto", **settings: Any
+    plan: str,
+    num_epochs: int = 4,
+    transport: str = "auto",
+    interval_epochs: float = 2.0,
+    **settings: Any,
 ) -> HybridPipeline:
     return HybridPipeline(
         problem=pipeline_problem(tagger(), Sentences().tokens[:1], shelf(), batch_size=BATCH),
         plan=PLANS[plan],
         schedule=TrainingSchedule(
-            num_samples=NUM_SAMPLES, batch_size=BATCH, num_epochs=num_epochs, interval_epochs=2.0
+            num_samples=NUM_SAMPLES,
+            batch_size=BATCH,
+            num_epochs=num_epochs,
+            interval_epochs=interval_epochs,
         ),
         rings=RingSettings(
             transport=transport, heartbeat_s=2.0, rendezvous_s=20.0, leader_grace_s=5.0
@@ -205,6 +217,25 @@ def test_layers_leave_a_device_that_is_slow_alone_in_its_stage_within_the_round(
     said = [event.text for report in own.reports for event in report.events]
     assert any("another plan after 2 updates, for the measured speeds" in text for text in said)
     reference = in_one_process("three stages", num_epochs=2)
+    assert all(torch.allclose(ours[name], reference[name], atol=1e-5) for name in reference)
+
+
+@pytest.mark.slow
+def test_the_whole_planner_s_plan_replaces_the_light_one_within_the_round() -> None:
+    settings: dict[str, Any] = {"num_epochs": 12, "interval_epochs": 12.0}
+    # Passes are slow, so that planning ends within the round.
+    nodes: dict[int, dict[str, Any]] = {soc: {"sample-s": 0.005} for soc in range(3)}
+    nodes[1]["dies-at-forward"] = 14
+    ours, own = on_processes("all forward first", nodes, backup_steps=2, **settings)
+    (report,) = own.reports
+    said = " ".join(event.text for event in report.events)
+    light, heavy = (
+        re.search(rf"{text} (\d+)", said)
+        for text in ("continues from update", "another plan after")
+    )
+    assert light and heavy and "for the whole planner" in said, said
+    assert int(heavy[1]) - int(light[1]) >= 4 and (int(heavy[1]) - int(light[1])) % 4 == 0
+    reference = in_one_process("all forward first", **settings)
     assert all(torch.allclose(ours[name], reference[name], atol=1e-5) for name in reference)
 
 

@@ -74,6 +74,11 @@ class Task:
         """Whole mini-batches of an epoch."""
         return self.num_train // self.batch_size
 
+    @property
+    def most_waves(self) -> int:
+        """Mini-batches of the longest training."""
+        return self.updates_per_epoch * self.max_epochs
+
     def samples(self) -> tuple[LabelledData, LabelledData]:
         """Return training and test samples; raises what `load_data` does."""
         found: DataSet = load_data(self.data)
@@ -104,10 +109,9 @@ def figure_14(task: Task = FIGURE_14) -> Mapping[str, float | bool | str]:
 
     HetPipe is left out of ranges if its plan exceeds a board's memory or it does not reach the target.
     """
-    most_waves = task.updates_per_epoch * task.max_epochs
     try:
-        epochs = mean_epochs(task, synchronous_waves(most_waves))
-        stale = {case: _stale(task, hetpipe_waves(*case, most_waves)) for case in CASES}
+        epochs = mean_epochs(task, synchronous_waves(task.most_waves))
+        stale = {case: _stale(task, hetpipe_waves(*case, task.most_waves)) for case in CASES}
     except DataUnavailable:
         keys = [cell.key for cell in read_paper("asteroid").item("figure-14").cells]
         return dict.fromkeys(keys, f"{task.data} is not here")
@@ -254,7 +258,7 @@ def fresh_epochs(task: Task, waves: Waves) -> float | None:
     size = max(1, task.batch_size // (waves.num_minibatches * len(waves.parts)))
     rate = task.learning_rate * size / task.batch_size
     finer = replace(task, batch_size=size, learning_rate=rate)
-    return mean_epochs(finer, synchronous_waves(finer.updates_per_epoch * finer.max_epochs))
+    return mean_epochs(finer, synchronous_waves(finer.most_waves))
 
 
 def mean_epochs(task: Task, waves: Waves) -> float | None:

@@ -1,7 +1,7 @@
 """Figs. 16 and 17: recovery after one of the four devices of environment D leaves (§5.5, F33).
 
-Lightweight recovery: the survivors divide the layers again (`pipeline.replanning`), with fewer micro-batches in flight
-if memory requires it, and send each other the missing layers, all pairs at once. Heavy recovery: all stages are sent to
+Lightweight recovery: the survivors plan as the runtime does (`replanning.recovered`), and send each other the missing
+layers, all pairs at once. Heavy recovery: all stages are sent to
 the most powerful remaining device, which plans again and sends every device its stage. A layer is sent with its
 optimiser's state. Seconds count from the detection of the loss; the time of a heartbeat and a probe is not stated and
 equal for both. Transfers are in virtual time; planning runs on this machine.
@@ -16,18 +16,17 @@ from typing import TypeVar
 from socflower.cluster import Cluster
 from socflower.paper.asteroid.methods import NO_FIT, SETTINGS, asteroid
 from socflower.paper.asteroid.settings import ENVIRONMENTS, MICRO_BATCHES, problem_of
-from socflower.pipeline.plan import PipelinePlan, Plan
+from socflower.pipeline.plan import Plan
 from socflower.pipeline.planner.pruning import search_work, seconds_of
 from socflower.pipeline.planner.selection import (
     Planned,
     fits,
     plan_pipeline,
     predict,
-    with_in_flight,
 )
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.recovery.backups import StateTransfer, backup_of, moves
-from socflower.pipeline.replanning import replanned
+from socflower.pipeline.replanning import recovered
 from socflower.sim import EventClock
 from socflower.sim.processes import Process, Simulation
 
@@ -124,15 +123,11 @@ def dropped(soc: int) -> tuple[Rescheduling, Rescheduling]:
 def lightweight(problem: PipelineProblem, plan: Plan, lost: int) -> Rescheduling:
     """Return the lightweight recovery from the loss of a device (F33)."""
     present = [soc for soc in plan.socs if soc != lost]
-    remaining = without(problem, lost)
-
-    def planner() -> Plan:
-        found = replanned(plan, problem.model, present)
-        if not isinstance(found, PipelinePlan):
-            return found
-        return with_in_flight(remaining, found, [stage.in_flight for stage in found.stages])
-
-    found, planning_s = _timed(planner)
+    found, planning_s = _timed(lambda: recovered(plan, problem, present))
+    # A plan in 2-D divides each micro-batch among its pipelines.
+    size = sum(each.micro_batch_size for each in found.pipelines)
+    number = found.pipelines[0].num_micro_batches
+    remaining = replace(without(problem, lost), micro_batch_size=size, num_micro_batches=number)
     sent = moves(layers_of(found), held_after(plan, lost), present)
     return _rescheduling(remaining, found, planning_s, [sent])
 

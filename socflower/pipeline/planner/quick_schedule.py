@@ -111,8 +111,8 @@ class QuickSchedule:
         else:
             for _ in range(_MOST_ROUNDS):
                 near = sorted(found.values())[:2]
-                steps = {step for each in near for step in _steps(each.counts, most)}
-                new = self._with_counts(start.layout, sorted(steps - found.keys()))
+                changed = {counts for each in near for counts in steps(each.counts, most)}
+                new = self._with_counts(start.layout, sorted(changed - found.keys()))
                 if not new:
                     break
                 found |= {each.counts: each for each in new}
@@ -298,8 +298,8 @@ def _falling(most: Sequence[int], limit: int) -> Iterator[Counts]:
                 return
 
 
-def _steps(counts: Counts, most: Counts) -> set[Counts]:
-    """Return K that differ in one stage, or from one stage on or up to one stage, by 1 or 2."""
+def steps(counts: Counts, most: Counts) -> set[Counts]:
+    """Return K within `most` that differ in one stage, or from one stage on or up to one stage, by 1 or 2."""
     found, size = set(), len(counts)
     for stage in range(size):
         for by in (-2, -1, 1, 2):

@@ -29,7 +29,13 @@ from socflower.pipeline.planner.pruning import (
     orders,
     search_work,
 )
-from socflower.pipeline.planner.quick_schedule import Layout, QuickSchedule, most_in_flight
+from socflower.pipeline.planner.quick_schedule import (
+    Counts,
+    Layout,
+    QuickSchedule,
+    most_in_flight,
+    steps,
+)
 from socflower.pipeline.planner.two_dimensions import best_two_d, grid_plans
 from socflower.pipeline.problem import Ints, PipelineDevice, PipelineProblem
 from socflower.pipeline.schedule.order import ASTEROID, RULES, InFlight, at_most
@@ -50,7 +56,7 @@ _MOST_OF_PAPER = 4000
 _MOST_OF_SMALL = 400
 """Layers x devices of a small problem, for which more is tried: K = 1 if memory is scarce, and more changes."""
 
-_CHANGED, _CHANGED_OF_SMALL = 4, 8
+_CHANGED, _CHANGED_OF_SMALL = 4, 16
 """Pipelines that `local_search` changes, by those kept of each state."""
 
 _TRIED_COUNTS = 2
@@ -289,18 +295,33 @@ def best_in_flight(problem: PipelineProblem, plan: PipelinePlan) -> tuple[Pipeli
     if len(plan.stages) == 1 or plan.policy == Policy.BACKWARD_AFTER_FORWARD:
         return best, best_prediction
     quick, layout = QuickSchedule(problem, plan.samples_on), Layout.of(plan)
-    starts = quick.by_rules([layout])
-    tried = [each for start in starts for each in quick.with_best_counts(start, _TRIED_COUNTS)]
-    for timed in tried:
-        other = _with_counts(plan, timed.counts)
-        if other == plan:
-            continue
-        prediction = predict(problem, other)
-        fewer = sum(timed.counts) < sum(stage.in_flight for stage in best.stages)
-        limit_s = best_prediction.step_s * (1.0 + (1e-9 if fewer else -1e-3))
-        if prediction.step_s <= limit_s:
-            best, best_prediction = other, prediction
+    most, tried = quick.most_in_flight(layout), {_counts(plan)}
+
+    def try_all(every: Iterable[Counts]) -> bool:
+        """Simulate the K that are new; return whether one is better."""
+        nonlocal best, best_prediction
+        start = best
+        for counts in every:
+            if counts not in tried:
+                tried.add(counts)
+                other = _with_counts(plan, counts)
+                prediction = predict(problem, other)
+                fewer = sum(counts) < sum(_counts(best))
+                limit_s = best_prediction.step_s * (1.0 + (1e-9 if fewer else -1e-3))
+                if prediction.step_s <= limit_s:
+                    best, best_prediction = other, prediction
+        return best is not start
+
+    for start in quick.by_rules([layout]):
+        try_all(each.counts for each in quick.with_best_counts(start, _TRIED_COUNTS))
+    # Transfers that share links move the best K away from that of `QuickSchedule`.
+    while most is not None and _is_small(problem) and try_all(sorted(steps(_counts(best), most))):
+        pass
     return best, best_prediction
+
+
+def _counts(plan: PipelinePlan) -> Counts:
+    return tuple(stage.in_flight for stage in plan.stages)
 
 
 def with_in_flight(

@@ -418,8 +418,8 @@ class StrategyConfig(Table):
         "decay",
         description=(
             'epochs between synchronisations; "decay" is 0.25, doubled every `doubling_epochs`, up to 2; '
-            "`ring`, `sgd` and `tree-fedavg` ignore it; of training with a [cloud](#edgecloud) those between two "
-            "averagings, evaluations and [checkpoints](#interrupted-runs), by default 1"
+            "`ring`, `sgd` and `tree-fedavg` ignore it, `2d` refuses it; of training with a [cloud](#edgecloud) "
+            "those between two averagings, evaluations and [checkpoints](#interrupted-runs), by default 1"
         ),
     )
     doubling_epochs: Epochs = Field(
@@ -617,7 +617,8 @@ class StrategyConfig(Table):
         """Return the table under another strategy, without the keys that only groups, or several groups, read."""
         keys: Collection[str] = ()
         if STRATEGIES[name].is_pipeline:
-            keys = set(StrategyConfig.model_fields) - set(_READ_BY_PIPELINES)
+            unread_by_grids = STRATEGIES[name].unread_keys & {"sync_interval_epochs"}
+            keys = set(StrategyConfig.model_fields) - set(_READ_BY_PIPELINES) | unread_by_grids
         elif not several_groups(name):
             keys = ("outer", "group_rule", *_OF_LEADERS)
         kind = STRATEGIES[name] if exchanges_gradients(name) else None
@@ -993,6 +994,11 @@ class ScenarioFile(ClusterFile):
             is_unread = is_set(strategy, key) and key in self._kind.unread_keys
             why = f"{self._name} does not read it; leave it out"
             yield is_unread, self._at("strategy", key), why
+        yield (
+            self._kind.is_grid and is_set(strategy, "sync_interval_epochs"),
+            self._at("strategy", "sync_interval_epochs"),
+            f"{self._name} sums gradients in each mini-batch, not later; leave it out, or use name = 'socflow'",
+        )
         if strategy.preemption != GROUPS:
             return
         rebalance, quorum = self._at("strategy", "rebalance"), self._at("strategy", "quorum")

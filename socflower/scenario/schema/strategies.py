@@ -40,7 +40,8 @@ class Strategy:
                 "preemption",
                 "dispatch",
                 "use_spares",
-                *(() if self.is_grid else ("groups",)),
+                # Rings across the pipelines of a grid sum gradients in each mini-batch.
+                "sync_interval_epochs" if self.is_grid else "groups",
             }
         )
 
