@@ -24,6 +24,7 @@ from socflower.workloads.map_dataset import as_data_source
 from tests.clients.split.clouds import Cloud, strategy_of
 from tests.clients.split.models import BATCHES_PER_EPOCH, SEED, ThreadGrid, differing
 from tests.clients.split.test_any_data import NUM_BATCHES, app_of
+from tests.edgecloud.runtime.split_training import move, one_batch
 from tests.one_line import refused
 from tests.seeded import built
 
@@ -237,6 +238,18 @@ def test_an_exported_transformer_on_dicts_is_cut_between_its_blocks(
     assert differing(trained(program, data), expected) == []
     # All layers at the edge, which takes the mask as an input.
     assert differing(trained(program, data, cut=None), expected) == []
+
+
+def test_a_cut_moves_past_blocks_that_share_a_mask() -> None:
+    program, data = exported(MaskedReader, shared=["attention_mask"]), sentences(0)
+    order = BatchOrder(len(data), BATCHES_PER_EPOCH, SEED)
+    batches = PartyBatches(as_data_source(data), order, divide=program.divide)
+    front, back = program.front(0, 0, batches).half, program.back(0).half
+    for batch, cut in enumerate((0, 1, 2, 0, 1, 2, 1, 0)):
+        move(front, back, cut)
+        one_batch(front, back, batch)
+    trained_in_parts = {**front.weights(), **back.weights()}
+    assert differing(trained_in_parts, undivided(program, data)) == []
 
 
 def test_shared_inputs_that_cannot_be_are_refused() -> None:
