@@ -103,7 +103,7 @@ def exported_module(
     # The state is the model's own: constants belong to the code.
     for name in attributes.keys() - model.state_dict().keys():
         owner, _, own_name = name.rpartition(".")
-        made.get_submodule(owner)._non_persistent_buffers_set.add(own_name)
+        made.get_submodule(owner).register_buffer(own_name, attributes[name], persistent=False)
     made.graph.set_codegen(fx.graph.CodeGen())
     made.recompile()
     # Kept by copies, unlike attributes.
