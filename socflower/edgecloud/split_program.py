@@ -31,7 +31,7 @@ from socflower.edgecloud.samples import (
     label_arrays,
 )
 from socflower.errors import ConfigError, require_range
-from socflower.model_graph.batch_form import Batch, form_of, output_of
+from socflower.model_graph.batch_form import Batch, form_of, output_of, tensors_in
 from socflower.model_graph.cut_points import SplitModel, capture_split, whole_back, whole_front
 from socflower.model_graph.following import NoParts
 from socflower.model_graph.graph import Example, tensors_of
@@ -418,6 +418,18 @@ class LayeredProgram(_SharesInputs):
     @property
     def _front_takes(self) -> Collection[str]:
         return self.shared
+
+    def divide(self, batch: Batch) -> tuple[Batch, Batch]:
+        """Return the part of a batch for the front half, and the part that travels to the back half."""
+        own, travels = super().divide(batch)
+        is_shape = isinstance(self.example, tuple | list) and not tensors_in(self.example)
+        # The plan's times and sizes are those of the example.
+        if is_shape and isinstance(own, Tensor) and tuple(own.shape[1:]) != tuple(self.example):
+            raise ConfigError(
+                f"split training: samples have shape {tuple(own.shape[1:])}, and example = {tuple(self.example)}; "
+                "give the program the shape of the data"
+            )
+        return own, travels
 
     def _front_part(self, party: int) -> tuple[SplitModel, str]:
         return self.split.copy(), ""

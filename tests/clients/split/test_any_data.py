@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from socflower.clients.split.app import make_split_client_app
 from socflower.edgecloud.samples import BatchOrder, PartyBatches
 from socflower.edgecloud.split_program import LayeredProgram, SplitProgram
+from socflower.errors import ConfigError
 from socflower.training.fp32 import sgd
 from socflower.training.trainer import torch_threads
 from socflower.workloads.map_dataset import as_data_source
@@ -102,6 +103,12 @@ def test_an_augmented_dataset_gives_the_weights_of_training_in_one_piece(seed: i
             differing(start(strategy, program, ThreadGrid([app_of(program, loaded)])), expected)
             == []
         )
+
+
+def test_samples_of_another_shape_than_the_example_are_refused() -> None:
+    images = [(torch.zeros(2, 8, 8), 0)] * 2
+    with pytest.raises(ConfigError, match=r"\(2, 8, 8\), and example = \(2, 6, 6\)"):
+        convolutions(0).divide(as_data_source(images).batch(np.arange(2), (0, 0, 0)))
 
 
 def test_a_replay_reads_the_batch_as_its_first_pass_did() -> None:
