@@ -197,9 +197,9 @@ class ServerAuthentication(grpc.ServerInterceptor):
     """Admits calls with the token that `token_of` returns for the caller's name (None: no such caller).
 
     `on_refused(peer, what)` is called for each refused call. Handlers may raise `PeerRefused` or any `SocflowerError`
-    to refuse a call, and `PeerNotReady`; they return or yield bytes. Those of streams get views of messages where
-    copies would cost as much as the tags. At most `most_challenges` callers without a token
-    may hold a thread, each until it has read its challenge.
+    to refuse a call, and `PeerNotReady`; they return or yield bytes. Handlers of streams get memoryviews, so
+    that messages are not copied. At most `most_challenges` callers without a token may hold a thread, each until it has
+    read its challenge.
     """
 
     def __init__(

@@ -229,7 +229,7 @@ class GroupTask(Record):
     hands_over: bool = False
     # If above 0, its only member passes so often over its own data, in batches of `batch_size`, with a new optimiser.
     local_epochs: int = 0
-    # Steps that the others have done since the group's last interval, if it was late; its optimiser continues there.
+    # Of a late group: steps that the others have done since its last interval; its optimiser continues after them.
     missed_steps: int = 0
 
     def check(self) -> None:

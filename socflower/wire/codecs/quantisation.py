@@ -187,7 +187,7 @@ def encode(
     range: on digits behind LeNet's first pooling the squared error is 1.2 to 1.5 times smaller, and many times smaller
     if samples differ in scale.
 
-    All features are multiples of the power of two `quantum`. Then 8 or 16 bits lose nothing if the features are
+    With `quantum`, a power of two whose multiples all features are, 8 or 16 bits lose nothing if the features are
     at most 2^bits − 1 multiples apart: the range is widened until a step is the quantum.
 
     Raises `ConfigError`, with `what` as the tensor's name, for NaN and infinity (the training has diverged), for other
