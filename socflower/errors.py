@@ -3,9 +3,10 @@
 import math
 import reprlib
 from collections.abc import Collection
-from difflib import get_close_matches
 from itertools import pairwise
 from numbers import Real
+
+from socflower.did_you_mean import did_you_mean
 
 
 class SocflowerError(Exception):
@@ -38,9 +39,8 @@ def require_known(where: str, name: object, known: Collection[str]) -> None:
     """Raise `ConfigError` for a name that is not among `known`; the text lists those, and the closest one."""
     if name in known:
         return
-    close = get_close_matches(str(name), known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise ConfigError(f"{where} {name!r} is unknown, known are {', '.join(known)}{hint}")
+    names = f"{where} {name!r} is unknown, known are {', '.join(known)}"
+    raise ConfigError("; ".join(filter(None, (names, did_you_mean(str(name), known)))))
 
 
 def require_type(where: str, kinds: tuple[type, ...], expected: str, /, **values: object) -> None:

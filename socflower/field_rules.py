@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import date, time
-from difflib import get_close_matches
 from functools import cache
 from types import NoneType, UnionType
 from typing import (
@@ -38,6 +37,7 @@ from pydantic_core.core_schema import (
     no_info_after_validator_function,
 )
 
+from socflower.did_you_mean import did_you_mean
 from socflower.errors import ConfigError
 from socflower.plain_numbers import plain_numbers
 
@@ -309,8 +309,7 @@ def _finite(error: Any) -> str:
 def unknown_key(name: str, value: object, keys: Collection[str], at: str) -> str:
     """Return the line about an unknown key, with the closest known key, or all of them."""
     before = f"{at}: " if at else ""
-    close = get_close_matches(name, keys, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(keys)}"
+    hint = did_you_mean(name, keys, f"known keys: {', '.join(keys)}")
     return f"{before}unknown key {name!r} (value {_shown(value)}); {hint}"
 
 

@@ -18,6 +18,7 @@ from socflower.errors import ConfigError
 from socflower.peers.preemption import PreemptionSwitch, preempt_switch
 from socflower.peers.ring.member import AppliedStep, MemberResult, RingMember
 from socflower.peers.transports.port import RingPort
+from socflower.training.hang_watch import end_process, watch_hangs
 from socflower.training.trainer import Trainer
 from socflower.wire.arrays import digest_of
 from socflower.wire.message_keys import (
@@ -69,6 +70,8 @@ class MemberWork:
                 f"node {self.context.node_id}: its node config lacks ring; start the SuperNode with "
                 "--node-config 'ring=\"host:port\"'"
             )
+        # Others notice the end of this process at once, and its hang never.
+        watch_hangs(end_process)
         with (
             switch_of(self.context.node_config) as switch,
             closing(open_port(node, self.group, self.ring)) as port,

@@ -3,7 +3,6 @@
 A key that is misspelled, or that belongs to another client or strategy, would otherwise be ignored silently.
 """
 
-import difflib
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -15,6 +14,7 @@ from flwr.clientapp.typing import Mod
 
 from socflower.clients.heat_mod import node_heat_mod
 from socflower.clients.node_config import board_and_slot, ring_node
+from socflower.did_you_mean import closest, did_you_mean
 from socflower.errors import ConfigError
 from socflower.thermal.limits import HeatLimits
 from socflower.wire.message_keys import (
@@ -198,11 +198,14 @@ class ReadSettings:
             plain = key.lower().replace("_", "-")
             if key in _NODE_KEYS or key in self.declared:
                 continue
-            close = difflib.get_close_matches(plain, _NODE_KEYS, n=1, cutoff=_MIN_SIMILARITY)
-            if close or plain.startswith(_OWN_PREFIXES):
-                known = close or [
-                    name for name in _NODE_KEYS if name.startswith(plain.partition("-")[0])
-                ]
+            meant = closest(plain, _NODE_KEYS, similarity=_MIN_SIMILARITY)
+            if meant or plain.startswith(_OWN_PREFIXES):
+                beginning = plain.partition("-")[0]
+                known = (
+                    [meant]
+                    if meant
+                    else [name for name in _NODE_KEYS if name.startswith(beginning)]
+                )
                 raise ConfigError(
                     f"node {context.node_id}: its node config has {key}, which is not used; did you "
                     f"mean {' or '.join(known)}? If it is your app's own key, declare it: "
@@ -249,5 +252,5 @@ def _keys_of(mod: Mod) -> Iterable[str]:
 
 
 def _suggestion(key: str, keys: Collection[str]) -> str:
-    close = difflib.get_close_matches(key.lower().replace("_", "-"), keys, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    meant = did_you_mean(key.lower().replace("_", "-"), keys)
+    return meant and f" ({meant})"

@@ -1,10 +1,10 @@
 """What a scenario's model, data and arithmetic cost; torch is imported for models and data of the user's only."""
 
 import math
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from socflower.cluster import FP32, ModelProfile, Pricing
+from socflower.did_you_mean import did_you_mean
 from socflower.precision.cpu_share import most_speedup
 from socflower.precision.processor_costs import Int8Pricing, MixedPricing
 from socflower.quantities import percent
@@ -91,7 +91,7 @@ def _check_name(table: str, settings: Any, known: tuple[str, ...], scenario: Sce
         raise scenario.mistake(table, "name", why)
     if settings.factory or name in known:
         return
-    hint = f', or factory = "{name}"' if ":" in name else ""
-    for close in get_close_matches(name, known, n=1):
-        hint = f"; did you mean {close!r}?"
-    raise scenario.mistake(table, "name", f"is unknown; use one of {', '.join(known)}{hint}")
+    factory = f'or factory = "{name}"' if ":" in name else ""
+    hint = did_you_mean(name, known, factory)
+    names = f"is unknown; use one of {', '.join(known)}"
+    raise scenario.mistake(table, "name", f"{names}; {hint}" if hint else names)

@@ -4,11 +4,11 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from operator import itemgetter
 from typing import Any, TypeAlias
 
+from socflower.did_you_mean import did_you_mean
 from socflower.errors import ConfigError
 from socflower.scenario.schema.pipeline import CLAIMED
 from socflower.scenario.schema.strategies import STRATEGIES
@@ -126,9 +126,8 @@ def require_known_claims(expect: Mapping[str, float], where: str, *, of_plan: bo
     known = [f"{bound}_{name}" for bound in ("min", "max") for name in names]
     for key, value in expect.items():
         if key not in known:
-            hint = f"claims begin with min_ or max_, as in min_{names[0]}"
-            for close in get_close_matches(key, known, n=1):
-                hint = f"did you mean {close!r}?"
+            form = f"claims begin with min_ or max_, as in min_{names[0]}"
+            hint = did_you_mean(key, known, form)
             raise ConfigError(f"{where} [expect]: unknown claim {key!r} (value {value!r}); {hint}")
 
 
@@ -238,9 +237,8 @@ def _why_unknown(name: str, known: Sequence[str], texts: Sequence[str]) -> str:
     # All words of the name occur, so that the app may compose it.
     if all(any(word in text.lower() for text in texts) for word in words):
         return ""
-    for close in get_close_matches(name, known, n=1, cutoff=0.75):
-        return f"the app's code does not have {name!r}; did you mean {close!r}?"
-    return ""
+    meant = did_you_mean(name, known, similarity=0.75)
+    return meant and f"the app's code does not have {name!r}; {meant}"
 
 
 def check_app_claims(

@@ -1,12 +1,12 @@
 """The scenarios and the templates of Flower apps that socflower ships."""
 
-import difflib
 import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from socflower.did_you_mean import did_you_mean
 from socflower.errors import ConfigError
 from socflower.workloads.sources import data_names
 
@@ -42,14 +42,13 @@ def find_scenario(path: Path) -> Path:
     if str(path) in names:
         return names[str(path)]
     is_name = path.name == str(path) and not path.suffix
-    close = difflib.get_close_matches(path.stem, names, n=1, cutoff=0.6 if is_name else 0.8)
-    if not close and not is_name:
+    meant = did_you_mean(path.stem, names, similarity=0.6 if is_name else 0.8)
+    if not meant and not is_name:
         # Reading the file tells the user what is missing.
         return path
-    meant = f"did you mean {close[0]}? " if close else ""
     raise ConfigError(
-        f"scenario {path}: no such file, and no scenario of that name is shipped; {meant}"
-        "`socflower scenarios` lists them"
+        f"scenario {path}: no such file, and no scenario of that name is shipped; "
+        f"{meant}{' ' if meant else ''}`socflower scenarios` lists them"
     )
 
 

@@ -27,6 +27,7 @@ from socflower.peers.ring.settings import RingSettings
 from socflower.peers.transports.port import RingPort
 from socflower.strategies.socflow import SoCFlow
 from socflower.training.fp32 import FP32Trainer, sgd
+from socflower.training.hang_watch import HangLimits, end_process, watch_hangs
 from socflower.training.schedules import cosine_annealing
 from socflower.wire.message_keys import CONFIG, GROUP, SERVER_ROUND, GroupTask
 from socflower.wire.secure_channel import PeerUnreachable
@@ -71,11 +72,13 @@ def disturbed(message: Message, context: Context, call_next: ClientAppCallable) 
 
     The run config's `step-s` is how long a loss takes, `slower` of a node's config a factor of that. In the round
     `disturbed-round` (default 1) a node waits `begin-delay-s` before it trains and `end-delay-s` before it replies,
-    waits for the mark `waits-for`, raises in the phase `raises-in`, is killed in the phase `dies-in`, stops in the
-    phase `stops-in`, and from the phase `cut-in` on cannot reach the participants `cut-from` ("2 3"). Where there is a
-    ledger, what a node has been asked for and how far it has come stands beside it, in files.
+    waits for the mark `waits-for`, raises in the phase `raises-in`, stands still in a step with `hangs`, is killed in
+    the phase `dies-in`, stops in the phase `stops-in`, and from the phase `cut-in` on cannot reach the participants
+    `cut-from` ("2 3"). Where there is a ledger, what a node has been asked for and how far it has come stands beside
+    it, in files.
     """
-    global _step_s, _raises_at_step, _dies_at_step, _struck_meeting, _cut_from, _cut_in
+    global _step_s, _raises_at_step, _dies_at_step, _hangs_at_step, _struck_meeting
+    global _cut_from, _cut_in
     node = context.node_config
     _step_s = float(context.run_config.get("step-s", 0.0)) * float(node.get("slower", 1))
     if GROUP not in message.content.config_records:
@@ -85,6 +88,9 @@ def disturbed(message: Message, context: Context, call_next: ClientAppCallable) 
     raises_in, dies_in = (node.get(key) if strikes else None for key in ("raises-in", "dies-in"))
     _raises_at_step = 3 if raises_in == "mid-batch" else 0
     _dies_at_step = 3 if dies_in == "mid-batch" else 0
+    _hangs_at_step = 3 if strikes and node.get("hangs") else 0
+    if _hangs_at_step:
+        watch_hangs(end_process, HangLimits(first_s=4.0, least_s=2.0, idle_s=1.0))
     stops_in, cut_in = (node.get(key) if strikes else None for key in ("stops-in", "cut-in"))
     _cut_from, _cut_in = frozenset(map(int, str(node.get("cut-from", "")).split())), str(cut_in)
     _struck_meeting = (str(dies_in or stops_in), signal.SIGKILL if dies_in else signal.SIGSTOP)
@@ -145,6 +151,7 @@ def _mark(context: Context, server_round: int, what: str, text: str) -> None:
 _step_s = 0.0
 _raises_at_step = 0
 _dies_at_step = 0
+_hangs_at_step = 0
 _struck_meeting = ("", signal.SIGKILL)
 _cut_from: frozenset[int] = frozenset()
 _cut_in = ""
@@ -178,8 +185,11 @@ def _strike_meeting(phase: str) -> None:
 
 
 def _loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    global _raises_at_step, _dies_at_step
+    global _raises_at_step, _dies_at_step, _hangs_at_step
     time.sleep(_step_s)
+    _hangs_at_step -= 1
+    if _hangs_at_step == 0:
+        threading.Event().wait()
     _raises_at_step -= 1
     if _raises_at_step == 0:
         raise ValueError("raised in a step")

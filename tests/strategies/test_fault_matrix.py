@@ -172,6 +172,17 @@ def test_a_device_that_is_wanted_is_left_and_taken_in_again(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_a_member_whose_training_stands_still_ends_its_process(tmp_path: Path) -> None:
+    """Its port still answers, so that the others would wait for it."""
+    with FaultyRun(
+        tmp_path, num_epochs=1, interval_epochs=0.5, step_s=0.05, of_soc={1: {"hangs": True}}
+    ) as run:
+        run.check_weights()
+        run.check_ledger(always(1))
+        assert {"ring-formed-again", "member-lost"} <= set(run.kinds()), run.kinds()
+
+
+@pytest.mark.slow
 def test_a_node_that_vanishes_is_not_waited_for(tmp_path: Path) -> None:
     run = struck_mid_batch(tmp_path, lambda run: run.grid.remove(run.nodes[1]), lost=(1,))
     assert {"member-lost", "replanned"} <= set(run.kinds())

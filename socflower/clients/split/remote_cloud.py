@@ -32,6 +32,7 @@ from socflower.edgecloud.split_program import Arrays, PlacedHalf, SplitProgram
 from socflower.errors import ConfigError
 from socflower.plain_numbers import plain_numbers
 from socflower.quantities import counted
+from socflower.training.hang_watch import end_process, watch_hangs
 from socflower.wire.folders import temporary_folder
 from socflower.wire.secure_channel import Tls
 from socflower.wire.split_message_keys import OWN, SplitReport, SplitTask
@@ -98,6 +99,8 @@ def train_with_cloud(
     trained: Any = half.half
     events = resume(resumed, state)
     load_half(program, task, half, arrays)
+    # The cloud, and edges that take turns with this one, would wait for a half that hangs.
+    watch_hangs(end_process)
     span = BatchSpan(first_batch=task.first_batch - offset, num_batches=task.num_batches)
     with _connected(task, link) as connection, _checkpoint_folder(task, link) as folder:
         if task.reverse:

@@ -15,7 +15,6 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from statistics import NormalDist
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from socflower.cluster.link_rate import RateSteps
+from socflower.did_you_mean import did_you_mean
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile
 from socflower.errors import ConfigError, require_range
 from socflower.field_rules import checked
@@ -86,8 +86,7 @@ def link_statistics(kind: str) -> LinkStatistics:
     """Return the statistics of a kind; `ConfigError` names the closest kind if there is none of that name."""
     tables = statistics_table()["kind"]
     if kind not in tables:
-        close = get_close_matches(kind, tables, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(tables)}"
+        hint = did_you_mean(kind, tables, f"there are {', '.join(tables)}")
         raise ConfigError(f"link kind {kind!r} is unknown; {hint}")
     names = [key.name for key in fields(LinkStatistics)]
     return LinkStatistics(**{name: float(tables[kind][name]["value"]) for name in names})

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from threading import RLock
 from typing import Generic, Literal, TypeVar
@@ -12,6 +12,7 @@ from socflower.edgecloud.half_protocols import Half
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.checkpoints import CheckpointStore, SavedHalf, SplitCheckpoint
 from socflower.peers.stream import SentMessage, Traffic
+from socflower.training.hang_watch import working
 
 HalfT = TypeVar("HalfT", bound=Half)
 
@@ -56,7 +57,8 @@ class LoopReport(Traffic):
         """Add the seconds of the block."""
         began_s = time.monotonic()
         try:
-            yield
+            with working("a half's pass") if what == "compute_s" else nullcontext():
+                yield
         finally:
             setattr(self, what, getattr(self, what) + time.monotonic() - began_s)
 

@@ -15,6 +15,7 @@ from typing import Any
 from socflower.hierarchy.batch_shares import CapacityFilter
 from socflower.peers.collective import Collective, Poll, gather_json
 from socflower.thermal.limits import current_guard
+from socflower.training.hang_watch import waiting, working
 from socflower.wire.message_keys import GroupTask
 
 _THRESHOLD = 0.05
@@ -40,7 +41,8 @@ class StepTimer:
         """Add the time of the block, which must not wait for other members."""
         began_s = self._clock()
         try:
-            yield
+            with working("a ring's step"):
+                yield
         finally:
             self.step_s += self._clock() - began_s
 
@@ -49,7 +51,8 @@ class StepTimer:
         """Exclude a block that waits for other members from the `timed` block around it."""
         began_s = self._clock()
         try:
-            yield
+            with waiting():
+                yield
         finally:
             self.step_s -= self._clock() - began_s
 

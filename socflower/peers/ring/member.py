@@ -36,6 +36,7 @@ from socflower.peers.transports.tree import grpc_tree
 from socflower.training.batches import BatchSchedule, Indices, sample_key
 from socflower.training.exchange.compression import GradientCompression
 from socflower.training.exchange.group_sum import exchanging, own_compression
+from socflower.training.hang_watch import working
 from socflower.training.model_state import load_trainable_state, trainable_state, untrained_names
 from socflower.training.trainer import (
     DivergingSession,
@@ -616,7 +617,8 @@ class _MemberSession(Role[MemberResult]):
     def _try_loss(self, session: ExchangingSession | JointSession, batch: Part) -> None:
         self._training.tries_loss = True
         try:
-            try_loss(session, [batch], self._member.data, self._group.batch_size, divided=True)
+            with working("the trial of the loss"):
+                try_loss(session, [batch], self._member.data, self._group.batch_size, divided=True)
         finally:
             self._training.tries_loss = False
 

@@ -8,7 +8,8 @@ the same bits.
 import copy
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
@@ -67,6 +68,7 @@ from socflower.pipeline.runtime.trained_model import (
 from socflower.pipeline.schedule.order import Pass, ScheduledPass, operations
 from socflower.training.exchange.buckets import GradientBucket, make_bucket
 from socflower.training.fp32 import FP32Trainer
+from socflower.training.hang_watch import working
 from socflower.training.saved_values import from_bytes, to_bytes
 from socflower.training.session import PARAMETERS
 from socflower.training.trainer import TrainingSpan, training_device
@@ -254,7 +256,8 @@ class _SampleSource:
         if self._model.model.free_lengths:
             # All devices of a stage must pad a micro-batch to one length.
             whole = slice(batch.first, batch.first + batch.size)
-        own = self._data.batch(torch.from_numpy(mini.indices[whole]), mini.key)
+        with working("reading samples"):
+            own = self._data.batch(torch.from_numpy(mini.indices[whole]), mini.key)
         inputs, labels = labelled(own, "pipeline")
         if lane == LABELS:
             found = {LABELS: labels}
@@ -460,15 +463,14 @@ class StageMember:
             weights = self._trainer.loss_weights
             share = weights.share(weights.of(((), labels)), self._weight)
             labels = labels.to(self.work.device)
-        started_s = time.perf_counter()
-        made = self.work.forward(
-            batch.number,
-            entering,
-            stream=self._stream(mini.step, rows.start),
-            labels=labels,
-            weight=share,
-        )
-        self._busy_s += time.perf_counter() - started_s
+        with self._timed():
+            made = self.work.forward(
+                batch.number,
+                entering,
+                stream=self._stream(mini.step, rows.start),
+                labels=labels,
+                weight=share,
+            )
         self._busy_samples += rows.stop - rows.start
         self._num_samples += rows.stop - rows.start
         if self.work.loss is not None:
@@ -476,6 +478,14 @@ class StageMember:
             return
         self._require_planned(entering, made)
         self._send_activations(batch, made)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count the time of a pass, which waits for no other device."""
+        started_s = time.perf_counter()
+        with working("a stage's pass"):
+            yield
+        self._busy_s += time.perf_counter() - started_s
 
     def _send_activations(self, batch: MicroBatch, made: Sequence[Tensor]) -> None:
         first, _ = batch.interval(self.place.stage, self.place.rank)
@@ -521,9 +531,8 @@ class StageMember:
             ]
             arrived = iter(joined(corrected) if corrected else ())
             gradients = [next(arrived) if one.has_gradient else None for one in self.work.leaving]
-        started_s = time.perf_counter()
-        returned = self.work.backward(batch.number, gradients)
-        self._busy_s += time.perf_counter() - started_s
+        with self._timed():
+            returned = self.work.backward(batch.number, gradients)
         entered = [gradient for gradient in returned if gradient is not None]
         if self.place.stage and entered:
             first, _ = batch.interval(self.place.stage, self.place.rank)

@@ -25,6 +25,7 @@ from socflower.scenario.app.split_client import split_settings
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import apply_override, from_document, load_scenario
 from socflower.scenario.split_setting import SplitSetting
+from socflower.training.hang_watch import end_process, watch_hangs
 from socflower.user_code import import_attribute
 from socflower.wire.saved_state import write_atomically
 from socflower.wire.secure_channel import Tls
@@ -57,6 +58,8 @@ def serve_until_signal(
     require_count("--threads", num_threads, 0, MAX_WORKERS)
     if num_threads:
         torch.set_num_threads(num_threads)
+    # Restarted, the cloud continues from checkpoints; edges would wait for a half that hangs.
+    watch_hangs(end_process)
     ended, ends = threading.Event(), ExitStack()
     before = {
         number: signal.signal(number, lambda *_: ended.set())

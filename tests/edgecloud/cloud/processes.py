@@ -17,7 +17,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from socflower.edgecloud.samples import BatchOrder, PartyBatches
 from socflower.edgecloud.split_program import LayeredProgram, PlacedHalf
 from socflower.errors import SocflowerError
 from socflower.training.fp32 import sgd
+from socflower.training.hang_watch import HangLimits, end_process, watch_hangs
 from socflower.wire.secure_channel import Tls
 from socflower.wire.split_message_keys import OWN, SplitTask
 from socflower.workloads.models.classifiers import build_model
@@ -101,6 +102,32 @@ def program() -> LedgeredProgram:
         example=(1, 28, 28),
         optimizer=sgd(0.05),
         seed=SEED,
+    )
+
+
+class HangingOnce(Ledgered):
+    """A half whose sixth step never ends while the file `HANGS` is there, which it removes."""
+
+    def step(self, batch: int, features: Any, labels: Any) -> Any:
+        flag = Path(os.environ["HANGS"])
+        if batch == 5 and flag.exists():
+            flag.unlink()
+            threading.Event().wait()
+        return super().step(batch, features, labels)
+
+
+class HangingProgram(LedgeredProgram):
+    """The program whose back half hangs once."""
+
+    def back(self, cut: int | None, batches: PartyBatches | None = None) -> PlacedHalf[Any]:
+        return PlacedHalf(HangingOnce(LayeredProgram.back(self, cut, batches).half))
+
+
+def hanging_program() -> HangingProgram:
+    """Return the program above, for the cloud, whose process looks out for hangs impatiently."""
+    watch_hangs(end_process, HangLimits(least_s=2.0, idle_s=1.0))
+    return HangingProgram(
+        **{each.name: getattr(program(), each.name) for each in fields(program())}
     )
 
 
@@ -176,11 +203,17 @@ class CloudSide(Side):
     """`socflower cloud serve` of the program above."""
 
     def __init__(
-        self, folder: Path, port: int = 0, *, keeps: bool = True, tls: Tls | None = None
+        self,
+        folder: Path,
+        port: int = 0,
+        *,
+        keeps: bool = True,
+        tls: Tls | None = None,
+        program: str = "program",
     ) -> None:
         self._folder, self._tls = folder, tls
         script = Path(sysconfig.get_path("scripts")) / "socflower"
-        serve = "cloud serve tests.edgecloud.cloud.processes:program --threads 1 --json"
+        serve = f"cloud serve tests.edgecloud.cloud.processes:{program} --threads 1 --json"
         options: dict[str, Any] = {
             "listen": f"127.0.0.1:{port}",
             "token-file": folder / "token",

@@ -1,13 +1,17 @@
 """Link, cloud and edge fail in the ways of the matrix: training continues unharmed, or ends with a line."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.edgecloud.cloud.fault_matrix import cells
+from tests.edgecloud.cloud.processes import WAIT_S, CloudSide, EdgeSide, open_run, undisturbed
+from tests.edgecloud.runtime.numpy_halves import same
 
 # A sample over faults and windows; what the user sees of those that end the training.
 SAMPLED = {
@@ -47,6 +51,32 @@ def test_whatever_happens_no_batch_is_lost_or_repeated_and_nothing_hangs(
     check(asdict(row))
     assert (row.outcome == "ended") == bool(SAMPLED[name])
     assert not SAMPLED[name] or any(SAMPLED[name] in line for line in row.says)
+
+
+@pytest.mark.slow
+def test_a_cloud_whose_half_stands_still_ends_and_continues_when_it_is_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its port still answers, so that the edge would wait for it."""
+    flag = tmp_path / "hangs"
+    flag.touch()
+    monkeypatch.setenv("HANGS", str(flag))
+    cloud = CloudSide(tmp_path, program="hanging_program")
+    task = open_run(cloud.operator(), window=0, num_batches=24)
+    edge = EdgeSide(tmp_path / "edge", task)
+    try:
+        assert cloud.process.wait(WAIT_S) == os.EX_TEMPFAIL
+        assert "has stood still" in (tmp_path / "cloud-errors").read_text("utf-8")
+        cloud.close()
+        cloud = CloudSide(tmp_path, cloud.port)
+        end = edge.end()
+        weights, ledger = cloud.result(task.run)
+        assert end["ledger"] == ledger == list(range(24))
+        with np.load(edge.weights_file) as of_edge:
+            assert same(of_edge, weights, wanted=undisturbed(24))
+    finally:
+        edge.close()
+        cloud.close()
 
 
 def test_the_written_matrix_is_of_these_cells() -> None:
