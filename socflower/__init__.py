@@ -22,7 +22,7 @@ _EXPORTS = {
         "TreeFedAvg",
     ),
     "strategies.local_sgd": ("DiLoCo", "LocalSGD", "PostLocalSGD", "StreamingDiLoCo"),
-    "strategies.outer_sgd": ("OuterSGD", "nesterov"),
+    "strategies.outer_momentum": ("OuterSGD", "nesterov"),
     "strategies.methods.local": ("LocalSchedule",),
     "strategies.methods.split": ("CloudSessions",),
     "strategies.methods.split_report": ("SplitRoundReport",),

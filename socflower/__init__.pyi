@@ -51,7 +51,7 @@ from socflower.strategies.method import RoundReport as RoundReport
 from socflower.strategies.methods.local import LocalSchedule as LocalSchedule
 from socflower.strategies.methods.split import CloudSessions as CloudSessions
 from socflower.strategies.methods.split_report import SplitRoundReport as SplitRoundReport
-from socflower.strategies.outer_sgd import OuterSGD as OuterSGD, nesterov as nesterov
+from socflower.strategies.outer_momentum import OuterSGD as OuterSGD, nesterov as nesterov
 from socflower.strategies.planned_rounds import Resumable as Resumable
 from socflower.strategies.settings import Costs as Costs, ExchangeSettings as ExchangeSettings, Grouping as Grouping, Streaming as Streaming, TrainingSchedule as TrainingSchedule
 from socflower.strategies.socflow import SoCFlow as SoCFlow

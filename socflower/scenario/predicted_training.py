@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from socflower.cluster import Cluster, Usage
 from socflower.cluster.device_memory import require_training_memory
-from socflower.cluster.hub_round import local_round
+from socflower.cluster.hub_round import Payload, Training, local_round
 from socflower.errors import ConfigError
 from socflower.hierarchy import group_steps_per_epoch, sync_shapes
 from socflower.hierarchy.exchange.collectives import BUCKETS
@@ -53,9 +53,9 @@ def _local_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
         cluster, profile, batches, pricing=cost, optimizer_copies=optimizer_copies(scenario)
     )
     training = {
-        soc: (
-            cost.step_cost(profile, cluster.device_of(soc), batch),
-            train.local_epochs * sizes[soc] / batch,
+        soc: Training(
+            cost=cost.step_cost(profile, cluster.device_of(soc), batch),
+            num_batches=train.local_epochs * sizes[soc] / batch,
         )
         for soc, batch in batches.items()
     }
@@ -64,7 +64,7 @@ def _local_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
     num_messages = 1 if is_fused else profile.num_tensors
     in_int8 = scenario.precision.wire == INT8_WIRE
     model_bytes = profile.int8_bytes if in_int8 else profile.weight_bytes
-    graph = local_round(training, model_bytes=model_bytes, num_messages=num_messages)
+    graph = local_round(training, Payload(model_bytes, num_messages))
     usage = EventClock(cluster).run(graph, label="train")
     whole = usage * (train.epochs // train.local_epochs)
     memory_bytes = profile.training_memory_bytes(

@@ -13,7 +13,7 @@ from socflower.plain_numbers import plain_numbers
 from socflower.strategies.methods.groups import GroupsMethod
 from socflower.strategies.methods.post_local import Opening, PostLocalMethod, opened_intervals
 from socflower.strategies.methods.streaming import StreamingMethod
-from socflower.strategies.outer_sgd import OuterSGD, nesterov
+from socflower.strategies.outer_momentum import OuterSGD, nesterov
 from socflower.strategies.round_planner import RoundPlanner
 from socflower.strategies.settings import (
     Costs,

@@ -44,7 +44,7 @@ from socflower.errors import ConfigError, TrainingFailed, require_type
 from socflower.hierarchy import first_non_finite
 from socflower.quantities import are_counted, counted
 from socflower.strategies.forwarding_grid import ForwardingGrid
-from socflower.strategies.outer_sgd import OuterSGD
+from socflower.strategies.outer_momentum import OuterSGD
 from socflower.strategies.planned_rounds import Resumable
 from socflower.strategies.records import (
     aggregate_records,

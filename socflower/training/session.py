@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from socflower.errors import ConfigError, require_range
 from socflower.model_graph.parts import random_streams
+from socflower.training.proximal_term import ProximalTerm
 from socflower.training.saved_values import plain, require_readable
 from socflower.training.schedules import Schedule, SchedulerFn
 
@@ -114,8 +115,7 @@ class TorchSession:
         self._names = {id(parameter): name for name, parameter in self._named.items()}
         self._where, self._max_grad_norm, self._seed = where, max_grad_norm, seed
         self._kept: dict[int, _KeptPass] = {}
-        self._proximal_mu = 0.0
-        self._received: list[tuple[nn.Parameter, Tensor]] = []
+        self._proximal = ProximalTerm(0.0, [])
         self._scheduler: LRScheduler | None = None
         self._schedule = schedule
         # The settings of each group as the optimiser was made, before a scheduler or a saved state changes them.
@@ -191,10 +191,7 @@ class TorchSession:
             groups = self.optimizer.param_groups
             for group, first in zip(groups, self.first_settings, strict=True):
                 group["lr"] = float(first["lr"]) * factor
-        for parameter, received in self._received:
-            term = self._proximal_mu * (parameter.detach() - received)
-            # A parameter without a gradient gets that of the proximal term, as in a loss that contains the term.
-            parameter.grad = term if parameter.grad is None else parameter.grad + term
+        self._proximal.add_gradients()
         if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._named.values(), self._max_grad_norm)
         self.optimizer.step()
@@ -202,13 +199,8 @@ class TorchSession:
             self._scheduler.step()
 
     def stay_near(self, proximal_mu: float) -> None:
-        """Add `proximal_mu` / 2 times the squared distance from the present weights to every loss, as FedProx does."""
-        self._proximal_mu = proximal_mu
-        self._received = [
-            (parameter, parameter.detach().clone())
-            for parameter in self._named.values()
-            if proximal_mu and parameter.requires_grad
-        ]
+        """Add FedProx's term around the present weights to every loss; see `ProximalTerm`."""
+        self._proximal = ProximalTerm(proximal_mu, self._named.values())
 
     def advance_schedule(self, num_steps: int) -> None:
         """Move the learning-rate schedule as if `num_steps` steps had been done."""

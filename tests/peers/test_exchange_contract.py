@@ -20,11 +20,8 @@ from socflower.peers.collective import Collective, PeerLost, exchange_over
 from socflower.peers.transports.in_process import in_process_rings
 from socflower.peers.transports.links import ClosableLinks, LinkedRing
 from socflower.peers.transports.tree import Tree, in_process_trees
-from socflower.training.exchange.compression import (
-    Script,
-    make_compression,
-    run_together,
-)
+from socflower.training.exchange.codings import make_compression
+from socflower.training.exchange.compression import Script, run_together
 from socflower.training.group import train_group
 from tests.peers.ring.test_member import Members, model, nothing, samples, task, trainer
 from tests.training.exchange.test_compression import random_gradients

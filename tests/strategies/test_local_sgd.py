@@ -48,7 +48,12 @@ from socflower.scenario.workload import partitions, scenario_data
 from socflower.strategies.baselines import TreeFedAvg
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.local_sgd import DiLoCo, PostLocalSGD, StreamingDiLoCo
-from socflower.strategies.outer_sgd import OUTER_LEARNING_RATE, OUTER_MOMENTUM, OuterSGD, nesterov
+from socflower.strategies.outer_momentum import (
+    OUTER_LEARNING_RATE,
+    OUTER_MOMENTUM,
+    OuterSGD,
+    nesterov,
+)
 from socflower.strategies.settings import (
     Costs,
     ExchangeSettings,

@@ -31,7 +31,7 @@ from socflower.errors import ConfigError, TrainingFailed
 from socflower.flower_adapter import begin_run
 from socflower.strategies.baselines import OrderedFedAvg
 from socflower.strategies.methods.local import LocalSchedule
-from socflower.strategies.outer_sgd import OuterSGD, nesterov
+from socflower.strategies.outer_momentum import OuterSGD, nesterov
 from socflower.strategies.settings import ExchangeSettings, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import GROUP, UNTRAINED

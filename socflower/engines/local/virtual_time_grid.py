@@ -1,6 +1,6 @@
 """Virtual time for ordinary Flower apps: a Grid that wraps any Grid and prices its messages."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from flwr.app import Message, MessageType
@@ -8,16 +8,14 @@ from flwr.serverapp import Grid
 
 from socflower.cluster import (
     FP32,
-    HUB,
     Cluster,
-    GraphBuilder,
     ModelProfile,
     Pricing,
     TaskGraph,
     Usage,
     VirtualClock,
 )
-from socflower.cluster.hub_round import add_training
+from socflower.cluster.hub_round import HubExchange, Payload, Training, hub_round
 from socflower.engines.local.message_log import (
     fault_of_num_examples,
     is_priced,
@@ -112,23 +110,24 @@ class VirtualTimeGrid(ForwardingGrid):
                     f"SoC {soc_of_node[node]} (node {node}): {fault}; its training has no price "
                     "without one"
                 )
-        builder = GraphBuilder()
-        for message in sent:
-            node = message.metadata.dst_node_id
-            soc, reply = soc_of_node[node], answered.get(node)
-            num_bytes, num_messages = self._payload(message)
-            last = builder.transfer(f"to SoC {soc}", HUB, soc, num_bytes, num_messages=num_messages)
-            if reply is None:
-                continue
-            if self._has_training(message):
-                last = self._training(builder, soc, reply, last)
-            num_bytes, num_messages = self._payload(reply)
-            builder.transfer(
-                f"from SoC {soc}", soc, HUB, num_bytes, num_messages=num_messages, after=[last]
-            )
-        return builder.build(list(soc_of_node.values()))
+        exchanges = [
+            self._exchange(soc_of_node[message.metadata.dst_node_id], message, answered)
+            for message in sent
+        ]
+        return hub_round(exchanges, soc_of_node.values())
 
-    def _payload(self, message: Message) -> tuple[float, int]:
+    def _exchange(self, soc: int, message: Message, answered: Mapping[int, Message]) -> HubExchange:
+        reply = answered.get(message.metadata.dst_node_id)
+        return HubExchange(
+            soc=soc,
+            message=self._payload(message),
+            training=self._training(soc, reply)
+            if reply is not None and self._has_training(message)
+            else None,
+            reply=None if reply is None else self._payload(reply),
+        )
+
+    def _payload(self, message: Message) -> Payload:
         """Return the bytes of a message, and what it costs in messages; without arrays it counts as one tensor.
 
         Bytes in its configs count too: of secure aggregation these are the masked arrays.
@@ -143,7 +142,7 @@ class VirtualTimeGrid(ForwardingGrid):
             for each in (value if isinstance(value, list) else [value])
             if isinstance(each, bytes)
         ]
-        return (
+        return Payload(
             float(sum(len(array.data) for array in arrays) + sum(map(len, others))),
             1 if self._fused else max(1, len(arrays)),
         )
@@ -153,17 +152,15 @@ class VirtualTimeGrid(ForwardingGrid):
             MessageType.TRAIN
         )
 
-    def _training(self, builder: GraphBuilder, soc: int, reply: Message, after: int) -> int:
+    def _training(self, soc: int, reply: Message) -> Training | None:
         assert self._profile is not None
         num_examples = int(num_examples_of(reply) or 0)
         batch = min(self._batch_size, num_examples)
         if not batch:
-            return after
+            return None
         pricing, on_cpu = self._pricing, metric(reply, CPU_SHARE)
         if isinstance(pricing, MixedPricing) and on_cpu is not None:
             # The client's report, not the predicted alpha.
             pricing = replace(pricing, cpu_share=on_cpu)
         cost = pricing.step_cost(self._profile, self._cluster.device_of(soc), batch)
-        return add_training(
-            builder, soc, cost, num_examples / batch, name=f"train {num_examples}", after=after
-        )
+        return Training(cost=cost, num_batches=num_examples / batch, name=f"train {num_examples}")

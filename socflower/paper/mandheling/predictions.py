@@ -8,7 +8,7 @@ from functools import cache
 from typing import NamedTuple
 
 from socflower.cluster import ModelProfile, StepCost, device, parse_cluster, step_cost
-from socflower.cluster.hub_round import local_round
+from socflower.cluster.hub_round import Payload, Training, local_round
 from socflower.sim import EventClock
 from socflower.workloads.models.built_in import built_in_profile
 
@@ -81,9 +81,8 @@ def federated_round(label: str, method: str) -> Cost:
     cost = _step(label, method, XIAOMI_11, CLIENT_BATCH)
     num_batches = num_samples / clients / CLIENT_BATCH
     graph = local_round(
-        dict.fromkeys(range(CLIENTS_A_ROUND), (cost, num_batches)),
-        model_bytes=model_bytes(label, method),
-        num_messages=profile_of(label).num_tensors,
+        dict.fromkeys(range(CLIENTS_A_ROUND), Training(cost=cost, num_batches=num_batches)),
+        Payload(model_bytes(label, method), profile_of(label).num_tensors),
     )
     phones = parse_cluster({"boards": [1] * CLIENTS_A_ROUND, "device": XIAOMI_11})
     usage = EventClock(phones).run(graph)

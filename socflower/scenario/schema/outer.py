@@ -21,9 +21,9 @@ OUTER_STRATEGIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "multikrum": ("MultiKrum", ("num_malicious_nodes", "num_nodes_to_select")),
     "bulyan": ("Bulyan", ("num_malicious_nodes",)),
     "qfedavg": ("QFedAvg", ("client_learning_rate", "q")),
-    "sgd": ("socflower.strategies.outer_sgd:OuterSGD", ("learning_rate",)),
-    "momentum": ("socflower.strategies.outer_sgd:OuterSGD", ("learning_rate", "momentum")),
-    "nesterov": ("socflower.strategies.outer_sgd:nesterov", ("learning_rate", "momentum")),
+    "sgd": ("socflower.strategies.outer_momentum:OuterSGD", ("learning_rate",)),
+    "momentum": ("socflower.strategies.outer_momentum:OuterSGD", ("learning_rate", "momentum")),
+    "nesterov": ("socflower.strategies.outer_momentum:nesterov", ("learning_rate", "momentum")),
 }
 """Each by its name: the class of `flwr.serverapp.strategy` or another function, and the arguments that it takes."""
 

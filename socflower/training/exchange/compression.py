@@ -16,24 +16,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from socflower.errors import ConfigError, require_range
+from socflower.errors import ConfigError
 from socflower.hierarchy.exchange.gradients import (
     BLOCK,
     RING,
     SERVER,
     SMALL_BLOCK,
     Coding,
-    Exact,
-    Float16,
     Int4,
     Int8,
-    LargestValues,
-    Matrix,
-    PowerSGD,
-    StochasticInt8,
 )
 from socflower.training.exchange.buckets import sum_at_server, sum_in_ring_order
-from socflower.training.exchange.largest_values import decode_values, encode_values, largest
 from socflower.wire.codecs.quantisation import half_exponent, pack_lanes, unpack_lanes
 from socflower.wire.saved_state import from_bytes, to_bytes
 
@@ -369,172 +362,3 @@ def sum_of_four_bits(payloads: Sequence[bytes], num_elements: int) -> Tensor:
         signed = torch.from_numpy((levels >> 4).astype(np.float32))
         total += (signed.view(num_blocks, -1) * step[:, None]).view(-1)
     return total[:num_elements]
-
-
-class DeepGradientCompression(GradientCompression):
-    """Each member sends its largest accumulated gradients, and accumulates the others further.
-
-    In each step, with momentum m and a member's weighted gradient g:
-
-        u = m·u + g,  v = v + u                 (momentum correction, local accumulation)
-        send v where |v| is largest; v = 0, u = 0 there   (momentum factor masking)
-
-    (Lin et al., ICLR 2018, algorithm 4, with buckets in place of layers; its clipping is of each bucket's norm.) So the
-    optimiser's own momentum must be 0. If an all-reduce of all values costs no more bytes, all are sent, and u is kept:
-    with a ratio of 1 this is SGD with momentum. If a member is lost, so are its unsent values.
-    """
-
-    def __init__(self, coding: LargestValues, momentum: float = 0.0) -> None:
-        super().__init__(coding)
-        require_range("dgc", least=0, below=1, momentum=momentum)
-        self._largest, self._momentum = coding, momentum
-
-    def _exchange(
-        self, rank: int, size: int, bucket: int, gradient: Tensor
-    ) -> Script[tuple[Tensor, ...]]:
-        velocity, unsent = self._residuals(bucket, gradient, 2)
-        if self._largest.clip_norm:
-            # A NaN stays one, so that it is seen.
-            norm = torch.linalg.vector_norm(gradient) * math.sqrt(size) / self._largest.clip_norm
-            gradient.div_(norm.clamp(min=1.0))
-        velocity = torch.add(gradient, velocity, alpha=self._momentum)
-        unsent = unsent + velocity
-        num_sent = self._largest.num_sent(gradient.numel(), size, self._step)
-        if num_sent == gradient.numel():
-            yield unsent
-            gradient.copy_(unsent)
-            return velocity, torch.zeros_like(unsent)
-        indices = largest(unsent.numpy(), num_sent)
-        payload = encode_values(indices, unsent.numpy()[indices])
-        unsent.numpy()[indices] = 0
-        velocity.numpy()[indices] = 0
-        payloads = yield payload
-        assert payloads is not None
-        lengths = {len(payload) for payload in payloads}
-        if len(lengths) > 1:
-            raise ConfigError(
-                f"dgc: members sent {min(lengths)} to {max(lengths)} bytes for the same bucket; give all "
-                "of them the same ratio and warm-up"
-            )
-        gradient.zero_()
-        # The order of ranks gives all members the same bits.
-        for payload in payloads:
-            where, values = decode_values(payload)
-            gradient.numpy()[where] += values
-        return velocity, unsent
-
-
-class PowerSGDCompression(GradientCompression):
-    """Members sum the factors of each matrix M ≈ P·Qᵀ; what that leaves of their own is added to their next gradient.
-
-    With the member's M = gradient + what was left, and the orthonormal columns Q of the step before:
-
-        P = Σ M·Q, orthonormalised;  Q' = Σ Mᵀ·P;  all get P·Q'ᵀ;  what is left is M - P·(Mᵀ·P)ᵀ
-
-    (Vogels et al., NeurIPS 2019, algorithms 1 and 2.) There and in torch's `powerSGD_hook` a member keeps M less the
-    mean that all get. Over all members that is the same sum, but each one's part grows with the difference of its
-    gradients from the others', and would be lost with it.
-    """
-
-    def __init__(self, coding: PowerSGD, seed: int) -> None:
-        super().__init__(coding)
-        self._low_rank, self._seed = coding, seed
-
-    def _exchange(
-        self, rank: int, size: int, bucket: int, gradient: Tensor
-    ) -> Script[tuple[Tensor, ...]]:
-        if not self._low_rank.compresses(self._step):
-            yield gradient
-            return ()
-        forms = self._low_rank.matrices(self._shapes[bucket])
-        if bucket in self._kept:
-            bases, unsent = self._residuals(bucket, gradient, 2)
-            gradient += unsent
-        else:
-            bases = self._first_bases(bucket, forms)
-        unsent = torch.zeros_like(gradient)
-        if size == 1:
-            return bases, unsent
-        lengths = [form.num_rows * form.num_columns for form in forms]
-        parts = list(zip(gradient.split(lengths), unsent.split(lengths), forms, strict=True))
-        yield from _sum_joined([part for part, _, form in parts if not form.rank])
-        small = [
-            (part.view(form.num_rows, -1), rest.view(form.num_rows, -1))
-            for part, rest, form in parts
-            if form.rank
-        ]
-        lengths = [form.num_columns * form.rank for form in forms if form.rank]
-        ranks = [form.rank for form in forms if form.rank]
-        before = [base.view(-1, low) for base, low in zip(bases.split(lengths), ranks, strict=True)]
-        left = [own @ orthonormal(base) for (own, _), base in zip(small, before, strict=True)]
-        yield from _sum_joined(left)
-        left = [orthonormal(each) for each in left]
-        right = [own.T @ each for (own, _), each in zip(small, left, strict=True)]
-        for (own, rest), p, q in zip(small, left, right, strict=True):
-            torch.sub(own, p @ q.T, out=rest)
-        yield from _sum_joined(right)
-        for (own, _), p, q in zip(small, left, right, strict=True):
-            torch.mm(p, q.T, out=own)
-        if not torch.isfinite(gradient).all():
-            return ()
-        # A column of zeros, as of a layer that gets no gradient, would stay so for good.
-        following = [
-            torch.where(q.any(0), q, base).flatten() for q, base in zip(right, before, strict=True)
-        ]
-        return torch.cat([torch.zeros(0), *following]), unsent
-
-    def _first_bases(self, bucket: int, forms: Sequence[Matrix]) -> Tensor:
-        """Return random bases, the same at all members."""
-        generator = seeded(self._seed, bucket)
-        drawn = [
-            torch.randn(form.num_columns, form.rank, generator=generator).flatten()
-            for form in forms
-        ]
-        return torch.cat([torch.zeros(0), *drawn])
-
-
-# A column that others nearly span is the rounding errors of its elements.
-_SPANNED = 1e-5
-
-
-def orthonormal(matrix: Tensor) -> Tensor:
-    """Return a matrix with orthonormal columns, by Gram and Schmidt; columns that earlier ones span become zeros."""
-    columns: list[Tensor] = []
-    for column in matrix.T:
-        rest = column
-        for other in columns:
-            rest = rest - (other @ rest) * other
-        norm, limit = torch.linalg.vector_norm(rest), _SPANNED * torch.linalg.vector_norm(column)
-        columns.append(torch.zeros_like(rest) if norm <= limit else rest / norm)
-    return torch.stack(columns, dim=1)
-
-
-def _sum_joined(tensors: Sequence[Tensor]) -> Script[None]:
-    """Replace tensors by their sums over all members, in one sum of all."""
-    if not tensors:
-        return
-    joined = torch.cat([tensor.flatten() for tensor in tensors])
-    yield joined
-    for tensor, part in zip(tensors, joined.split([each.numel() for each in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))
-
-
-def make_compression(
-    coding: Coding, *, seed: int = 0, momentum: float = 0.0
-) -> GradientCompression:
-    """Return a member's side of a coding; `seed` is for stochastic rounding, `momentum` for one that applies it."""
-    match coding:
-        case Float16():
-            return Float16Compression(coding)
-        case StochasticInt8():
-            return StochasticInt8Compression(coding, seed)
-        case Int8():
-            return Int8Compression(coding)
-        case Int4():
-            return Int4Compression(coding)
-        case PowerSGD():
-            return PowerSGDCompression(coding, seed)
-        case LargestValues():
-            return DeepGradientCompression(coding, momentum)
-    assert isinstance(coding, Exact), f"{type(coding).__name__} has no compression"
-    return ExactSum(coding)

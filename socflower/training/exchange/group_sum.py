@@ -12,12 +12,8 @@ from socflower.hierarchy.exchange.gradients import Coding, GradientExchange
 from socflower.model_graph import batch_form
 from socflower.model_graph.batch_form import NOTHING
 from socflower.training.exchange.buckets import make_buckets
-from socflower.training.exchange.compression import (
-    SUMS,
-    GradientCompression,
-    make_compression,
-    run_together,
-)
+from socflower.training.exchange.codings import make_compression
+from socflower.training.exchange.compression import SUMS, GradientCompression, run_together
 from socflower.training.trainer import (
     ExchangingSession,
     JointSession,

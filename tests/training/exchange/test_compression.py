@@ -18,11 +18,8 @@ from socflower.hierarchy.exchange.gradients import (
     SelectedBuckets,
     gradient_coding,
 )
-from socflower.training.exchange.compression import (
-    GradientCompression,
-    make_compression,
-    run_together,
-)
+from socflower.training.exchange.codings import make_compression
+from socflower.training.exchange.compression import GradientCompression, run_together
 from tests.one_line import refused
 
 NAMES = [name for name in CODINGS if name != "none"]
