@@ -261,17 +261,7 @@ def _line(kind: type, document: Any, where: str, error: Any) -> str:
         value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
         inner, shape = table_of(entry.annotation)
         if inner is None and get_origin(entry.annotation) in (dict, Mapping):
-            # The key takes plain values by name or number.
-            if not isinstance(value, Mapping):
-                return f"{_place(where, path)} must be a table, got {_shown(value)}"
-            path.append(loc[0])
-            names, values = get_args(entry.annotation)
-            if loc[-1] == "[key]":
-                return f"{_key(where, path)} must be {allowed(names)}"
-            return (
-                f"{_key(where, path)} = {_shown(value[loc[0]])} must be "
-                f"{allowed(values)}{_finite(error)}"
-            )
+            return _plain_entry_line(entry, value, loc, where, path, error)
         if inner is None:
             break
         if loc and shape:
@@ -300,6 +290,24 @@ def _line(kind: type, document: Any, where: str, error: Any) -> str:
     if takes.startswith("one of ") and isinstance(value, str):
         return f"{key} = {_shown(value)} is unknown; use {takes}"
     return f"{key} = {_shown(value)} must be {takes}{_finite(error)}"
+
+
+def _plain_entry_line(
+    entry: FieldInfo,
+    value: object,
+    loc: Sequence[int | str],
+    where: str,
+    path: Sequence[int | str],
+    error: Any,
+) -> str:
+    """Return the line about a key that takes plain values by name or number."""
+    if not isinstance(value, Mapping):
+        return f"{_place(where, path)} must be a table, got {_shown(value)}"
+    key = _key(where, [*path, loc[0]])
+    names, values = get_args(entry.annotation)
+    if loc[-1] == "[key]":
+        return f"{key} must be {allowed(names)}"
+    return f"{key} = {_shown(value[loc[0]])} must be {allowed(values)}{_finite(error)}"
 
 
 def _finite(error: Any) -> str:

@@ -27,6 +27,18 @@ SetOfScenario = Annotated[
     list[str] | None, typer.Option("--set", help="Override one key of the scenario.")
 ]
 Tls = Annotated[Path | None, typer.Option(help="PEM file.")]
+SessionFolder = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder for sessions and their checkpoints, from which a restarted cloud resumes."
+    ),
+]
+EdgeAuthority = Annotated[
+    Path | None,
+    typer.Option(
+        help="PEM file of the authority whose certificates edges must show; default: none need."
+    ),
+]
 
 
 @cloud.command(cls=PlainCommand)
@@ -44,20 +56,10 @@ def serve(
         str, typer.Option(help="HOST:PORT to listen on; port 0 asks for a free one.")
     ] = "127.0.0.1:28400",
     token_file: Token = Path("cloud-token"),
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for sessions and their checkpoints, from which a restarted cloud resumes."
-        ),
-    ] = None,
+    folder: SessionFolder = None,
     certificate: Tls = None,
     key: Tls = None,
-    ca: Annotated[
-        Path | None,
-        typer.Option(
-            help="PEM file of the authority whose certificates edges must show; default: none need."
-        ),
-    ] = None,
+    ca: EdgeAuthority = None,
     insecure: Insecure = False,
     threads: Annotated[int, typer.Option(help="Torch threads; 0: one a core.")] = 0,
     set_: SetOfScenario = None,

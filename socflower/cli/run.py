@@ -154,12 +154,8 @@ def run(
         fresh=fresh,
         resident=not fresh_processes,
     )
-    shared: dict[str, Any] = {
-        "num_workers": workers,
-        "fresh": fresh,
-        "deployment": deployment,
-        "logging": round_logging(log, metrics),
-    }
+    shared: dict[str, Any] = {"num_workers": workers, "fresh": fresh, "deployment": deployment}
+    shared["logging"] = round_logging(log, metrics)
     if is_app:
         settings: dict[str, Any] = {
             "engine": engine,
@@ -284,13 +280,18 @@ def _run_scenario(
         _exit_interrupted(
             remotely_kept_line(deployment) if is_remote else kept_line(checkpoints, fresh=fresh)
         )
-    if as_json:
-        print_json(result)
-    else:
+    if not as_json:
         print_result(OUT, loaded, result, target)
         if result["ended_after"] is not None:
             kept = kept_line(runner.checkpoint_folder(target), fresh=fresh)
             print_text(f"ended at the deadline with {save_model}; {kept}", OUT, "yellow")
+    return _claims(result, as_json)
+
+
+def _claims(result: Mapping[str, Any], as_json: bool) -> list[dict[str, Any]]:
+    """Return a result's claims; print it if it is wanted as JSON."""
+    if as_json:
+        print_json(result)
     claims: list[dict[str, Any]] = result["expectations"]
     return claims
 
@@ -374,12 +375,9 @@ def _run_app_folder(
             )
     except KeyboardInterrupt:
         _exit_interrupted(kept_line(app_folder.run_record(target), fresh=fresh))
-    if as_json:
-        print_json(result)
-    else:
+    if not as_json:
         print_app_result(OUT, result, target)
-    claims: list[dict[str, Any]] = result["expectations"]
-    return claims
+    return _claims(result, as_json)
 
 
 def print_result(

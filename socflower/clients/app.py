@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -24,9 +25,7 @@ from socflower.clients.node_training import (
     partition_of,
 )
 from socflower.clients.privacy_mods import adapt_mod
-from socflower.clients.ring_client import (
-    answer_query,
-)
+from socflower.clients.ring_client import answer_query
 from socflower.clients.ring_work import train_as_member
 from socflower.clients.settings import MessageConfig, ReadSettings
 from socflower.errors import ConfigError
@@ -35,10 +34,7 @@ from socflower.model_graph.random_state import build_exclusively
 from socflower.model_graph.torch_device import AUTO
 from socflower.plain_numbers import plain_numbers
 from socflower.training.fp32 import FP32Trainer
-from socflower.training.trainer import (
-    Trainer,
-    torch_threads,
-)
+from socflower.training.trainer import Trainer, torch_threads
 from socflower.wire.message_keys import (
     CONFIG,
     EVALUATED,
@@ -133,25 +129,17 @@ def make_client_app(
         num_threads=num_threads,
         state_folder=state_folder,
         ring_ledger=ring_ledger,
+        app=app,
     )
     made = ClientApp(mods=[record_mod, *map(adapt_mod, mods)])
     made.query(QUERY_ACTION)(answer_query)
-
-    @made.train()
-    def train(message: Message, context: Context) -> Message:
-        if app is not None and not {GROUP, SPLIT} & {*message.content.config_records}:
-            return app(message, context)
-        return client.train(message, context)
-
+    made.train()(client.train)
     if evaluate_data_fn is not None:
-        evaluation_data_fn = _as_sources(evaluate_data_fn)
-
-        @made.evaluate()
-        def evaluate_client(message: Message, context: Context) -> Message:
-            return client.evaluate(
-                message, context, evaluation_data_fn, evaluate_step, evaluate_weight
-            )
-
+        source = _as_sources(evaluate_data_fn)
+        answer = partial(
+            client.evaluate, data_fn=source, step=evaluate_step, weight=evaluate_weight
+        )
+        made.evaluate()(answer)
     elif app is not None:
         made.evaluate()(app)
     return made
@@ -219,11 +207,14 @@ class _Client:
     num_threads: int
     state_folder: StateFolderFn | None
     ring_ledger: StateFolderFn | None
+    app: ClientApp | None
 
     def train(self, message: Message, context: Context) -> Message:
-        """Answer a TRAIN message by the work that its records name; without one the node trains alone."""
-        self.settings.check_node(context)
+        """Answer a TRAIN message by the work that its records name; without one the user's app or node trains alone."""
         records = message.content.config_records
+        if self.app is not None and not {GROUP, SPLIT} & {*records}:
+            return self.app(message, context)
+        self.settings.check_node(context)
         if SPLIT in records:
             raise ConfigError(
                 "the message is for an edge of a split training; make its ClientApp with "
@@ -249,6 +240,7 @@ class _Client:
         self,
         message: Message,
         context: Context,
+        *,
         data_fn: SourceFn,
         step: EvaluationStep | None,
         weight: EvaluationWeight | None,

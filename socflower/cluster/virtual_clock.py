@@ -1,6 +1,6 @@
 """Protocols between planners and the simulator of virtual time: neither imports the other; `scenario` joins them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Protocol, TypeVar
@@ -73,6 +73,11 @@ class Pace:
     in_progress_w: dict[int, float] = field(default_factory=dict)
     # Clock time at which a SoC without remaining work ends.
     ended_s: dict[int, float] = field(default_factory=dict)
+
+    def clear(self, socs: Iterable[int]) -> None:
+        """Take all remaining work from SoCs, also what is in progress."""
+        for soc in socs:
+            self.remaining[soc], self.ahead_s[soc] = 0, 0.0
 
     @property
     def done(self) -> bool:

@@ -17,7 +17,7 @@ from socflower.engines.local.exchange_record import ExchangeRecord
 from socflower.engines.local.run_app import run_on_local_grid
 from socflower.engines.local.workers import AppReference
 from socflower.engines.names import num_cores
-from socflower.engines.run_folder import RunFolder
+from socflower.engines.run_folder import OUTCOME, SCENARIO, STATUS, RunFolder
 from socflower.engines.run_status import OnStatus
 from socflower.engines.simulation import run_in_flower_simulation
 from socflower.errors import (
@@ -79,7 +79,7 @@ def run_on_engine(
     `wants_model`.
     """
     started_s = perf_counter()
-    folder.write_scenario(dict(app.deployed.document))
+    folder.write(SCENARIO, app.deployed.document)
     # The ServerApp may run in another process, so rounds are read from the folder.
     with following(folder, settings.on_round, settings.on_status):
         if settings.engine == "local":
@@ -104,7 +104,7 @@ def run_on_engine(
             settings.on_notice(_WARNING_OF_SIMULATION)
             workers = _most_useful(app.num_parallel)
             run_in_flower_simulation(folder, app.deployed.local_files, app.num_nodes, workers)
-    outcome = folder.read_outcome()
+    outcome = folder.read(OUTCOME)
     # Engines raise if the ServerApp wrote nothing.
     assert outcome is not None
     if "error" not in outcome:
@@ -141,7 +141,7 @@ def following(
             for entry in folder.read_progress(seen):
                 seen += 1
                 on_round(entry)
-            if (status := folder.read_status()) is not None and status != told:
+            if (status := folder.read(STATUS)) is not None and status != told:
                 told = status
                 on_status(status)
             if is_last_poll:

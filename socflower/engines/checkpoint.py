@@ -54,12 +54,50 @@ class Checkpoint:
     trace_parts: list[int] = field(default_factory=list)
 
 
-class CheckpointFolder:
-    """The folder of one run's checkpoints. Every error is a `ConfigError` of one line, as of `StateStore`."""
+class RunStore:
+    """What a run keeps in a folder until it succeeds, so that it can be resumed.
+
+    Its states are numbered; `unit` names one of them to a user. Every error is a `ConfigError` of one line, as of
+    `StateStore`.
+    """
+
+    unit: str
+
+    def __init__(self, path: Path, states: StateStore) -> None:
+        self.path = path
+        self._states = states
+
+    def create(self) -> None:
+        """Create the folder, and remove files that a killed writer left incomplete."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        remove_partial(self.path)
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the states to resume from, newest first, intact or not."""
+        return self._states.numbers()
+
+    def newest_name(self) -> str:
+        """Return the name of the newest state, such as "round 3"; empty if there is none."""
+        return f"{self.unit} {numbers[0]}" if (numbers := self.numbers()) else ""
+
+    def remove(self) -> None:
+        """Remove everything, and the folder unless it contains other files."""
+        self._states.remove()
+        for path in (*self.path.glob(".*.part"), *self.path.glob(".*-lock")):
+            path.unlink(missing_ok=True)
+        self._states.close()
+        with suppress(OSError):
+            self.path.rmdir()
+
+
+class CheckpointFolder(RunStore):
+    """The folder of one run's checkpoints."""
+
+    unit = "round"
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._rounds = StateStore(path, _ROUND, prefix="round-", suffix=".ckpt", keep=_NUM_KEPT)
+        kept = StateStore(path, _ROUND, prefix="round-", suffix=".ckpt", keep=_NUM_KEPT)
+        super().__init__(path, kept)
         self._spans = StateStore(path, _SPANS, prefix="trace-", suffix=".spans")
 
     @property
@@ -69,27 +107,25 @@ class CheckpointFolder:
 
     def create(self) -> None:
         """Create the folder, and remove files that a killed writer left incomplete."""
-        self.clients.mkdir(parents=True, exist_ok=True)
-        remove_partial(self.path)
+        super().create()
+        self.clients.mkdir(exist_ok=True)
         remove_partial(self.clients)
 
     def open(self, what: str, *, wait_s: float, on_wait: Callable[[str], None]) -> None:
         """Keep other processes from writing here, until `remove` or the end of this one."""
-        self._rounds.open(what, wait_s=wait_s, on_wait=on_wait)
+        self._states.open(what, wait_s=wait_s, on_wait=on_wait)
 
     def remove(self) -> None:
-        """Remove all checkpoints, and the folder unless it contains other files."""
-        self._rounds.remove()
+        """Remove all checkpoints and states of clients, and the folder unless it contains other files."""
+        # First what refers to the rest: a process may be killed in between.
+        self._states.remove()
         self._spans.remove()
-        ours = [*self.clients.glob("*.state")]
-        for folder in (self.path, self.clients):
-            ours += [*folder.glob(".*.part"), *folder.glob(".*-lock")]
-        for path in ours:
-            path.unlink(missing_ok=True)
-        self._rounds.close()
-        for folder in (self.clients, self.path):
-            with suppress(OSError):
-                folder.rmdir()
+        for pattern in ("*.state", ".*.part", ".*-lock"):
+            for path in self.clients.glob(pattern):
+                path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.clients.rmdir()
+        super().remove()
 
     def write(self, checkpoint: Checkpoint, trace_part: Mapping[str, Any] | None = None) -> None:
         """Write the spans of the round, then the checkpoint; remove checkpoints that are no longer kept."""
@@ -100,19 +136,11 @@ class CheckpointFolder:
         own: list[NDArray[Any]] = []
         state["strategy"] = _without_arrays(checkpoint.strategy, own)
         arrays |= {f"{_ARRAY}/{number}": array for number, array in enumerate(own)}
-        self._rounds.write(checkpoint.server_round, state, pack_arrays(arrays))
-
-    def rounds(self) -> list[int]:
-        """Return the rounds that have checkpoints, newest first, intact or not."""
-        return self._rounds.numbers()
-
-    def newest_name(self) -> str:
-        """Return the name of the newest checkpoint, "round 3"; empty if there is none."""
-        return f"round {rounds[0]}" if (rounds := self.rounds()) else ""
+        self._states.write(checkpoint.server_round, state, pack_arrays(arrays))
 
     def read(self, server_round: int) -> Checkpoint:
         """Return a checkpoint; `DamagedFile` if the checkpoint or its spans are damaged."""
-        state, payload = self._rounds.read(server_round)
+        state, payload = self._states.read(server_round)
         try:
             arrays = unpack_arrays(payload)
             own = [arrays.pop(name) for name in list(arrays) if name.startswith(f"{_ARRAY}/")]
@@ -121,7 +149,7 @@ class CheckpointFolder:
         except (MalformedBytes, IndexError) as error:
             # The file is forged: its digest is not a signature.
             raise DamagedFile(
-                f"{self._rounds.path(server_round)} is damaged ({error})", _ROUND.remedy
+                f"{self._states.path(server_round)} is damaged ({error})", _ROUND.remedy
             ) from None
         for _ in self.trace_parts(checkpoint):
             pass
@@ -133,7 +161,7 @@ class CheckpointFolder:
 
     def newest(self, on_damage: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
         """Return the newest intact checkpoint, or None if the folder has none; see `StateStore.newest`."""
-        return self._rounds.newest(self.read, on_damage)
+        return self._states.newest(self.read, on_damage)
 
     def resume(
         self,
@@ -154,7 +182,7 @@ class CheckpointFolder:
 
     def remove_after(self, server_round: int) -> None:
         """Remove checkpoints newer than a round, since the run resumes there and writes them again."""
-        self._rounds.remove(after=server_round)
+        self._states.remove(after=server_round)
         self._spans.remove(after=server_round)
 
 
@@ -185,6 +213,17 @@ class Checkpointing:
     engine: str
     # The round of the checkpoint to resume from; None: start a new training.
     resume_after: int | None = None
+
+    def to_document(self) -> dict[str, Any]:
+        """Return this as plain values, for other processes of the run."""
+        folder = str(self.kept.path.resolve())
+        return {"folder": folder, "engine": self.engine, "resume_after": self.resume_after}
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> "Checkpointing":
+        """Return what `to_document` described."""
+        kept = CheckpointFolder(Path(document["folder"]))
+        return cls(kept=kept, engine=document["engine"], resume_after=document["resume_after"])
 
     def after(self, checkpoint: Checkpoint | None) -> "Checkpointing":
         """Return the same for a run that resumes from a checkpoint, or starts from the beginning without one."""

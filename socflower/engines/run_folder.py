@@ -6,7 +6,7 @@ On the `simulation` and `deployment` engines Flower starts the ServerApp's proce
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,30 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
-from socflower.engines.ending import Ending
+from socflower.engines.checkpoint import Checkpointing
 from socflower.wire.saved_state import write_atomically
 from socflower.wire.secure_channel import Tls
+
+SCENARIO = "scenario"
+"""The resolved scenario, for server and clients."""
+
+CHECKPOINTING = "checkpointing"
+"""Where the run keeps checkpoints and which one it resumes from, as of `Checkpointing.to_document`."""
+
+SERVER = "server"
+"""The process id `pid` of the ServerApp, so that its death is distinguishable from its silence."""
+
+CLOUD = "cloud"
+"""The `CloudAddress` of a split run."""
+
+ENDING = "ending"
+"""The `Ending` of a run that ends before its last round."""
+
+STATUS = "status"
+"""What the ServerApp is doing now."""
+
+OUTCOME = "outcome"
+"""The app's outcome, or `{"error": …}` with the `kind` of a `SocflowerError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,34 +82,16 @@ class RunFolder:
         """Where the app writes its Chrome trace."""
         return self.path / "trace.json"
 
-    def write_scenario(self, document: Mapping[str, Any]) -> None:
-        """Write the resolved scenario for server and clients."""
-        self._write("scenario", document)
-
     def read_scenario(self) -> dict[str, Any]:
         """Return the document of the scenario in this folder."""
-        document: dict[str, Any] = json.loads((self.path / "scenario.json").read_text("utf-8"))
+        document = self.read(SCENARIO)
+        assert document is not None
         return document
-
-    def write_checkpointing(self, checkpointing: Checkpointing) -> None:
-        """Write, for server and clients, where the run keeps checkpoints and which one it resumes from."""
-        self._write(
-            "checkpointing",
-            {
-                "folder": str(checkpointing.kept.path.resolve()),
-                "engine": checkpointing.engine,
-                "resume_after": checkpointing.resume_after,
-            },
-        )
 
     def read_checkpointing(self) -> Checkpointing | None:
         """Return how the run keeps checkpoints, or None if it keeps none."""
-        document = self._read("checkpointing")
-        return (
-            None
-            if document is None
-            else Checkpointing(kept=CheckpointFolder(Path(document.pop("folder"))), **document)
-        )
+        document = self.read(CHECKPOINTING)
+        return None if document is None else Checkpointing.from_document(document)
 
     @property
     def training(self) -> str:
@@ -100,40 +102,10 @@ class RunFolder:
         """Return the folder in which this run's clients keep trainer states; None if they keep none."""
         return _clients_folder(self)
 
-    def write_server_process(self, pid: int) -> None:
-        """Write the ServerApp's process id, so that its death is distinguishable from its silence."""
-        self._write("server", {"pid": pid})
-
-    def read_server_process(self) -> int | None:
-        """Return the process id of the ServerApp, or None before it has started."""
-        document = self._read("server")
-        return None if document is None else int(document["pid"])
-
-    def write_cloud(self, cloud: CloudAddress) -> None:
-        """Write the address of this run's cloud."""
-        self._write("cloud", asdict(cloud))
-
     def read_cloud(self) -> CloudAddress | None:
         """Return the cloud's address; None if both halves train in the clients' processes."""
-        document = self._read("cloud")
+        document = self.read(CLOUD)
         return None if document is None else CloudAddress(**document)
-
-    def write_ending(self, ending: Ending) -> None:
-        """Write when the run ends before its last round."""
-        self._write("ending", asdict(ending))
-
-    def read_ending(self) -> Ending | None:
-        """Return when the run ends before its last round; None if it does not."""
-        document = self._read("ending")
-        return None if document is None else Ending(**document)
-
-    def write_outcome(self, outcome: dict[str, Any]) -> None:
-        """Write the app's outcome, or `{"error": …}` with the `kind` of a `SocflowerError`."""
-        self._write("outcome", outcome)
-
-    def read_outcome(self) -> dict[str, Any] | None:
-        """Return the outcome, or None while there is none."""
-        return self._read("outcome")
 
     def append_progress(self, entry: dict[str, Any]) -> None:
         """Add a line about the round that just ended."""
@@ -148,14 +120,6 @@ class RunFolder:
                 if line.endswith("\n"):
                     yield json.loads(line)
 
-    def write_status(self, document: Mapping[str, Any]) -> None:
-        """Write what the ServerApp is doing now."""
-        self._write("status", document)
-
-    def read_status(self) -> dict[str, Any] | None:
-        """Return what the ServerApp wrote last, or None."""
-        return self._read("status")
-
     @property
     def model(self) -> Path:
         """The file of the trained model."""
@@ -168,10 +132,12 @@ class RunFolder:
         """Write the trained model: its arrays by the names of the state dict."""
         np.savez(self.model, **arrays)  # type: ignore[arg-type]
 
-    def _write(self, name: str, document: Mapping[str, Any]) -> None:
+    def write(self, name: str, document: Mapping[str, Any]) -> None:
+        """Write one of the run's documents, such as `OUTCOME`, all of it or nothing."""
         write_atomically(self.path / f"{name}.json", json.dumps(document))
 
-    def _read(self, name: str) -> dict[str, Any] | None:
+    def read(self, name: str) -> dict[str, Any] | None:
+        """Return one of the run's documents, or None while there is none."""
         path = self.path / f"{name}.json"
         document: dict[str, Any] | None = (
             json.loads(path.read_text("utf-8")) if path.exists() else None

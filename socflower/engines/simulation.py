@@ -19,7 +19,7 @@ from socflower.engines.deployment.flower_processes import (
 )
 from socflower.engines.deployment.superlink import CONNECTION, start_superlink
 from socflower.engines.names import require_engine
-from socflower.engines.run_folder import RunFolder
+from socflower.engines.run_folder import OUTCOME, RunFolder
 from socflower.errors import TrainingFailed
 
 # Ray's default is 30 s, which is too short on a busy machine.
@@ -62,10 +62,10 @@ def run_in_flower_simulation(
                 log,
                 app,
             )
-            while folder.read_outcome() is None and run.poll() is None:
+            while folder.read(OUTCOME) is None and run.poll() is None:
                 time.sleep(0.2)
             await_end(run)
-    if folder.read_outcome() is None:
+    if folder.read(OUTCOME) is None:
         raise TrainingFailed(
             f"engine simulation: Flower ended without an outcome; the end of its log: {tail(log)}"
         )

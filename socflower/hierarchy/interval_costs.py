@@ -574,8 +574,7 @@ class ChangingSteps:
         one_stays = len(at_work) == len(groups)
         ended = terminated_groups(at_work, taken, one_stays=one_stays)
         self._terminated.update(group.group_id for group in ended)
-        for soc in (soc for group in ended for soc in group.members):
-            pace.remaining[soc], pace.ahead_s[soc] = 0, 0.0
+        pace.clear(soc for group in ended for soc in group.members)
         return bool(ended)
 
     def _align_members(self, pace: Pace, worked: GroupPlan) -> None:

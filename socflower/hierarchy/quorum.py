@@ -125,8 +125,8 @@ def run_to_quorum(
     fresh = with_groups(plan, [group for group in plan.groups if group.group_id not in late])
     steps = ChangingSteps(work, clock, capacities or CapacitiesInUse(1.0), {}, interval.first_step)
     usage = Usage()
+    pace.clear(fresh.participants)
     for soc in fresh.participants:
-        pace.remaining[soc], pace.ahead_s[soc] = 0, 0.0
         pace.ended_s.pop(soc, None)
     if work.begins_with_deal(interval):
         num_bytes = work.num_samples / len(plan.participants) * work.profile.input_bytes
@@ -152,10 +152,9 @@ def run_to_quorum(
     behind = _behind(plan, pace, waited_for, rounding_s(begin_s, clock.now_s))
     arrived = [group for own in waited_for for group in own if group.group_id not in behind]
     # A group that is lost stops here.
-    for group in plan.groups:
-        if group.group_id not in behind:
-            for soc in group.members:
-                pace.remaining[soc], pace.ahead_s[soc] = 0, 0.0
+    pace.clear(
+        soc for group in plan.groups if group.group_id not in behind for soc in group.members
+    )
     if len(plan.groups) > 1 and arrived:
         answers_s = {group.leader: _answer_s(group, pace, {}, begin_s) for group in arrived}
         models, first_s = _models_of_arrived(

@@ -16,7 +16,12 @@ from socflower.hierarchy.exchange.collectives import (
     Exchange,
     broadcast,
 )
-from socflower.hierarchy.exchange.gradients import EXACT_RING, ExchangeTasks, GradientExchange
+from socflower.hierarchy.exchange.gradients import (
+    EXACT_RING,
+    Compute,
+    ExchangeTasks,
+    GradientExchange,
+)
 from socflower.hierarchy.exchange.models import RING, STAR_EXCHANGE, Arrivals, ModelExchange
 from socflower.hierarchy.plan import Group, GroupPlan
 
@@ -52,6 +57,9 @@ def step_graph(
     if missing:
         raise ConfigError(f"step: members {missing} have no cost")
     builder = GraphBuilder()
+    compute: Compute | None = None
+    if memory_bytes_per_s is not None:
+        compute = partial(_encode, builder, costs, memory_bytes_per_s)
     turn_of = {
         group_id: turn for turn, ids in enumerate(plan.communication_groups) for group_id in ids
     }
@@ -60,36 +68,17 @@ def step_graph(
     first: dict[int, tuple[int, ...]] = {}
     last: dict[int, tuple[int, ...]] = {}
     for group in sorted(plan.groups, key=lambda group: (turn_of[group.group_id], group.group_id)):
-        before = [
-            task
-            for other in sorted(neighbours.get(group.group_id, ()))
-            for task in last.get(other, ())
-        ]
+        others = sorted(neighbours.get(group.group_id, ()))
+        before = [task for other in others for task in last.get(other, ())]
+        lower = partial(gradients.lower, builder, group.members, step=step, compute=compute)
         first[group.group_id], last[group.group_id] = _group_step(
-            builder,
-            group,
-            costs,
-            exchange.buckets(overlap_buckets),
-            before,
-            partial(
-                gradients.lower,
-                builder,
-                group.members,
-                step=step,
-                compute=None
-                if memory_bytes_per_s is None
-                else partial(_encode, builder, costs, memory_bytes_per_s),
-            ),
+            builder, group, costs, exchange.buckets(overlap_buckets), before, lower
         )
-    for group_id, others in neighbours.items():
-        later = [
-            task
-            for other in sorted(others)
-            if turn_of[other] > turn_of[group_id]
-            for task in last[other]
-        ]
+    for group_id, neighbour_ids in neighbours.items():
+        turn = turn_of[group_id]
+        later = [last[other] for other in sorted(neighbour_ids) if turn_of[other] > turn]
         for task in first[group_id] if later else ():
-            builder.follow_previous(task, later)
+            builder.follow_previous(task, [task for tasks in later for task in tasks])
     return builder.build(plan.participants)
 
 

@@ -58,36 +58,8 @@ def exported_module(
     follow the model, naming what prevents that, and for BatchNorm, whose statistics such a graph does not keep. The
     module computes on the CPU.
     """
-    norms = [
-        name or type(part).__name__
-        for name, part in model.named_modules()
-        if isinstance(part, _WITH_STATISTICS)
-    ]
-    if norms:
-        raise ConfigError(
-            f"exported_module: {norms[0]} keeps statistics of batches; torch.fx follows such networks itself"
-        )
-    if num_samples(example) < 2:
-        raise ConfigError("exported_module: the example must have two samples or more")
-    lengths = {0: Dim("samples", min=1, max=2**20)}
-    lengths |= {at: Dim(f"length_{at}", min=2, max=most) for at, most in (free or {}).items()}
-    shapes = mapped(
-        example, lambda tensor: {at: each for at, each in lengths.items() if at < tensor.dim()}
-    )
     was_training = model.training
-    whole = _OneResult(model.train(), output)
-    try:
-        program = export(whole, (example,), dynamic_shapes=(shapes,), strict=False)
-    except ConfigError:
-        raise
-    except Exception as error:
-        # Each part of torch.export raises types of its own.
-        raise ConfigError(
-            f"exported_module: torch.export cannot follow {type(model).__name__}: {reason(error)}"
-        ) from None
-    finally:
-        model.train(was_training)
-    graph = program.module(check_guards=False)
+    graph = _exported(model, example, free or {}, output)
     _return_one_tensor(graph.graph, type(model).__name__)
     _name_inputs(graph.graph, example)
     attributes = _attributes(model, graph)
@@ -110,6 +82,42 @@ def exported_module(
     made.meta[EXAMPLE] = mapped(example, lambda tensor: tensor[:1].detach().clone())
     made.meta[FREE] = bool(free)
     return made.train(was_training)
+
+
+def _exported(
+    model: nn.Module, example: Batch, free: Mapping[int, int], output: str
+) -> fx.GraphModule:
+    """Return what torch.export makes of a model in training mode."""
+    norms = [
+        name or type(part).__name__
+        for name, part in model.named_modules()
+        if isinstance(part, _WITH_STATISTICS)
+    ]
+    if norms:
+        raise ConfigError(
+            f"exported_module: {norms[0]} keeps statistics of batches; torch.fx follows such networks itself"
+        )
+    if num_samples(example) < 2:
+        raise ConfigError("exported_module: the example must have two samples or more")
+    lengths = {0: Dim("samples", min=1, max=2**20)}
+    lengths |= {at: Dim(f"length_{at}", min=2, max=most) for at, most in free.items()}
+    shapes = mapped(
+        example, lambda tensor: {at: each for at, each in lengths.items() if at < tensor.dim()}
+    )
+    was_training = model.training
+    whole = _OneResult(model.train(), output)
+    try:
+        program = export(whole, (example,), dynamic_shapes=(shapes,), strict=False)
+    except ConfigError:
+        raise
+    except Exception as error:
+        # Each part of torch.export raises types of its own.
+        raise ConfigError(
+            f"exported_module: torch.export cannot follow {type(model).__name__}: {reason(error)}"
+        ) from None
+    finally:
+        model.train(was_training)
+    return cast(fx.GraphModule, program.module(check_guards=False))
 
 
 # The path of the model inside `_OneResult`.

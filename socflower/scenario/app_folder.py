@@ -18,6 +18,7 @@ from socflower.engines.any_engine import (
     EngineSettings,
     with_predictions,
 )
+from socflower.engines.checkpoint import RunStore
 from socflower.engines.deployment.options import DeployedApp, DeploymentOptions
 from socflower.engines.local.exchange_record import ExchangeRecord
 from socflower.engines.local.run_app import FlowerApp, load_flower_app, require_server_app
@@ -29,7 +30,7 @@ from socflower.scenario.app.own_app import own_app_files, training_profile
 from socflower.scenario.app.own_app import server_app as own_server_app
 from socflower.scenario.app.round_record import versions
 from socflower.scenario.expectations import check_app_claims, parse_claims, refuse_unknown_metrics
-from socflower.scenario.jobs import Kept, run_job_to_folder
+from socflower.scenario.jobs import run_job_to_folder
 from socflower.scenario.priced_processors import cluster_gpu_notes
 from socflower.toml_file import parse_value
 from socflower.user_code import forgotten_modules, own_sources
@@ -136,13 +137,13 @@ class AppRun:
             ),
         )
 
-    def keep(self, out: Path, settings: EngineSettings) -> Kept | None:
+    def keep(self, out: Path, settings: EngineSettings) -> RunStore | None:
         """Return the record of the app's exchanges of messages on engine local; Flower's engines keep nothing."""
         if settings.engine != "local":
             return None
         return run_record(out, self.inputs(), settings.on_notice)
 
-    def prepare(self, folder: RunFolder, kept: Kept | None, settings: EngineSettings) -> None:
+    def prepare(self, folder: RunFolder, kept: RunStore | None, settings: EngineSettings) -> None:
         """Do nothing: the record is replayed by the grid."""
 
     def result(self, outcome: dict[str, Any], engine: str) -> dict[str, Any]:

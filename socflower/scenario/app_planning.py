@@ -97,27 +97,7 @@ def plan_app_folder(
     profile = None if own is None else with_weights(own, started.arrays)
     clock = EventClock(cluster)
     exchanges, work = strategy.predicted(clock, profile)
-    schedule, predicted = strategy.method.schedule, None
-    if work is not None:
-        interval = schedule.server_interval
-        shapes = sync_shapes(
-            schedule.num_epochs,
-            strategy.method.steps_per_epoch,
-            schedule.interval_epochs,
-            server_interval=interval,
-            doubling_epochs=schedule.doubling_epochs,
-        )
-        late = strategy.method.late
-        predicted = predicted_costs(
-            work,
-            clock,
-            shapes,
-            schedule.num_epochs,
-            in_servers=interval > 1,
-            training=None
-            if late is None
-            else training_usage(work, strategy.method.intervals, clock.at_start(), late.quorum),
-        )
+    schedule = strategy.method.schedule
     return cluster, {
         "schema": 1,
         "work": f"{name} of {folder.resolve().name}, {counted(schedule.num_epochs, 'epoch')} of "
@@ -125,11 +105,34 @@ def plan_app_folder(
         "model": None if work is None else model_document(work.profile),
         **strategy.plan.to_document(),
         **exchanges.to_document(),
-        "predicted": predicted,
+        "predicted": None if work is None else _predicted(strategy, work, clock),
         "one_soc": None,
         "verdict": None,
         "notes": _pricing_notes(name, profile, work),
     }
+
+
+def _predicted(strategy: SoCFlow, work: IntervalCosts, clock: EventClock) -> dict[str, Any]:
+    """Return what the training costs."""
+    schedule, late = strategy.method.schedule, strategy.method.late
+    shapes = sync_shapes(
+        schedule.num_epochs,
+        strategy.method.steps_per_epoch,
+        schedule.interval_epochs,
+        server_interval=schedule.server_interval,
+        doubling_epochs=schedule.doubling_epochs,
+    )
+    training = None
+    if late is not None:
+        training = training_usage(work, strategy.method.intervals, clock.at_start(), late.quorum)
+    return predicted_costs(
+        work,
+        clock,
+        shapes,
+        schedule.num_epochs,
+        in_servers=schedule.server_interval > 1,
+        training=training,
+    )
 
 
 def _pricing_notes(name: str, given: ModelProfile | None, work: IntervalCosts | None) -> list[str]:

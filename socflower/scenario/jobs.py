@@ -14,6 +14,7 @@ from socflower.engines.any_engine import (
     run_on_engine,
     with_prediction,
 )
+from socflower.engines.checkpoint import RunStore
 from socflower.engines.deployment.options import DeploymentOptions
 from socflower.engines.local.exchange_record import ExchangeRecord
 from socflower.engines.run_folder import RunFolder
@@ -46,10 +47,10 @@ class Job(Protocol):
     def engine_app(self) -> EngineApp:
         """Return the app for the engines."""
 
-    def keep(self, out: Path, settings: EngineSettings) -> "Kept | None":
+    def keep(self, out: Path, settings: EngineSettings) -> RunStore | None:
         """Return what keeps the state of a run into `out`; None if nothing does."""
 
-    def prepare(self, folder: RunFolder, kept: "Kept | None", settings: EngineSettings) -> None:
+    def prepare(self, folder: RunFolder, kept: RunStore | None, settings: EngineSettings) -> None:
         """Write into the run's folder from where it resumes."""
 
     def result(self, outcome: dict[str, Any], engine: str) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def run_job(
     job: Job,
     settings: EngineSettings,
     *,
-    kept: "Kept | None" = None,
+    kept: RunStore | None = None,
     trace_to: Path | None = None,
     model_to: Path | None = None,
 ) -> dict[str, Any]:
@@ -151,7 +152,7 @@ def _write_results(
     out: Path,
     settings: EngineSettings,
     *,
-    kept: "Kept | None",
+    kept: RunStore | None,
     save_model: Path | None,
 ) -> dict[str, Any]:
     file = "model" if save_model is None else f"model{save_model.suffix}"
@@ -191,24 +192,9 @@ def _move_model(model: Path, target: Path) -> None:
     model.unlink()
 
 
-class Kept(Protocol):
-    """What a run keeps in a folder until it succeeds, so that it can be resumed."""
-
-    path: Path
-
-    def create(self) -> None:
-        """Create the folder, and remove files that a killed writer left incomplete."""
-
-    def newest_name(self) -> str:
-        """Return the point after which the run can resume, such as "round 3"; empty if there is none."""
-
-    def remove(self) -> None:
-        """Remove everything, and the folder."""
-
-
 @contextmanager
 def kept_for_resume(
-    kept: Kept | None, out: Path, settings: EngineSettings, *, fresh: bool
+    kept: RunStore | None, out: Path, settings: EngineSettings, *, fresh: bool
 ) -> Iterator[None]:
     """Create the folder in which a run into `out` keeps its state, empty if `fresh`; errors remove an empty one.
 
@@ -240,7 +226,7 @@ def kept_for_resume(
         raise
 
 
-def kept_line(kept: Kept, *, fresh: bool) -> str:
+def kept_line(kept: RunStore, *, fresh: bool) -> str:
     """Return the line about what is kept of a run that ended early; empty if nothing is.
 
     With `fresh` the command was given --fresh, which would remove it.

@@ -1,7 +1,7 @@
 """Runs a scenario on an engine and writes its result files."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ from socflower.engines.any_engine import (
     EngineSettings,
     with_predictions,
 )
-from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
+from socflower.engines.checkpoint import CheckpointFolder, Checkpointing, RunStore
 from socflower.engines.ending import Ending
 from socflower.engines.local.workers import AppReference
-from socflower.engines.run_folder import RunFolder
+from socflower.engines.run_folder import CHECKPOINTING, ENDING, RunFolder
 from socflower.engines.run_log import NO_LOGGING, RoundLogging
 from socflower.errors import ConfigError
 from socflower.report.quality import costs_to_target
@@ -23,7 +23,7 @@ from socflower.scenario.app.main import folder_of_run_config, scenario_server_ap
 from socflower.scenario.app.round_record import versions
 from socflower.scenario.arithmetic import arithmetic_notes
 from socflower.scenario.expectations import check_expectations
-from socflower.scenario.jobs import Kept, run_job, run_job_to_folder
+from socflower.scenario.jobs import run_job, run_job_to_folder
 from socflower.scenario.model_export import write_model
 from socflower.scenario.prepared_run import PreparedRun, prepare
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
@@ -77,14 +77,14 @@ class ScenarioJob:
             deployed=deployed_app(scenario),
         )
 
-    def keep(self, out: Path, settings: EngineSettings) -> Kept | None:
+    def keep(self, out: Path, settings: EngineSettings) -> RunStore | None:
         """Return the folder of checkpoints."""
         return checkpoint_folder(out) if self.resumable else None
 
-    def prepare(self, folder: RunFolder, kept: Kept | None, settings: EngineSettings) -> None:
+    def prepare(self, folder: RunFolder, kept: RunStore | None, settings: EngineSettings) -> None:
         """Write when the run ends, where checkpoints are, and after which one the run resumes."""
         if self.ending is not None:
-            folder.write_ending(self.ending)
+            folder.write(ENDING, asdict(self.ending))
         if not isinstance(kept, CheckpointFolder):
             return
         checkpoint = kept.resume(
@@ -96,7 +96,7 @@ class ScenarioJob:
                 f"{checkpoint.num_rounds}; --fresh starts over"
             )
         checkpointing = Checkpointing(kept=kept, engine=settings.engine).after(checkpoint)
-        folder.write_checkpointing(checkpointing)
+        folder.write(CHECKPOINTING, checkpointing.to_document())
 
     def result(self, outcome: dict[str, Any], engine: str) -> dict[str, Any]:
         """Return the result document: claims, costs to the target, and where its figures come from."""

@@ -249,26 +249,8 @@ def settle(
     )
     means = means_of(this, usable)
     met = {group for mean in means for group in mean.groups}
-    saved = [
-        ReplyEvent(
-            kind="leader-lost",
-            group_id=event.group_id,
-            text=f"{event.text.partition(';')[0]}; its model is in the mean of the leaders",
-        )
-        for event in all_lost
-        if event.group_id in met
-    ]
-    twice = [
-        ReplyEvent(
-            kind="no-reply",
-            group_id=group,
-            text=(
-                f"group {group}: its leader met others that had met without it; left out of this synchronisation"
-            ),
-        )
-        for group in map(group_id_of, usable)
-        if group not in met
-    ]
+    saved = [_only_leader_lost(event) for event in all_lost if event.group_id in met]
+    twice = [_met_apart(group) for group in map(group_id_of, usable) if group not in met]
     return SettledRound(
         usable=[reply for reply in usable if group_id_of(reply) in met],
         means=means,
@@ -277,6 +259,16 @@ def settle(
         away=frozenset(notes.away) & this.node_of.keys(),
         leaders_replaced=frozenset(notes.leaders_replaced),
     )
+
+
+def _only_leader_lost(event: ReplyEvent) -> ReplyEvent:
+    text = f"{event.text.partition(';')[0]}; its model is in the mean of the leaders"
+    return ReplyEvent(kind="leader-lost", group_id=event.group_id, text=text)
+
+
+def _met_apart(group: int) -> ReplyEvent:
+    text = f"group {group}: its leader met others that had met without it; left out of this synchronisation"
+    return ReplyEvent(kind="no-reply", group_id=group, text=text)
 
 
 def _settle_rings(

@@ -80,16 +80,7 @@ class HybridPipeline(GroupRoundStrategy):
         require_type(name, (RingSettings,), "RingSettings(…)", rings=rings)
         require_type(name, (int,), "a whole number, 0 or more", backup_steps=backup_steps)
         require_range(name, least=0, backup_steps=backup_steps)
-        if schedule.batch_size != problem.mini_batch_size:
-            raise ConfigError(
-                f"{name}: the schedule has batch_size = {schedule.batch_size}, and mini-batches of the "
-                f"problem have {problem.mini_batch_size} samples; give both the same"
-            )
-        if not schedule.reshuffle:
-            raise ConfigError(
-                f"{name}: all samples of a mini-batch come from one place, so data cannot stay at their "
-                "nodes; use reshuffle=True"
-            )
+        _check_schedule(name, schedule, problem)
         cluster = problem.cluster
         socs = {device.soc for device in problem.devices}
         is_device = [float(soc in socs) for soc in range(cluster.num_socs)]
@@ -132,3 +123,17 @@ class HybridPipeline(GroupRoundStrategy):
     def undisturbed_s(self) -> float:
         """Return the virtual seconds of all rounds on all devices without heat, users and events."""
         return self._work.undisturbed_s(self.plan.participants, self.method.intervals)
+
+
+def _check_schedule(name: str, schedule: TrainingSchedule, problem: PipelineProblem) -> None:
+    """Raise `ConfigError` for a schedule of other mini-batches than the problem's, or of data that stay."""
+    if schedule.batch_size != problem.mini_batch_size:
+        raise ConfigError(
+            f"{name}: the schedule has batch_size = {schedule.batch_size}, and mini-batches of the "
+            f"problem have {problem.mini_batch_size} samples; give both the same"
+        )
+    if not schedule.reshuffle:
+        raise ConfigError(
+            f"{name}: all samples of a mini-batch come from one place, so data cannot stay at their "
+            "nodes; use reshuffle=True"
+        )

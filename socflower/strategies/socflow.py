@@ -128,58 +128,40 @@ class SoCFlow(GroupRoundStrategy):
         dispatch: LabelledData | None = None,
         tolerate_client_errors: bool = False,
     ) -> None:
-        name = type(self).__name__
-        _require_types(
-            name,
-            cluster=cluster,
-            schedule=schedule,
-            groups=groups,
-            costs=costs,
-            exchange=exchange,
-            rings=rings,
-            rebalancing=rebalancing,
-            quorum=quorum,
-            tolerate_client_errors=tolerate_client_errors,
-        )
+        name, arguments = type(self).__name__, locals()
+        for key, (kinds, expected) in _TYPES.items():
+            require_type(name, kinds, expected, **{key: arguments[key]})
         model_name = costs.model_profile.name if costs.model_profile else ""
         rates = sustained_rates(cluster, model_name, costs.pricing)
-        spares: tuple[int, ...] = ()
-        if not isinstance(groups, GroupPlan):
-            counts = groups if isinstance(groups, Grouping) else Grouping(num_groups=groups)
-            groups = plan_groups(cluster, counts.num_groups, counts.num_socs, rates)
-            if counts.use_spares:
-                spares = _spares(name, cluster, groups, schedule, preemption)
-        steps_per_epoch, intervals = self._intervals(schedule, len(groups.groups))
-        if outer is not None:
-            _refuse_beside_outer(name, outer, average, schedule)
-        if quorum.fraction < 1:
-            _refuse_beside_quorum(name, quorum, groups, schedule, costs)
+        plan, spares = _planned(name, cluster, groups, rates, schedule, preemption)
+        steps_per_epoch, intervals = self._intervals(schedule, len(plan.groups))
+        _refuse_beside_outer(name, outer, average, schedule)
+        _refuse_beside_quorum(name, quorum, plan, schedule, costs)
         _check_preemption(name, preemption, quorum, rebalancing)
         if dispatch is not None:
             _require_dispatch(name, dispatch, schedule, costs)
+        shared: dict[str, Any] = {
+            "cluster": cluster,
+            "schedule": schedule,
+            "intervals": intervals,
+            "steps_per_epoch": steps_per_epoch,
+            "exchange": exchange,
+        }
         self._work = DataParallelWork(
-            cluster=cluster,
-            schedule=schedule,
-            plan=groups,
+            **shared,
+            plan=plan,
             costs=costs,
-            exchange=exchange,
             rebalancing=rebalancing,
-            intervals=intervals,
-            steps_per_epoch=steps_per_epoch,
             hub_decides=outer is not None,
             preemption=preemption,
             dispatches=dispatch is not None,
         )
         method = self._method(
-            cluster=cluster,
-            schedule=schedule,
+            **shared,
             planner=RoundPlanner(
-                cluster, groups, rates, rebalancing, preemption, spares, rings.min_nodes
+                cluster, plan, rates, rebalancing, preemption, spares, rings.min_nodes
             ),
-            intervals=intervals,
-            steps_per_epoch=steps_per_epoch,
             work=self._work,
-            exchange=exchange,
             rings=rings,
             average=average or aggregate_records,
             needs_each_model=_needs_each_model(outer, average, quorum),
@@ -188,7 +170,7 @@ class SoCFlow(GroupRoundStrategy):
             quorum=quorum,
             dispatch=dispatch,
         )
-        super().__init__(method, outer, len(groups.groups))
+        super().__init__(method, outer, len(plan.groups))
 
     def _intervals(
         self, schedule: TrainingSchedule, num_groups: int
@@ -241,16 +223,29 @@ def intervals_of(schedule: TrainingSchedule, num_groups: int) -> tuple[int, Sequ
     return steps_per_epoch, intervals
 
 
-def _require_types(name: str, **settings: object) -> None:
-    for key, value in settings.items():
-        kinds, expected = _TYPES[key]
-        require_type(name, kinds, expected, **{key: value})
+def _planned(
+    name: str,
+    cluster: Cluster,
+    groups: int | Grouping | GroupPlan,
+    rates: Sequence[float],
+    schedule: TrainingSchedule,
+    preemption: str,
+) -> tuple[GroupPlan, tuple[int, ...]]:
+    """Return the first plan and the SoCs that stand in for lost ones."""
+    if isinstance(groups, GroupPlan):
+        return groups, ()
+    counts = groups if isinstance(groups, Grouping) else Grouping(num_groups=groups)
+    plan = plan_groups(cluster, counts.num_groups, counts.num_socs, rates)
+    spares = _spares(name, cluster, plan, schedule, preemption) if counts.use_spares else ()
+    return plan, spares
 
 
 def _refuse_beside_outer(
-    name: str, outer: Strategy, average: Averaging | None, schedule: TrainingSchedule
+    name: str, outer: Strategy | None, average: Averaging | None, schedule: TrainingSchedule
 ) -> None:
     """Raise `ConfigError` for settings that an outer strategy would replace."""
+    if outer is None:
+        return
     if average is not None:
         raise ConfigError(
             f"{name}: average is a rule of its own, which outer = {type(outer).__name__}(…) would replace; give "
@@ -271,6 +266,8 @@ def _refuse_beside_quorum(
     costs: Costs,
 ) -> None:
     """Raise `ConfigError` for settings with which a group cannot be late."""
+    if quorum.fraction == 1:
+        return
     quorum.require_some_late(len(plan.groups), min(map(len, late_together(plan))))
     arithmetic = "mixed precision" if isinstance(costs.pricing, MixedPricing) else ""
     if getattr(costs.pricing, "arithmetic", "") == "int8":

@@ -53,15 +53,7 @@ def train_group(
     interval is reproducible. `departures` maps a member's position to the interval's step (from 0) before which it
     leaves; when all have left, the interval ends. `before_step` is called with the number of steps that are done.
     """
-    span = TrainingSpan(
-        num_members=len(task.members),
-        first_step=task.first_step,
-        total_steps=task.total_steps,
-        steps_per_epoch=task.steps_per_epoch,
-        npu_ratios=task.npu_ratios,
-        proximal_mu=task.proximal_mu,
-        seed=(task.seed, task.group_id),
-    )
+    span = TrainingSpan.of_group(task, num_members=len(task.members), npu_ratios=task.npu_ratios)
     coding = gradient_coding(task.compression, steps_per_epoch=task.steps_per_epoch)
     residuals: Mapping[int, bytes] = {}
     if state is not None and not coding.is_exact:
@@ -71,10 +63,11 @@ def train_group(
         members: GroupSum | None = None
         in_order = isinstance(session, ExchangingSession) and session.in_ring_order
         if in_order or not coding.is_exact:
+            exchange = GradientExchange(kind=task.exchange, coding=coding)
             members = GroupSum(
                 exchanging(session, coding, type(trainer).__name__),
                 model,
-                GradientExchange(kind=task.exchange, coding=coding),
+                exchange,
                 task.members,
                 num_buckets=task.num_buckets,
                 seed=task.seed,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from socflower.model_graph.batch_form import Batch, num_samples
 from socflower.model_graph.torch_device import AUTO, resolve_device
 from socflower.plain_numbers import plain_numbers
 from socflower.precision.int8.batch_share import BatchPeers
+from socflower.wire.message_keys import GroupTask
 from socflower.workloads.data_source import DataSource
 
 Part: TypeAlias = Batch
@@ -40,6 +41,18 @@ class TrainingSpan:
     proximal_mu: float = 0.0
     seed: tuple[int, ...] = ()
     npu_ratios: tuple[float, ...] = ()
+
+    @classmethod
+    def of_group(cls, task: GroupTask, step: int = 0, **of_session: Any) -> "TrainingSpan":
+        """Return the rest of a group's interval, from a step of it on; `of_session` has what its session adds."""
+        return cls(
+            first_step=task.first_step + step,
+            total_steps=task.total_steps,
+            steps_per_epoch=task.steps_per_epoch,
+            proximal_mu=task.proximal_mu,
+            seed=(task.seed, task.group_id),
+            **of_session,
+        )
 
 
 @plain_numbers

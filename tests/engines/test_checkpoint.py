@@ -101,14 +101,14 @@ def test_the_last_two_are_kept_and_the_spans_of_all_rounds(tmp_path: Path) -> No
             checkpoint(server_round, trace_parts=list(range(1, server_round + 1))),
             {"spans": [server_round]},
         )
-    assert kept.rounds() == [11, 10]
+    assert kept.numbers() == [11, 10]
     found = kept.newest()
     assert found is not None and found.server_round == 11
     assert [part["spans"] for part in kept.trace_parts(found)] == [
         [number] for number in range(1, 12)
     ]
     kept.remove_after(10)
-    assert kept.rounds() == [10] and not list(tmp_path.glob("trace-000011*"))
+    assert kept.numbers() == [10] and not list(tmp_path.glob("trace-000011*"))
     kept.remove()
     assert not tmp_path.exists()
 
@@ -189,7 +189,7 @@ def test_a_kill_between_write_and_rename_leaves_the_one_before(
     kept.create()
     assert not list(tmp_path.glob(".*.part"))
     kept.write(checkpoint(2, trace_parts=[1, 2]), {"spans": [1]})
-    assert kept.rounds() == [2, 1]
+    assert kept.numbers() == [2, 1]
 
 
 def test_spans_that_are_missing_make_a_checkpoint_unusable(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from socflower.engines.run_folder import OUTCOME
 from socflower.errors import ConfigError
 from socflower.scenario.app.deployed import SCENARIO_FILE
 from socflower.scenario.app.remote_main import BundledRunFolder
@@ -82,5 +83,5 @@ def test_the_checkpoints_of_a_run_elsewhere_have_one_server(
     assert checkpointing is not None and checkpointing.kept.path == kept
     with pytest.raises(ConfigError, match="is at work there"):
         FolderLock(kept / ".round-lock", "a third")
-    folder.write_outcome({"final_accuracy": 1.0})
+    folder.write(OUTCOME, {"final_accuracy": 1.0})
     assert not kept.exists(), "after a run that ended well nothing of its checkpoints is left"

@@ -188,17 +188,7 @@ class DecisionEngine:
         if rests or gap < 1:
             return None
         stay_s = predicted_s(costs, current, rates, gap, reverse=self._reverse)
-        chosen = current
-        move_s = stay_s
-        place = -1
-        for index, choice in enumerate(self.choices(window)):
-            if choice == current or (choice.cut is None and current.cut is None):
-                continue
-            seconds = predicted_s(costs, choice, rates, gap, current, reverse=self._reverse)
-            if seconds < move_s:
-                chosen = choice
-                move_s = seconds
-                place = index
+        chosen, move_s, place = self._quickest(costs, current, rates, gap, stay_s)
         lead = 0.0 if chosen is current else self._leads[place]
         if math.isinf(self._leads[0]):
             self._leads = [0.0] * len(self._places)
@@ -232,6 +222,24 @@ class DecisionEngine:
             self._lost_leads[place] = lead
         self._leads = [0.0] * len(self._places)
         return chosen
+
+    def _quickest(
+        self,
+        costs: SplitCosts,
+        current: SplitPlan,
+        rates: LinkRates,
+        gap: float,
+        stay_s: float,
+    ) -> tuple[SplitPlan, float, int]:
+        """Return the deployment of the least time, moving included, with that time and its place; -1 to stay."""
+        best = current, stay_s, -1
+        for index, choice in enumerate(self.choices(current.window)):
+            if choice == current or (choice.cut is None and current.cut is None):
+                continue
+            seconds = predicted_s(costs, choice, rates, gap, current, reverse=self._reverse)
+            if seconds < best[1]:
+                best = choice, seconds, index
+        return best
 
     def _place_of(self, plan: SplitPlan) -> int:
         """Return the index of a plan's place, or -1 for one that is not a choice."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from socflower.engines.deployment.superlink import ENGINE
-from socflower.engines.run_folder import RunFolder
+from socflower.engines.run_folder import OUTCOME, STATUS, RunFolder
 from socflower.errors import TrainingFailed
 from socflower.quantities import counted
 
@@ -43,7 +43,7 @@ class RunHistory:
 
     def on_status(self, document: Mapping[str, Any]) -> None:
         """Pass on what the ServerApp is doing now."""
-        self._folder.write_status(document)
+        self._folder.write(STATUS, document)
 
     def record_restart(
         self, after_round: int | None, cause: str, most: int, on_notice: OnNotice
@@ -94,4 +94,4 @@ class RunHistory:
             }
         if trace is not None and trace.exists():
             shutil.copyfile(trace, self._folder.trace)
-        self._folder.write_outcome(outcome)
+        self._folder.write(OUTCOME, outcome)

@@ -7,6 +7,7 @@ ServerApp or the SuperLink dies, the run is submitted again and resumes from its
 import os
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,15 @@ from socflower.engines.deployment.options import DeployedApp, DeploymentOptions
 from socflower.engines.deployment.remote_superlink import run_on_remote_superlink
 from socflower.engines.deployment.submitted_run import FlwrClient, RunLog
 from socflower.engines.deployment.superlink import CONNECTION, ENGINE, LocalFlower, local_flower
-from socflower.engines.run_folder import RunFolder
+from socflower.engines.run_folder import (
+    CHECKPOINTING,
+    CLOUD,
+    OUTCOME,
+    SCENARIO,
+    SERVER,
+    STATUS,
+    RunFolder,
+)
 from socflower.errors import TrainingFailed
 
 _POLL_S = 0.2
@@ -74,12 +83,12 @@ def _run_locally(
         while True:
             attempt = RunFolder(folder.path / f"attempt-{len(history.restarts) + 1}")
             attempt.path.mkdir()
-            attempt.write_scenario(app.document)
-            attempt.write_checkpointing(checkpointing)
+            attempt.write(SCENARIO, app.document)
+            attempt.write(CHECKPOINTING, checkpointing.to_document())
             if cloud is not None:
-                attempt.write_cloud(cloud)
+                attempt.write(CLOUD, asdict(cloud))
             cause, run_id = _attempt_locally(app.local_files, attempt, flower, flwr, history)
-            outcome = attempt.read_outcome()
+            outcome = attempt.read(OUTCOME)
             if cause is None and outcome is not None:
                 if attempt.model.exists():
                     attempt.model.replace(folder.model)
@@ -116,7 +125,7 @@ def _attempt_locally(
             cause = flower.superlink_exit()
             died_s = start.died_s() if pid is None else None
             # Read after `died_s`: a process that ended may have written its process id before.
-            pid = pid or attempt.read_server_process()
+            pid = pid or (attempt.read(SERVER) or {}).get("pid")
             if cause is None and pid is not None and not is_running(pid):
                 cause = "the ServerApp's process died"
             if cause is None and log.ended() and time.monotonic() - asked_s >= _ASK_S:
@@ -129,11 +138,11 @@ def _attempt_locally(
             ):
                 cause = "the ServerApp's process died while it started"
             # The outcome is read first: a process that died may have written progress, then an outcome.
-            has_outcome = attempt.read_outcome() is not None
+            has_outcome = attempt.read(OUTCOME) is not None
             for entry in attempt.read_progress(num_read):
                 num_read += 1
                 history.add_round(entry)
-            if (status := attempt.read_status()) is not None and status != told:
+            if (status := attempt.read(STATUS)) is not None and status != told:
                 told = status
                 history.on_status(status)
             list(log.new_lines())

@@ -12,14 +12,14 @@ from typing import Any, TypeAlias
 
 from flwr.app import Error, Message, RecordDict
 
-from socflower.engines.checkpoint import require_equal
+from socflower.engines.checkpoint import RunStore, require_equal
 from socflower.engines.local.message_log import faults
 from socflower.errors import ConfigError
 from socflower.flower_adapter import record_dict_from_bytes, record_dict_to_bytes
 from socflower.model_graph.random_state import generator_states, restore_generators
 from socflower.quantities import human_bytes
 from socflower.wire.arrays import MalformedBytes, pack_arrays, unpack_arrays
-from socflower.wire.saved_state import DamagedFile, StateKind, StateStore, remove_partial
+from socflower.wire.saved_state import DamagedFile, StateKind, StateStore
 
 _EXCHANGE = StateKind(name="exchange of messages", schema=1, remedy="start again with --fresh")
 # The entry with this number identifies the run.
@@ -32,7 +32,7 @@ Exchange: TypeAlias = tuple[Sequence[Message | None], Mapping[int, RecordDict]]
 """
 
 
-class ExchangeRecord:
+class ExchangeRecord(RunStore):
     """The exchanges of one run in a folder, numbered from 1; see `StateStore` for its errors.
 
     Parameters
@@ -47,6 +47,8 @@ class ExchangeRecord:
         The size of a record, at which it ends: later exchanges are not saved.
     """
 
+    unit = "exchange"
+
     def __init__(
         self,
         folder: Path,
@@ -55,11 +57,11 @@ class ExchangeRecord:
         on_notice: Callable[[str], None] = lambda line: None,
         most_bytes: int = MOST_BYTES,
     ) -> None:
-        self.path = folder
+        kept = StateStore(folder, _EXCHANGE, prefix="exchange-", suffix=".messages")
+        super().__init__(folder, kept)
         # The last recorded exchange at each resumption.
         self.resumed_from: list[int] = []
         self._run, self._on_notice, self._most_bytes = run, on_notice, most_bytes
-        self._store = StateStore(folder, _EXCHANGE, prefix="exchange-", suffix=".messages")
         # Exchanges of this process, and of the record at its start.
         self._num_past = self._num_recorded = 0
         self._is_saving = True
@@ -68,34 +70,22 @@ class ExchangeRecord:
         self._saved_states: dict[int, bytes] = {}
         self._failed: set[int] = set()
 
-    def create(self) -> None:
-        """Create the folder, and remove files that a killed writer left incomplete."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        remove_partial(self.path)
-
-    def newest_name(self) -> str:
-        """Return the name of the newest exchange, "exchange 3"; empty if there is none."""
-        newest = max(self._store.numbers(), default=_START)
-        return f"exchange {newest}" if newest > _START else ""
-
-    def remove(self) -> None:
-        """Remove all entries, and the folder if it is empty then."""
-        self._store.remove()
-        if self.path.is_dir() and not any(self.path.iterdir()):
-            self.path.rmdir()
+    def numbers(self) -> list[int]:
+        """Return the numbers of the exchanges, newest first."""
+        return [number for number in super().numbers() if number > _START]
 
     def begin(self) -> None:
         """Start or resume the run and restore the generators; `ConfigError` if the folder holds another run."""
-        numbers = set(self._store.numbers())
+        numbers = set(self._states.numbers())
         if not numbers:
-            self._store.write(_START, {"run": dict(self._run)}, pack_arrays(generator_states()))
+            self._states.write(_START, {"run": dict(self._run)}, pack_arrays(generator_states()))
             return
-        state, generators = self._store.read(_START)
+        state, generators = self._states.read(_START)
         require_equal(self.path, state["run"], self._run)
         self._restore(generators)
         while self._num_recorded + 1 in numbers:
             self._num_recorded += 1
-        self._store.remove(after=self._num_recorded)
+        self._states.remove(after=self._num_recorded)
         if self._num_recorded:
             self.resumed_from = [self._num_recorded]
             self._on_notice(
@@ -103,7 +93,7 @@ class ExchangeRecord:
                 "starts again"
             )
         self._num_bytes = sum(
-            self._store.path(1 + index).stat().st_size for index in range(self._num_recorded)
+            self._states.path(1 + index).stat().st_size for index in range(self._num_recorded)
         )
 
     def replay(self, messages: Sequence[Message]) -> Exchange | None:
@@ -115,7 +105,7 @@ class ExchangeRecord:
             return None
         number = self._num_past + 1
         try:
-            state, payload = self._store.read(number)
+            state, payload = self._states.read(number)
             parts = _Parts(payload)
             answers = [_answer_of(answer, parts) for answer in state["replies"]]
             saved = {node: parts.take(num_bytes) for node, num_bytes in state["states"]}
@@ -123,7 +113,7 @@ class ExchangeRecord:
             self._restore(parts.rest())
         except DamagedFile as error:
             self._on_notice(f"{error.cause}; continuing from the one before it")
-            self._store.remove(after=self._num_past)
+            self._states.remove(after=self._num_past)
             self._num_recorded = self._num_past
             self.resumed_from = [self._num_past] if self._num_past else []
             return None
@@ -181,7 +171,7 @@ class ExchangeRecord:
             "resumed_from": self.resumed_from,
         }
         try:
-            self._store.write(self._num_past, header, [*pieces, *generators])
+            self._states.write(self._num_past, header, [*pieces, *generators])
         except ConfigError as error:
             self._end(str(error).partition(";")[0])
 
@@ -190,7 +180,7 @@ class ExchangeRecord:
         last = self._num_past
         while last in self._failed:
             last -= 1
-        self._store.remove(after=last)
+        self._states.remove(after=last)
 
     def _note_failures(
         self, messages: Sequence[Message], replies: Sequence[Message | None]
@@ -209,7 +199,7 @@ class ExchangeRecord:
     def _require_same(self, number: int, sent: str, messages: Sequence[Message]) -> None:
         if _digest(messages) != sent:
             raise ConfigError(
-                f"{self._store.path(number)}: before its interruption the ServerApp sent other messages "
+                f"{self._states.path(number)}: before its interruption the ServerApp sent other messages "
                 "in this exchange, so its run cannot be resumed; let it send neither times nor random "
                 "numbers of its own generators, or start again with --fresh"
             )

@@ -486,11 +486,9 @@ class _MemberSession(Role[MemberResult]):
 
     def _start_session(self) -> ExchangingSession | JointSession:
         group, position = self._group, self._group.partitions.index(self._ring.participant)
-        span = TrainingSpan(
-            first_step=group.first_step + self._progress.num_steps,
-            total_steps=group.total_steps,
-            steps_per_epoch=group.steps_per_epoch,
-            seed=(group.seed, group.group_id),
+        span = TrainingSpan.of_group(
+            group,
+            self._progress.num_steps,
             npu_ratios=group.npu_ratios[position : position + 1],
         )
         session = self._member.trainer.start(self._model, span, self._training.state)

@@ -114,13 +114,11 @@ def search(
         in_flight = rule.count(stages, problem.num_micro_batches)
         now: dict[int, _States] = {}
         for index, num in enumerate(nums):
-            pool = []
-            if not history:
-                pool.append(_last_stage(costs, size - num, size, in_flight))
-            for rest in nums[:index] if history else ():
-                if rest in history[-1]:
-                    group = (size - num, size - rest)
-                    pool += _prepended(costs, *group, in_flight, history[-1][rest], rest, width)
+            behind = history[-1] if history else {}
+            pool = [] if history else [_last_stage(costs, size - num, size, in_flight)]
+            for rest in (rest for rest in nums[:index] if rest in behind):
+                group = (size - num, size - rest)
+                pool += _prepended(costs, *group, in_flight, behind[rest], rest, width)
             if may_skip and index and nums[index - 1] in now:
                 pool.append(now[nums[index - 1]])
             if num == size:

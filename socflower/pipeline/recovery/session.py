@@ -36,7 +36,7 @@ from socflower.pipeline.recovery.backups import (
 from socflower.pipeline.replanning import for_speeds, heavy_plan, remaining_plan, with_new_shares
 from socflower.pipeline.runtime.channels import Channels, QueueChannels, run_script
 from socflower.pipeline.runtime.gloo_channels import GlooChannels
-from socflower.pipeline.runtime.group import LabelledSource, outcome_of, span_of
+from socflower.pipeline.runtime.group import LabelledSource, outcome_of
 from socflower.pipeline.runtime.grpc_channels import GrpcChannels
 from socflower.pipeline.runtime.member import Member, Mini, StageMember, refuse_unfit
 from socflower.pipeline.runtime.messages import CONTROL, END, STATE, Receive
@@ -47,6 +47,7 @@ from socflower.training.batches import BatchSchedule, sample_key
 from socflower.training.fp32 import FP32Trainer
 from socflower.training.model_state import load_trainable_state, trainable_state
 from socflower.training.saved_values import from_bytes
+from socflower.training.trainer import TrainingSpan
 from socflower.wire.message_keys import (
     COMPLETED,
     DeviceReport,
@@ -311,7 +312,7 @@ class _Session(Role[MemberResult]):
             config.read,
             model,
             config.trainer,
-            span_of(self._group, self._step),
+            TrainingSpan.of_group(self._group, self._step),
             data=config.data,
             send=self._open_channels.send,
             state=state.optimizer_bytes(),

@@ -116,7 +116,7 @@ class _Interval:
     ) -> TrainedModel:
         """Train the model by a plan from step `first` to `stop` - 1 of the interval."""
         task = self.task
-        span = span_of(task, first)
+        span = TrainingSpan.of_group(task, first)
         mail = Mail()
         sources = [each.samples_on for each in plan.pipelines if each.samples_on is not None]
         members = {
@@ -148,17 +148,6 @@ class _Interval:
             for name, weight in end.weights.items():
                 own[name].copy_(weight)
         return end
-
-
-def span_of(task: GroupTask, step: int) -> TrainingSpan:
-    """Return the rest of a group's interval, from a step of it on."""
-    return TrainingSpan(
-        first_step=task.first_step + step,
-        total_steps=task.total_steps,
-        steps_per_epoch=task.steps_per_epoch,
-        proximal_mu=task.proximal_mu,
-        seed=(task.seed, task.group_id),
-    )
 
 
 def require_fp32(trainer: Trainer) -> FP32Trainer:

@@ -244,17 +244,7 @@ class Int8Model:
             head=head,
             input_gradient=input_gradient,
         )
-        unasked = [
-            f"{name} ({operator})"
-            for name, operator in model.islands.items()
-            if name not in fp32_operators
-        ]
-        if unasked:
-            warnings.warn(
-                f"int8 training has no kernel for {', '.join(unasked)}: this part runs in torch FP32; "
-                "profile_operators times it, and unsupported='refuse' refuses it",
-                stacklevel=2,
-            )
+        _warn_of_islands(model, fp32_operators)
         return model
 
     def twin(self) -> Int8Model:
@@ -692,6 +682,20 @@ class Int8Model:
                 f"{images.dtype} of shape {images.shape}"
             )
         return np.ascontiguousarray(images)
+
+
+def _warn_of_islands(model: Int8Model, asked: Sequence[str]) -> None:
+    """Warn of operators that run in FP32 though nobody asked for that."""
+    unasked = [
+        f"{name} ({operator})" for name, operator in model.islands.items() if name not in asked
+    ]
+    if unasked:
+        warnings.warn(
+            f"int8 training has no kernel for {', '.join(unasked)}: this part runs in torch FP32; "
+            "profile_operators times it, and unsupported='refuse' refuses it",
+            # The caller of `from_module`.
+            stacklevel=3,
+        )
 
 
 def _engine(settings: EngineSettings) -> _int8.Engine:

@@ -68,6 +68,22 @@ def update_weight(
         scale = gradient_scale * np.float32(rate.of_sum)
         _int8.export_gradient(engine, gradient, weight.gradient, scale)
         return
+    if rule.gradient_bits is not None:
+        gradient, shift = _rounded(engine, gradient, largest, rule.gradient_bits)
+        gradient_scale = gradient_scale * np.float32(2.0**shift)
+    _update_master(name, engine, rule, weight, gradient, gradient_scale, rate)
+
+
+def _update_master(
+    name: str,
+    engine: _int8.Engine,
+    rule: Fp32Update,
+    weight: Weight,
+    gradient: Int32Array,
+    gradient_scale: FloatArray,
+    rate: Rate,
+) -> None:
+    """Update the FP32 copy of `weight`, and quantise it again."""
     assert weight.master is not None
     if rule.momentum and weight.velocity is None:
         weight.velocity = np.zeros_like(weight.master)
@@ -76,9 +92,6 @@ def update_weight(
     inverse, learning_rate = (
         (rate.of_sum, 1.0) if is_plain else (1.0 / rate.num_samples, rate.learning_rate)
     )
-    if rule.gradient_bits is not None:
-        gradient, shift = _rounded(engine, gradient, largest, rule.gradient_bits)
-        gradient_scale = gradient_scale * np.float32(2.0**shift)
     largest_weight = _int8.descend(
         engine,
         weight.master,

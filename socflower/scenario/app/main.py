@@ -4,7 +4,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,7 +20,7 @@ from socflower.clients.app import make_client_app
 from socflower.clients.fault_injection import Fault, inject
 from socflower.clients.heat_mod import node_heat_mod
 from socflower.engines.app_files import NUM_NODES_KEY, RUN_FOLDER_KEY
-from socflower.engines.run_folder import RunFolder
+from socflower.engines.run_folder import OUTCOME, SERVER, STATUS, RunFolder
 from socflower.engines.run_status import OnStatus, WatchedGrid, waiting_for_nodes
 from socflower.errors import SocflowerError
 from socflower.flower_adapter import log
@@ -55,13 +55,13 @@ def scenario_server_app(folder_of: FolderOf, prepared: PreparedRun | None = None
         keep_freed_memory()
         folder = folder_of(context)
 
+        on_status = partial(folder.write, STATUS)
+
         def outcome() -> dict[str, Any]:
             num_nodes = int(context.run_config.get(NUM_NODES_KEY, 0))
             run = prepared or PreparedRun(from_document(folder.read_scenario()))
-            await_nodes(
-                grid, num_nodes, on_status=folder.write_status, least=run.scenario.ring.min_nodes
-            )
-            return train(run, GroupGrid(WatchedGrid(grid, folder.write_status)), folder)
+            await_nodes(grid, num_nodes, on_status=on_status, least=run.scenario.ring.min_nodes)
+            return train(run, GroupGrid(WatchedGrid(grid, on_status)), folder)
 
         report_outcome(folder, outcome)
 
@@ -70,15 +70,15 @@ def scenario_server_app(folder_of: FolderOf, prepared: PreparedRun | None = None
 
 def report_outcome(folder: RunFolder, outcome: Callable[[], dict[str, Any]]) -> None:
     """Write a ServerApp's outcome or error to the run's folder; errors that are bugs are raised too."""
-    folder.write_server_process(os.getpid())
+    folder.write(SERVER, {"pid": os.getpid()})
     try:
-        folder.write_outcome(outcome())
+        folder.write(OUTCOME, outcome())
     except SocflowerError as error:
-        folder.write_outcome({"error": str(error), "kind": type(error).__name__})
+        folder.write(OUTCOME, {"error": str(error), "kind": type(error).__name__})
     except Exception as error:
         # If Flower runs the app, only this traceback shows where it happened.
-        folder.write_outcome(
-            {"error": f"{type(error).__name__}: {error}", "bug": traceback.format_exc()}
+        folder.write(
+            OUTCOME, {"error": f"{type(error).__name__}: {error}", "bug": traceback.format_exc()}
         )
         raise
 

@@ -31,7 +31,7 @@ from socflower.engines.deployment.outcome_lines import (
     file_documents,
     to_lines,
 )
-from socflower.engines.run_folder import CloudAddress, RunFolder
+from socflower.engines.run_folder import OUTCOME, STATUS, CloudAddress, RunFolder
 from socflower.errors import ConfigError
 from socflower.quantities import human_bytes
 from socflower.scenario.app.deployed import bundled_document, needs_cloud
@@ -160,10 +160,6 @@ class BundledRunFolder(RunFolder):
         """Log a line about the round that just ended."""
         self._log("progress", entry)
 
-    def write_status(self, document: Mapping[str, Any]) -> None:
-        """Log what the ServerApp is doing now."""
-        self._log("status", {**document, "at_s": time.time()})
-
     def require_room_for_model(self, num_bytes: int) -> None:
         """Raise `ConfigError` for a model that is too large for a log."""
         if self.sends_model and num_bytes + _NPZ_BYTES > MAX_FILE_BYTES:
@@ -173,7 +169,17 @@ class BundledRunFolder(RunFolder):
                 "out, or train it with a SuperLink that is started here"
             )
 
-    def write_outcome(self, outcome: dict[str, Any]) -> None:
+    def write(self, name: str, document: Mapping[str, Any]) -> None:
+        """Log a status, and an outcome with what belongs to it; other documents are for this machine."""
+        if name == STATUS:
+            self._log(name, {**document, "at_s": time.time()})
+        elif name == OUTCOME:
+            self._log_outcome(document)
+        else:
+            # `super()` would be the class before `slots=True` made another of it.
+            RunFolder.write(self, name, document)
+
+    def _log_outcome(self, outcome: Mapping[str, Any]) -> None:
         """Log trace and model, then the outcome; remove the checkpoints after a success."""
         if self.trace.exists():
             if self.trace.stat().st_size <= _MAX_TRACE_BYTES:
@@ -189,7 +195,7 @@ class BundledRunFolder(RunFolder):
             for document in file_documents(self.model):
                 self._log("model", document)
                 time.sleep(_PART_S)
-        self._log("outcome", outcome)
+        self._log(OUTCOME, outcome)
         if self.kept is not None and "error" not in outcome:
             _checkpoints(self.kept).remove()
 

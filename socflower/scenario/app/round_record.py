@@ -12,7 +12,8 @@ from flwr.app import ArrayRecord, MetricRecord
 
 from socflower import __version__
 from socflower.engines.checkpoint import Checkpoint
-from socflower.engines.run_folder import RunFolder
+from socflower.engines.ending import Ending
+from socflower.engines.run_folder import ENDING, RunFolder
 from socflower.engines.trained_devices import TrainedDevices
 from socflower.report.quality import final_figures
 from socflower.scenario.schema.config import Scenario
@@ -59,7 +60,8 @@ class RoundRecord:
         self._extra_figures = extra_figures
         self._checkpointing = folder.read_checkpointing()
         self._training = folder.training
-        self._ending = folder.read_ending()
+        ending = folder.read(ENDING)
+        self._ending = None if ending is None else Ending(**ending)
         self._longest_round_s, self._round_began_s = 0.0, time.time()
         self._trace_parts: list[int] = []
         self._num_spans_kept = 0

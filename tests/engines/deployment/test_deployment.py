@@ -30,7 +30,7 @@ from socflower.engines.deployment.private_network import private_network
 from socflower.engines.deployment.remote_superlink import connection_to
 from socflower.engines.local.grid import LocalGrid
 from socflower.engines.local.workers import AppReference
-from socflower.engines.run_folder import RunFolder
+from socflower.engines.run_folder import OUTCOME, RunFolder
 from socflower.errors import TrainingFailed
 from socflower.report.quality import ACCURACY, costs_to_target
 from socflower.report.report import render_report
@@ -458,7 +458,7 @@ def test_restarts_are_one_story_with_each_round_once(tmp_path: Path) -> None:
     history.write_outcome(
         {"rounds": [{"round": number} for number in range(3)], "wall_s": 1e9}, None
     )
-    outcome = folder.read_outcome()
+    outcome = folder.read(OUTCOME)
     assert outcome is not None and outcome["wall_s"] < 1e9
     assert [entry["after_round"] for entry in outcome["restarts"]] == [1, 2]
     walls = [entry["wall_s"] for entry in outcome["rounds"]]

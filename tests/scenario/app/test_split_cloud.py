@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -23,7 +24,7 @@ from socflower.edgecloud.cloud.operator_calls import CloudOperator, session_stat
 from socflower.edgecloud.split_program import SplitProgram
 from socflower.edgecloud.stream.credentials import new_token
 from socflower.engines.deployment.flower_processes import free_ports
-from socflower.engines.run_folder import CloudAddress, RunFolder
+from socflower.engines.run_folder import CLOUD, CloudAddress, RunFolder
 from socflower.errors import SocflowerError
 from socflower.peers.stream import StreamLost
 from socflower.scenario.app.presets import cloud_of
@@ -256,7 +257,7 @@ def server_app_client(folder: Path, program: SplitProgram) -> CloudClient:
     """The ServerApp's client of the cloud that the environment names, by way of the run's folder."""
     address, run = CloudAddress.from_environment(), RunFolder(folder)
     assert address is not None
-    run.write_cloud(address)
+    run.write(CLOUD, asdict(address))
     client = cloud_of(run, cast(Any, SimpleNamespace(workload=SimpleNamespace(program=program))))
     assert client is not None
     client._patience_s = 0.0
