@@ -6,12 +6,11 @@ but with each transfer alone on its links. Transfers that share links only take 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, permutations, product
+from itertools import combinations, islice, pairwise, permutations, product
 from math import inf
 
 import numpy as np
 
-from benchmarks.pipeline_cases.brute_force import compositions
 from socflower.pipeline.plan import Members, PipelinePlan, slices_between, staged
 from socflower.pipeline.problem import Floats, Ints, PipelineDevice, PipelineProblem
 from socflower.pipeline.schedule.run import simulate_schedule
@@ -49,6 +48,15 @@ def some_plan_fits(problem: PipelineProblem) -> bool:
     """
     single = replace(problem, micro_batch_size=1, num_micro_batches=problem.mini_batch_size)
     return any(len(_Cuts.of(single, members).ends) for members in _structures(single))
+
+
+def compositions(total: int, parts: int, least: int = 1) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to write `total` as a sum of `parts` numbers of at least `least`."""
+    for inner in combinations(range(total - parts * (least - 1) - 1), parts - 1):
+        yield tuple(
+            after - before + least - 1
+            for before, after in pairwise((-1, *inner, total - parts * (least - 1) - 1))
+        )
 
 
 def _structures(problem: PipelineProblem) -> Iterator[tuple[Members, ...]]:

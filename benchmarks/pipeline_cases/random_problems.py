@@ -9,6 +9,7 @@ from socflower.cluster.cost_model import LayerProfile
 from socflower.pipeline.plan import PipelinePlan
 from socflower.pipeline.planner.selection import PlannerSettings, plan_pipeline
 from socflower.pipeline.problem import (
+    Floats,
     LayerSeconds,
     PipelineDevice,
     PipelineModel,
@@ -25,20 +26,6 @@ KIND = Device(
     layer_overhead_s=0.0,
     processors={"gpu": Processor(name="gpu", flops_per_s=1e11, active_w=10.0)},
 )
-
-
-def small_problem(seed: int, *, num_layers: int = 4, num_devices: int = 3) -> PipelineProblem:
-    """Return a problem for brute force: a few layers and devices; every third has scarce memory."""
-    rng = np.random.default_rng(seed)
-    return _problem(
-        rng,
-        num_layers,
-        num_devices,
-        micro_batch_size=4,
-        num_micro_batches=int(rng.integers(2, 9)),
-        bytes_per_s=float(rng.choice([3e5, 1e6, 1e7])),
-        scarce=seed % 3 == 0,
-    )
 
 
 def tight_problem(seed: int) -> PipelineProblem:
@@ -72,8 +59,6 @@ def unequal_links_problem(seed: int) -> PipelineProblem:
         num_devices,
         micro_batch_size=int(rng.integers(1, 5)),
         num_micro_batches=int(rng.integers(3, 9)),
-        bytes_per_s=1e6,
-        scarce=False,
     )
     rates = [float(rate) for rate in rng.choice([1e6, 3e6, 1e7, 3e7], num_devices)]
     boards = tuple(
@@ -114,27 +99,6 @@ def drawn_loss(seed: int) -> tuple[PipelineProblem, PipelinePlan, frozenset[int]
     return replace(problem, devices=devices), plan, frozenset(socs) - lost
 
 
-def large_problem(
-    seed: int,
-    num_layers: int,
-    num_devices: int,
-    *,
-    bytes_per_s: float = 1.25e7,
-    micro_batch_size: int = 32,
-    num_micro_batches: int = 16,
-) -> PipelineProblem:
-    """Return a problem of the size of a real one."""
-    return _problem(
-        np.random.default_rng(seed),
-        num_layers,
-        num_devices,
-        micro_batch_size=micro_batch_size,
-        num_micro_batches=num_micro_batches,
-        bytes_per_s=bytes_per_s,
-        scarce=False,
-    )
-
-
 def _problem(
     rng: np.random.Generator,
     num_layers: int,
@@ -142,30 +106,11 @@ def _problem(
     *,
     micro_batch_size: int,
     num_micro_batches: int,
-    bytes_per_s: float,
-    scarce: bool,
 ) -> PipelineProblem:
     """Return a problem whose weights grow and whose outputs shrink with depth, as in convolutional networks."""
     depth = np.linspace(0.0, 1.0, num_layers)
     weights = rng.uniform(0.5, 1.5, num_layers) * 4e6 * (0.05 + depth) / num_layers * 4
     outputs = rng.uniform(0.2, 1.5, num_layers) * 1e5 * (1.1 - depth)
-    base_s = rng.uniform(0.5, 2.0, num_layers) * 2e-2 / num_layers
-    kinds = []
-    for speed in (2.4, 1.6, 1.0)[: min(3, num_devices)]:
-        own_s = base_s / speed * rng.uniform(0.8, 1.2, num_layers)
-        fixed_s = 2e-3 / num_layers
-        sizes = np.array([1.0, 1024.0])
-        kinds.append(
-            (
-                LayerSeconds(
-                    device=f"kind {speed}",
-                    batches=(1, 1024),
-                    forward_s=np.outer(own_s, sizes) + fixed_s,
-                    backward_s=np.outer(own_s, 2.0 * sizes) + 2.0 * fixed_s,
-                ),
-                4e9 * speed,
-            )
-        )
     layers = tuple(
         LayerProfile(
             name=f"layer {index}",
@@ -176,30 +121,34 @@ def _problem(
         )
         for index in range(num_layers)
     )
-    whole = 3.0 * weights.sum() + micro_batch_size * 4.0 * outputs.sum()
+    base_s = rng.uniform(0.5, 2.0, num_layers) * 2e-2 / num_layers
+    kinds = [_kind(rng, base_s, speed) for speed in (2.4, 1.6, 1.0)[: min(3, num_devices)]]
     chosen = sorted(int(rng.integers(len(kinds))) for _ in range(num_devices))
-    devices = tuple(
-        PipelineDevice(
-            soc=soc,
-            name=kinds[kind][0].device,
-            seconds=kinds[kind][0],
-            memory_bytes=float(whole * rng.uniform(0.4, 2.0)) if scarce else kinds[kind][1],
-            update_bytes_per_s=KIND.memory_bytes_per_s,
-        )
-        for soc, kind in enumerate(chosen)
-    )
-    board = Board(
-        num_slots=num_devices,
-        device=KIND,
-        soc_bytes_per_s=bytes_per_s,
-        uplink_bytes_per_s=bytes_per_s,
-    )
+    board = Board(num_slots=num_devices, device=KIND, soc_bytes_per_s=1e6, uplink_bytes_per_s=1e6)
     return PipelineProblem(
         model=PipelineModel(name="random", layers=layers, input_bytes=12288.0),
-        devices=devices,
-        cluster=Cluster(
-            name="random", boards=(board,), hub_bytes_per_s=bytes_per_s, message_s=1e-4
-        ),
+        devices=tuple(replace(kinds[kind], soc=soc) for soc, kind in enumerate(chosen)),
+        cluster=Cluster(name="random", boards=(board,), hub_bytes_per_s=1e6, message_s=1e-4),
         micro_batch_size=micro_batch_size,
         num_micro_batches=num_micro_batches,
+    )
+
+
+def _kind(rng: np.random.Generator, base_s: Floats, speed: float) -> PipelineDevice:
+    """Return a device with about these seconds a sample and layer at speed 1."""
+    own_s = base_s / speed * rng.uniform(0.8, 1.2, len(base_s))
+    fixed_s = 2e-3 / len(base_s)
+    sizes = np.array([1.0, 1024.0])
+    seconds = LayerSeconds(
+        device=f"kind {speed}",
+        batches=(1, 1024),
+        forward_s=np.outer(own_s, sizes) + fixed_s,
+        backward_s=np.outer(own_s, 2.0 * sizes) + 2.0 * fixed_s,
+    )
+    return PipelineDevice(
+        soc=0,
+        name=seconds.device,
+        seconds=seconds,
+        memory_bytes=4e9 * speed,
+        update_bytes_per_s=KIND.memory_bytes_per_s,
     )

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.pipeline_cases.brute_force import best_shares, plans_of_order
 from socflower.pipeline.plan import Policy
 from socflower.pipeline.planner import dynamic_program
 from socflower.pipeline.planner.allocation import Allocator, DeviceClass, LayerRanges, class_shares
@@ -19,6 +18,7 @@ from socflower.pipeline.planner.dynamic_program import search
 from socflower.pipeline.planner.pruning import search_work
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.schedule.run import simulate_schedule
+from tests.pipeline.brute_force import best_shares, plans_of_order
 from tests.pipeline.problems import (
     even,
     layer,
@@ -96,7 +96,7 @@ def test_a_wide_search_of_an_order_finds_what_brute_force_finds() -> None:
             plan
             for size in range(1, 5)
             for order in combinations(case.devices, size)
-            for plan in plans_of_order(case, order, all_shares=True)
+            for plan in plans_of_order(case, order)
         )
         best_s = min((update_latency(case, plan) for plan in every), default=inf)
         for width, own in gaps.items():

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.pipeline_cases.brute_force import compositions
-from benchmarks.pipeline_cases.published import Example, examples
+from benchmarks.pipeline_cases.best_plans import compositions
 from socflower.pipeline.plan import PipelinePlan
 from socflower.pipeline.planner.baselines import (
     PEERS,
@@ -25,6 +24,7 @@ from socflower.pipeline.problem import Floats
 from socflower.pipeline.schedule.run import simulate_schedule
 from tests.one_line import refused
 from tests.pipeline.problems import even, random_problem
+from tests.pipeline.published_plans import Example, examples
 
 
 @pytest.mark.parametrize(
