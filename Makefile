@@ -156,10 +156,9 @@ proto: ## generate the messages of the streams anew, with code that old and new 
 	build/proto/bin/pip install -q grpcio-tools==1.67.1 setuptools
 	build/proto/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. socflower/edgecloud/stream/split.proto
 
-bench: setup ## every benchmark against its peer, but for the two _accuracy.py, which train for hours
-	@for file in $$(ls benchmarks/*.py | grep -v -e harness.py -e _accuracy.py -e int8_settings.py -e int8_step_isolated.py \
-	    -e mapping_reference.py -e __init__.py); do \
-	  echo "== $$file"; $(BIN)/python $$file; done
+bench: setup ## every benchmark against its peer, but for those of accuracy, which train for hours
+	@for name in $$($(BIN)/socflower bench | grep -v accuracy); do \
+	  echo "== $$name"; $(BIN)/python -m benchmarks $$name; done
 
 clean: ## remove everything that was built
 	rm -rf $(VENV) build dist out .coverage .coverage.* .hypothesis .import_linter_cache \

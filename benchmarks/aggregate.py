@@ -5,7 +5,6 @@ ones) and once in 63 as a ResNet has them. Replies hold distinct memory, as they
 """
 
 import os
-import sys
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 
-from benchmarks.harness import Row, less_is_better, main, measure, measure_interleaved
+from benchmarks.harness import Row, less_is_better, measure, measure_interleaved
 from socflower.strategies.records import aggregate_records, array_views
 
 NUM_PARAMETERS = 9_228_362
@@ -122,7 +121,3 @@ def _read_time_s(replies: list[RecordDict]) -> float:
     ]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
         return measure(lambda: list(threads.map(np.max, arrays)), repeats=5).median_s
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))

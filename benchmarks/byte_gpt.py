@@ -285,4 +285,4 @@ def _draw(
 
 
 if __name__ == "__main__":
-    sys.exit(main(run, write_curves=write_curves))
+    sys.exit(main(__name__))

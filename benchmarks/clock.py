@@ -8,7 +8,6 @@ hours: there the limit is 20 s, and the answer is right if it exceeds the durati
 the exchanges, computed by hand.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
@@ -16,7 +15,7 @@ from math import ceil, log
 from time import perf_counter
 from typing import TypeAlias
 
-from benchmarks.harness import Row, less_is_better, main
+from benchmarks.harness import Row, less_is_better
 from socflower.cluster import LayerProfile, ModelProfile, Server, Usage
 from socflower.cluster.device_catalog import device
 from socflower.cluster.topology import uniform_cluster
@@ -235,7 +234,3 @@ def _fastest(work: Callable[[], Usage], times: int) -> tuple[float, Usage]:
         usage = work()
         best_s = min(best_s, perf_counter() - start_s)
     return best_s, usage
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))

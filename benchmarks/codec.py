@@ -4,14 +4,13 @@ A case encodes a batch of features (float32, behind a ReLU) to bytes and decodes
 the least and the largest value is included on both sides. The limit is the rate of copying the features.
 """
 
-import sys
 import warnings
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from benchmarks.harness import Row, main, measure_interleaved, more_is_better
+from benchmarks.harness import Row, measure_interleaved, more_is_better
 from socflower.edgecloud.half_protocols import Array
 from socflower.wire.codecs.quantisation import decode, encode
 
@@ -88,7 +87,3 @@ def _by_packbits(features: Array, bits: int) -> Array:
         np.float32
     )
     return decoded.reshape(features.shape)
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))

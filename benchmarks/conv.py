@@ -5,7 +5,6 @@ as in FBGEMM and oneDNN; FP32 has the bias only. Input gradient: rounded to int8
 lie in 0..127 and weights and gradients in -127..127, where FBGEMM is exact without VNNI too.
 """
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.harness import Row, Timing, less_is_better, main, measure_interleaved
+from benchmarks.harness import Row, Timing, less_is_better, measure_interleaved, peer_notes
 from benchmarks.int8_settings import describe_peers, one_thread, rows_of, settings
 from socflower import _int8
 
@@ -80,11 +79,10 @@ LAYERS = (
 )
 QUICK = (LAYERS[5], LAYERS[7], LAYERS[12])
 
-peers = describe_peers
-
 
 def run(quick: bool = False) -> list[Row]:
     """Return the times of all layers in each setting; ours must equal exact sums of integers bit for bit."""
+    peer_notes.update(describe_peers())
     return [
         row
         for setting in settings()
@@ -352,7 +350,3 @@ def _padded(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     padded = np.zeros((*array.shape[:-1], _int8.channel_stride(array.shape[-1])), dtype=array.dtype)
     padded[..., : array.shape[-1]] = array
     return padded
-
-
-if __name__ == "__main__":
-    sys.exit(main(run, peers))

@@ -6,14 +6,13 @@ they exchange stays. `limit` is the time at full clocks. Each row starts from a 
 randomly in how well they are cooled (equal in all rows).
 """
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 
-from benchmarks.harness import Row, less_is_better, main, more_is_better, note
+from benchmarks.harness import Row, less_is_better, more_is_better, note
 from socflower.cluster import (
     FP32,
     Activity,
@@ -291,7 +290,3 @@ def run(quick: bool = False) -> list[Row]:
     """Return the rows of all cases, with `quick` of the first one."""
     cluster = parse_cluster({"boards": 12, "socs_per_board": 5}, [], {}, where="benchmark")
     return [row for case in (CASES[:1] if quick else CASES) for row in case_rows(case, cluster)]
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))

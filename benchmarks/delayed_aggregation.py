@@ -6,13 +6,12 @@ first epoch (of an interval of two or four epochs, of the first interval), and o
 same peers. A run that does not reach 90 % counts with all its seconds.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.harness import Row, less_is_better, main, more_is_better, note
+from benchmarks.harness import Row, less_is_better, more_is_better, note
 from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.file import load_scenario
 
@@ -60,7 +59,3 @@ def _trained(changes: Mapping[str, Any], seed: int) -> tuple[float, float, float
     first = [each["accuracy"] for each in rounds if each["epoch"] >= 1.0]
     reached = (each["virtual_s"] for each in rounds if each["accuracy"] >= TARGET)
     return max(each["accuracy"] for each in rounds), first[0], next(reached, result["virtual_s"])
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))

@@ -12,13 +12,12 @@ bytes at a server were tried as well; none was better than 13 %.
 """
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.harness import Row, less_is_better, main, more_is_better
+from benchmarks.harness import Row, less_is_better, more_is_better
 from socflower.cluster import parse_cluster
 from socflower.cluster.device_catalog import link_bytes_per_s, message_s
 from socflower.hierarchy import Exchange, GradientExchange, exchange_graph
@@ -202,7 +201,3 @@ def _row(case: str, ours_ms: float, published_ms: float, tolerance: float = TOLE
     return less_is_better(
         f"{case} ({error:+.1%})", ours_ms, PEER, published_ms, "ms", ok=abs(error) <= tolerance
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))

@@ -4,14 +4,13 @@ out[m, n] = sum over k of lhs[m, k] * rhs[n, k]; both sides read the same row-ma
 every call. Shapes are those of training steps of batch 64, a square one, and one next to powers of two.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.harness import Row, main, measure_interleaved, more_is_better
+from benchmarks.harness import Row, measure_interleaved, more_is_better, peer_notes
 from benchmarks.int8_settings import describe_peers, one_thread, rows_of, settings
 from socflower import _int8
 
@@ -28,11 +27,10 @@ SHAPES: dict[str, Shape] = {
 }
 QUICK = ("VGG-11, classifier", "LeNet-5, first linear layer", "beside powers of two")
 
-peers = describe_peers
-
 
 def run(quick: bool = False) -> list[Row]:
     """Return the rates of all shapes in each setting; sums must equal those of float64, which are exact."""
+    peer_notes.update(describe_peers())
     return [
         row
         for setting in settings()
@@ -119,7 +117,3 @@ def _peers(
         ("torch FP32", lambda: torch.mm(lhs32, rhs32.t(), out=out), rounding_error),
         ("torch._int_mm", lambda: torch._int_mm(lhs8, rhs8.t()), 0.0),
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main(run, peers))

@@ -12,7 +12,6 @@ better, one that is bound by its links can. The samples of the day stand beside 
 """
 
 import logging
-import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from benchmarks.harness import Row, main, more_is_better
+from benchmarks.harness import Row, more_is_better
 from benchmarks.methods import OTHERS, OURS, STEP_SAMPLES, scenario
 from socflower.cluster import ModelProfile
 from socflower.errors import TrainingFailed
@@ -48,7 +47,7 @@ USERS = BackgroundLoadConfig(games="tidal")
 METHODS = tuple(name for name in OTHERS if name not in ("streaming-diloco", "post-local-sgd"))
 
 
-def rows(seed: int = 41) -> list[Row]:
+def run(seed: int = 41) -> list[Row]:
     """Return SoCFlow's goodput and samples a day against each other method's."""
     found = {name: Day.of(name, seed) for name in (OURS, *METHODS)}
     ours = found.pop(OURS)
@@ -216,7 +215,3 @@ def _setting(name: str, seed: int) -> Scenario:
 def _num_groups(setting: Scenario) -> int:
     num_socs = setting.strategy.socs or scenario_cluster(setting).num_socs
     return int(group_strategy(setting.strategy.name).groups(setting.strategy.groups, num_socs))
-
-
-if __name__ == "__main__":
-    sys.exit(main(rows))

@@ -6,11 +6,10 @@ run with its warm-up, `ok` if its weights are those of the chosen number. `peers
 what the warm-up measured.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row, less_is_better, main
+from benchmarks.harness import Row, less_is_better, note, peer_notes
 from socflower.hierarchy import default_candidates
 from socflower.hierarchy.group_count import WARM_UP_SHARE
 from socflower.scenario.runner import run_scenario
@@ -47,7 +46,6 @@ WORKLOADS: dict[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
         (0.9, 0.95),
     ),
 }
-_said: dict[str, Any] = {}
 
 
 def run(quick: bool = False, seed: int = 0, only: int = 0) -> list[Row]:
@@ -63,7 +61,7 @@ def run(quick: bool = False, seed: int = 0, only: int = 0) -> list[Row]:
             for number in default_candidates(scenario_cluster(scenario).num_socs)
         }
         rows += _rows(case, auto, alone, targets)
-        print(*rows[-2 * len(targets) :], sep="\n", file=sys.stderr, flush=True)
+        note("\n".join(map(str, rows[-2 * len(targets) :])))
     return rows
 
 
@@ -82,12 +80,13 @@ def _rows(
 ) -> list[Row]:
     warm_up = auto["warm_up"]
     chosen = alone[warm_up["num_groups"]]
-    _said[case] = {"warm_up": warm_up, "seconds": {}}
+    seconds: dict[str, Any] = {}
+    peer_notes[case] = {"warm_up": warm_up, "seconds": seconds}
     is_cheap = warm_up["virtual_s"] <= WARM_UP_SHARE * chosen["virtual_s"] * (1 + 1e-9)
     rows = []
     for target in targets:
         times_s = {number: _time_s(result, target) for number, result in alone.items()}
-        _said[case]["seconds"][str(target)] = {str(each): time for each, time in times_s.items()}
+        seconds[str(target)] = {str(each): time for each, time in times_s.items()}
         best_s, best = min((time, each) for each, time in times_s.items() if time is not None)
         # One that does not reach the accuracy has its whole run as a lower bound.
         chosen_s, auto_s = times_s[warm_up["num_groups"]], _time_s(auto, target)
@@ -119,12 +118,3 @@ def _rows(
 def _time_s(result: dict[str, Any], target: float) -> float | None:
     rounds = (each for each in result["rounds"] if each["accuracy"] >= target)
     return next((each["virtual_s"] for each in rounds), None)
-
-
-def peers() -> dict[str, Any]:
-    """Return what each warm-up measured, and the seconds of every number of groups."""
-    return _said
-
-
-if __name__ == "__main__":
-    sys.exit(main(run, peers))

@@ -8,15 +8,25 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
+from socflower.errors import ConfigError
+from socflower.wire.saved_state import write_atomically
+
 Value = TypeVar("Value")
+peer_notes: dict[str, object] = {}
+"""What a run tells of its peers: their settings, and details of each case."""
+
+# Quantiles 0.975 of Student's t distribution, by degrees of freedom.
+_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 _VERSIONS_OF = ("socflower", "flwr", "numpy", "torch", "grpcio")
 
 
@@ -37,31 +47,20 @@ class Row:
 
 
 def less_is_better(
-    case: str,
-    ours: float,
-    peer: str,
-    peer_value: float,
-    unit: str,
-    *,
-    ok: bool,
-    limit: float | None = None,
+    case: str, ours: float, peer: str, peer_value: float, unit: str, **checked: Any
 ) -> Row:
-    """Return the row of a time, an energy or another quantity of which less is better."""
-    return Row(case, ours, peer, peer_value, unit, peer_value / ours, ok, limit)
+    """Return the row of a time, an energy or another quantity of which less is better.
+
+    `checked` has `ok`, and perhaps `limit`.
+    """
+    return Row(case, ours, peer, peer_value, unit, peer_value / ours, **checked)
 
 
 def more_is_better(
-    case: str,
-    ours: float,
-    peer: str,
-    peer_value: float,
-    unit: str,
-    *,
-    ok: bool,
-    limit: float | None = None,
+    case: str, ours: float, peer: str, peer_value: float, unit: str, **checked: Any
 ) -> Row:
-    """Return the row of a rate, an accuracy or another quantity of which more is better."""
-    return Row(case, ours, peer, peer_value, unit, ours / peer_value, ok, limit)
+    """Return the row of a rate, an accuracy or another quantity of which more is better, as `less_is_better` does."""
+    return Row(case, ours, peer, peer_value, unit, ours / peer_value, **checked)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,13 +121,21 @@ def note(text: str) -> None:
 def kept(path: Path, make: Callable[[], Any]) -> Any:
     """Return the JSON document in a file; if there is no file, make the document and write it."""
     if not path.exists():
-        document = make()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Written under another name first: a benchmark that is interrupted leaves no half of a file.
-        partial = path.with_suffix(".part")
-        partial.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
-        partial.replace(path)
+        write_json(path, make())
     return json.loads(path.read_text("utf-8"))
+
+
+def write_json(path: Path, document: object) -> None:
+    """Write a document: a benchmark that is interrupted leaves no half of a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(document, indent=1) + "\n")
+
+
+def half_width(differences: Sequence[float]) -> float:
+    """Return half the 95 % interval of the mean of two to five paired differences; infinity of a single one."""
+    if len(differences) < 2:
+        return inf
+    return _T[len(differences) - 1] * statistics.stdev(differences) / len(differences) ** 0.5
 
 
 def from_json(kind: type[Value], document: object) -> Value:
@@ -136,42 +143,44 @@ def from_json(kind: type[Value], document: object) -> Value:
     return TypeAdapter(kind).validate_python(document)
 
 
-def document(rows: Sequence[Row], peers: Mapping[str, object] | None = None) -> dict[str, object]:
-    """Return the document that `socflower bench NAME --json` prints; `peers` describes the peers' settings."""
-    described = {} if peers is None else {"peers": peers}
+def document(rows: Sequence[Row]) -> dict[str, object]:
+    """Return the document that `socflower bench NAME --json` prints."""
+    described = {"peers": peer_notes} if peer_notes else {}
     return {"schema": 1, "machine": machine(), **described, "rows": [asdict(row) for row in rows]}
 
 
-def main(
-    run: Callable[..., list[Row]],
-    peers: Callable[[], Mapping[str, object]] | None = None,
-    *,
-    write_curves: Callable[[Path], None] | None = None,
-) -> int:
-    """Run a benchmark as a script and return its exit status: 0 if all answers are right.
+def main(module: str) -> int:
+    """Run a benchmark and return its exit status: 0 if all answers are right, 2 for a user's mistake.
 
-    `--quick` asks for smaller cases, `--json` prints the document. With `write_curves` there is `--curves FOLDER`.
-    Parameters of `run` that are whole numbers or flags are options too.
+    A benchmark is a module with a function `run`. `--quick` asks for smaller cases, `--json` prints the document.
+    Parameters of `run` that are whole numbers, paths or flags are options too. If there is a function `write_curves`,
+    `--curves FOLDER` calls it.
     """
-    parser = argparse.ArgumentParser()
+    benchmark = import_module(module)
+    write_curves = getattr(benchmark, "write_curves", None)
+    parser = argparse.ArgumentParser(prog=Path(str(benchmark.__file__)).stem)
     parser.add_argument("--json", action="store_true")
     if write_curves is not None:
         parser.add_argument("--curves", type=Path, metavar="FOLDER")
-    for name, parameter in inspect.signature(run).parameters.items():
+    for name, parameter in inspect.signature(benchmark.run).parameters.items():
         if parameter.annotation is bool:
             parser.add_argument(f"--{name}", action="store_true")
         elif parameter.annotation in (int, Path):
             parser.add_argument(f"--{name}", type=parameter.annotation, default=parameter.default)
     options = vars(parser.parse_args())
     as_json, folder = options.pop("json"), options.pop("curves", None)
-    rows = run(**options)
+    try:
+        rows: list[Row] = benchmark.run(**options)
+    except ConfigError as error:
+        note(f"error: {error}")
+        return 2
     if as_json:
-        print(json.dumps(document(rows, None if peers is None else peers()), indent=2))
+        print(json.dumps(document(rows), indent=2))
     else:
         _print(rows)
-    if write_curves is not None and folder is not None:
+    if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        write_curves(folder)
+        benchmark.write_curves(folder)
     return 0 if all(row.ok for row in rows) else 1
 
 

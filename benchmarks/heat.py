@@ -6,13 +6,12 @@ onset determine the curve and one heat capacity; the other three rows, the cooli
 experiment are predicted. The curve is also fitted to every other choice of three rows, and without its threshold.
 """
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
-from benchmarks.harness import Row, less_is_better, main, more_is_better
+from benchmarks.harness import Row, less_is_better, more_is_better, peer_notes
 from benchmarks.heat_calibration import (
     FITTED_RPM,
     conductance_of,
@@ -49,24 +48,22 @@ NEEDED_RPM = 8300.0
 """The only row of the table between "no effect" and "cool": a curve fitted without it is poorly determined there."""
 
 
+_SOURCES = {
+    "fitted": f"fan curve and fan watts: {TABLE}, {', '.join(f'{rpm:,.0f}' for rpm in FITTED_RPM)} rpm; the "
+    "chassis's heat capacity: throttling after 11 minutes at 3,250 rpm",
+    "predicted": f"{TABLE}, 1,100, 5,700 and 11,000 rpm; cooling; the 15 minutes of Fig. 2d",
+    "chosen": "trip and resume points, heat capacities of SoCs and boards and their conductances; see the "
+    "sources in socflower/thermal/model/constants.toml",
+    "lookup table": "none: every figure is read off a simulated rack",
+}
+
+
 def run(quick: bool = False) -> list[Row]:
     """Return rows of the fan table, transients, constants that are fitted here and, unless `quick`, other fits."""
+    _, refused = _choices()
+    peer_notes.update(_SOURCES, **{"refused choices of rows": refused})
     rows = [*_fan_table_rows(), *_transient_rows(), *_constant_rows()]
     return rows if quick else [*rows, *_choice_rows(), _unthresholded_row()]
-
-
-def peers() -> Mapping[str, object]:
-    """Return which figures were fitted and predicted, and the choices of three rows that no such curve fits."""
-    _, refused = _choices()
-    return {
-        "fitted": f"fan curve and fan watts: {TABLE}, {', '.join(f'{rpm:,.0f}' for rpm in FITTED_RPM)} rpm; the "
-        "chassis's heat capacity: throttling after 11 minutes at 3,250 rpm",
-        "predicted": f"{TABLE}, 1,100, 5,700 and 11,000 rpm; cooling; the 15 minutes of Fig. 2d",
-        "chosen": "trip and resume points, heat capacities of SoCs and boards and their conductances; see the "
-        "sources in socflower/thermal/model/constants.toml",
-        "lookup table": "none: every figure is read off a simulated rack",
-        "refused choices of rows": refused,
-    }
 
 
 # ----------------------------------------------------------------------------------------------- the fan table
@@ -244,7 +241,3 @@ def _unthresholded_row() -> Row:
 
 def _named(rpm: Sequence[float]) -> str:
     return ", ".join(f"{one:,.0f}" for one in rpm)
-
-
-if __name__ == "__main__":
-    sys.exit(main(run, peers))

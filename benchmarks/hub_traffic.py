@@ -10,7 +10,6 @@ of an equally long idle time: SuperNodes ask for work all the time.
 import asyncio
 import json
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row, less_is_better, main
+from benchmarks.harness import Row, less_is_better
 from socflower.engines.deployment.flower_processes import (
     end,
     flower_environment,
@@ -353,7 +352,3 @@ def _wait_until(happened: Callable[[], bool], timeout_s: float = 300.0) -> None:
         if time.monotonic() > deadline_s:
             raise RuntimeError(f"nothing within {timeout_s:g} s")
         time.sleep(0.2)
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))

@@ -6,7 +6,6 @@
 for rescaling, which may keep an exponent for several batches.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.harness import Row, less_is_better, main, measure_interleaved
+from benchmarks.harness import Row, less_is_better, measure_interleaved
 from socflower.precision import NITI, EngineSettings, Int8Model, RescalingPolicy
 from socflower.precision.int8.batch_splitting import best_blocks, profile_batch_blocks
 from socflower.precision.operator_costs import profile_operators
@@ -151,7 +150,3 @@ def stepper(model: Int8Model, images: np.ndarray, labels: np.ndarray) -> Callabl
 def equal(a: Int8Model, b: Int8Model) -> bool:
     mine, theirs = a.arrays(), b.arrays()
     return all(np.array_equal(mine[name], theirs[name]) for name in mine)
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))

@@ -266,4 +266,4 @@ def kept_curve(case: AccuracyCase, method: str, seed: int) -> Curve:
 
 
 if __name__ == "__main__":
-    sys.exit(main(run, write_curves=write_curves))
+    sys.exit(main(__name__))

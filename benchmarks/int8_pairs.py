@@ -1,7 +1,7 @@
 """Does `int8_` reach the accuracy of FP32 on whole CIFAR-10, with one recipe and an ordinary learning rate?
 
     socflower bench int8-pairs --json                      (about six hours on one core)
-    python benchmarks/int8_pairs.py --quick                (one epoch of 2,560 images in each arithmetic)
+    python -m benchmarks int8-pairs --quick             (one epoch of 2,560 images in each arithmetic)
 
 A pair is one network trained twice by the same loop of torch, once after `int8_(module)`: equal initial weights, equal
 batches in equal order, equal augmentation, optimiser and schedule. FP32's learning rate is the best of `RATES` in
@@ -14,7 +14,6 @@ goes on from its last epoch, kept in out/int8-pairs/. Needs CIFAR-10 in the fold
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.harness import Row, from_json, main, more_is_better, note
+from benchmarks.harness import Row, from_json, half_width, more_is_better, note, write_json
 from socflower.errors import TrainingFailed
 from socflower.training.int8_module import int8_
 from socflower.workloads.dataset import LabelledData
@@ -38,8 +37,6 @@ ARITHMETICS = ("fp32", "int8")
 SEARCH_SEED = 100
 BATCH_SIZE = 128
 _IMAGE = {"in_channels": 3, "image_size": 32, "num_classes": 10}
-# Quantiles 0.975 of Student's t distribution, by degrees of freedom.
-_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -335,9 +332,7 @@ class Store:
         )
         # Read again: another process may have added its own.
         documents = [asdict(one) for one in (*self.trainings(), done)]
-        partial = self._path.with_suffix(".part")
-        partial.write_text(json.dumps({"trainings": documents}, indent=1) + "\n", "utf-8")
-        partial.replace(self._path)
+        write_json(self._path, {"trainings": documents})
         return done
 
 
@@ -387,8 +382,7 @@ def interval(differences: list[float]) -> str:
     mean = statistics.mean(differences)
     if len(differences) < 2:
         return f"{mean:+.2f}"
-    half = _T[len(differences) - 1] * statistics.stdev(differences) / len(differences) ** 0.5
-    return f"{mean:+.2f} ± {half:.2f}"
+    return f"{mean:+.2f} ± {half_width(differences):.2f}"
 
 
 def _row(case: Case, what: str, int8: float, fp32: float, *, ok: bool = True) -> Row:
@@ -400,7 +394,3 @@ def _row(case: Case, what: str, int8: float, fp32: float, *, ok: bool = True) ->
         "% of the test images",
         ok=ok,
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))

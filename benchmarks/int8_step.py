@@ -12,7 +12,6 @@ with a search in every batch.
 Further rows: peak memory, two threads, and a step in a process that cannot import torch.
 """
 
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Row, less_is_better, machine, main, measure_interleaved, repeated
+from benchmarks.harness import (
+    Row,
+    less_is_better,
+    machine,
+    measure_interleaved,
+    peer_notes,
+    repeated,
+)
 from benchmarks.int8_settings import (
     Setting,
     describe_peers,
@@ -63,11 +69,10 @@ _IMAGES_OF_PORTABLE_STEPS = 16
 _EAGER, _COMPILED = "torch FP32, eager", "torch FP32, torch.compile"
 _CHANNELS_FIRST, _BF16 = "torch FP32, eager, NCHW", "torch bf16 autocast"
 
-peers = describe_peers
-
 
 def run(quick: bool = False) -> list[Row]:
     """Return the rows of all models in each setting; with `quick` only LeNet-5, and torch is not compiled."""
+    peer_notes.update(describe_peers())
     found = []
     with tempfile.TemporaryDirectory() as folder:
         in_setting(settings()[0], "benchmarks.int8_step:save_models", folder=folder)
@@ -245,7 +250,3 @@ def _same_bits_as_portable(module: Any, name: str, kernel: str, batch: Batch) ->
             network.train_step(images, labels, learning_rate=LEARNING_RATE, progress=0.0)
         arrays.append(network.arrays())
     return all(np.array_equal(arrays[0][key], arrays[1][key]) for key in arrays[0])
-
-
-if __name__ == "__main__":
-    sys.exit(main(run, peers))

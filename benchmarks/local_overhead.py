@@ -9,7 +9,6 @@ The second row runs the same rounds on one worker process and on two. It shows a
 """
 
 import statistics
-import sys
 from functools import cache
 from pathlib import Path
 from time import perf_counter
@@ -20,7 +19,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.harness import Row, less_is_better, main
+from benchmarks.harness import Row, less_is_better
 from socflower.clients.app import make_client_app
 from socflower.cluster import parse_cluster
 from socflower.engines.local.grid import LocalGrid
@@ -189,7 +188,3 @@ def _equal(ours: ArrayRecord, theirs: dict[str, torch.Tensor]) -> bool:
         np.allclose(tensor.numpy(), theirs[name].numpy(), rtol=1e-4, atol=1e-6)
         for name, tensor in ours.to_torch_state_dict().items()
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))

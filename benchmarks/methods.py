@@ -6,12 +6,11 @@ other method on a cluster that differs in one constant: they show where groups p
 ranges are of epochs to an accuracy, with mixed precision, cooling and re-balancing, over more models than these two.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.harness import Row, less_is_better, main
+from benchmarks.harness import Row, less_is_better
 from socflower.cluster import Cluster, Processor, parse_cluster
 from socflower.errors import InfeasiblePlan
 from socflower.hierarchy.exchange.collectives import BUCKETS, FUSIONS
@@ -43,7 +42,7 @@ PAPER = {
 """By method: SoCFlow+'s range of how many times less time SoCFlow takes."""
 
 
-def rows() -> list[Row]:
+def run() -> list[Row]:
     """Return the epochs and joules of all methods, and the quickest other method on changed clusters."""
     return [*_methods(), *_regimes()]
 
@@ -157,7 +156,3 @@ def _said(name: str, settings: Mapping[str, Any]) -> str:
     return f"{name} ({', '.join(f'{key} {value}' for key, value in settings.items())})".replace(
         " ()", ""
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(rows))

@@ -9,7 +9,6 @@ trainings have one to four epochs; benchmarks/mixed_accuracy.py has whole traini
 turns, so the gain is smaller.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.harness import Row, less_is_better, main, measure_interleaved, repeated
+from benchmarks.harness import Row, less_is_better, measure_interleaved, repeated
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.mixed_precision import MixedPrecisionTrainer
 from socflower.training.schedules import cosine_annealing
@@ -144,7 +143,3 @@ def _model(case: StepCase) -> nn.Module:
     return build_model(
         case.model, in_channels=case.channels, image_size=case.size, num_classes=10, seed=1
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))

@@ -13,14 +13,13 @@ and CIFAR-10 in SOCFLOWER_DATA.
 """
 
 import json
-import math
 import statistics
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row, kept, main, more_is_better, note
+from benchmarks.harness import Row, half_width, kept, main, more_is_better, note
 from socflower.precision import MIXING_RULES
 from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.file import load_scenario
@@ -69,9 +68,6 @@ CASES = (
 _OF_ROUND = ("epoch", "accuracy", "copy_similarity", "cpu_share", "virtual_s", "energy_j")
 _OF_RUN = ("final_accuracy", "virtual_s", "energy_j", "wall_s", "weights_sha256", "kernels")
 
-# Student's t, two-sided 95 %, by degrees of freedom.
-_T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
-
 
 def run_case(case: MixedCase, method: str, seed: int, *, epochs: int | None = None) -> Any:
     """Return a run's figures by round; a finished run is read from its file."""
@@ -96,13 +92,6 @@ def _file(case: MixedCase, method: str, seed: int, epochs: int | None) -> Path:
     return (
         FOLDER / f"{case.key}-{method}-{seed}{'' if epochs is None else f'-{epochs}-epochs'}.json"
     )
-
-
-def paired_interval(differences: list[float]) -> float:
-    """Return the half width of the 95 % interval of the mean of paired differences; infinity of a single one."""
-    if len(differences) < 2:
-        return math.inf
-    return _T95[len(differences) - 1] * statistics.stdev(differences) / math.sqrt(len(differences))
 
 
 def run(quick: bool = False, stored: bool = False) -> list[Row]:
@@ -147,9 +136,8 @@ def _row(
         statistics.mean(run["final_accuracy"] for run in runs) for runs in zip(*pairs, strict=True)
     )
     claimed = judged and method in ("paper", "normalised")
-    half_width = paired_interval(differences)
     return more_is_better(
-        f"{case.title}, {method}, {len(pairs)} seeds: {100 * mean:+.2f} +- {100 * half_width:.2f} "
+        f"{case.title}, {method}, {len(pairs)} seeds: {100 * mean:+.2f} +- {100 * half_width(differences):.2f} "
         f"points, {speed:.2f}x the speed in virtual time",
         ours,
         "fp32",
@@ -209,4 +197,4 @@ def write_curves(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(run, write_curves=write_curves))
+    sys.exit(main(__name__))

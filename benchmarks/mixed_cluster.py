@@ -10,10 +10,9 @@ have no communication and show the rule itself; their answer is checked against 
 """
 
 import math
-import sys
 from typing import Any
 
-from benchmarks.harness import Row, less_is_better, main
+from benchmarks.harness import Row, less_is_better
 from socflower.cluster import FP32, ModelProfile, device
 from socflower.precision.cpu_share import cpu_share, most_speedup
 from socflower.precision.processor_costs import MixedPricing
@@ -98,7 +97,3 @@ def _scenario(model: str, rule: str) -> Any:
         },
         name=f"{model}-{rule}", question="", where="benchmark",
     )  # fmt: skip
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))

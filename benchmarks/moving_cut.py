@@ -1,6 +1,6 @@
 """Does moving the cut pay? The engine on links that alternate, and after a drop that lasts, in virtual time.
 
-    python benchmarks/moving_cut.py --seed 7
+    python -m benchmarks moving-cut --seed 7
 
 For each period, random tables of costs on a link that alternates between two rates every so many batches; the peer is
 the best fixed cut in hindsight, and a ratio above 1 means that ours is faster. Then a drop of the link by 10 to 1,000
@@ -13,7 +13,7 @@ import random
 import statistics
 from dataclasses import dataclass, replace
 
-from benchmarks.harness import Row, less_is_better, main, note
+from benchmarks.harness import Row, less_is_better, note, peer_notes
 from socflower.cluster import Cluster, parse_cluster
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates, segments
 from socflower.edgecloud.plan.cost_model import period_s
@@ -35,8 +35,6 @@ NUM_PERIODS, LEAST_BATCHES = 4, 200
 BEFORE, AFTER = 60, 300
 # Against the best fixed cut at the median and at worst, and against the oracle.
 MEDIAN, WORST, ORACLE = 1.15, 1.25, 1.20
-
-_told: dict[str, dict[str, list[object]]] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,7 +215,10 @@ def run(*, quick: bool = False, seed: int = SEED) -> list[Row]:
         draws = [random.Random(f"{seed}.{period}.{table}") for table in range(num_tables)]
         found = [alternating(cluster, draw, period) for draw in draws]
         ratios = [ratio for ratio, _ in found]
-        _told[f"period {period}"] = {"ratio": [*ratios], "moves": [moves for _, moves in found]}
+        peer_notes[f"period {period}"] = {
+            "ratio": [*ratios],
+            "moves": [moves for _, moves in found],
+        }
         median = statistics.median(ratios)
         case = f"alternates every {period} batches, {num_tables} tables, worst {max(ratios):.2f}"
         is_ok = median <= MEDIAN and max(ratios) <= WORST
@@ -228,7 +229,7 @@ def run(*, quick: bool = False, seed: int = SEED) -> list[Row]:
         ratios = [ratio for ratio, _, _ in after]
         moves = [each for _, each, _ in after]
         stay = [each for _, _, each in after]
-        _told[f"drop {drop}"] = {"ratio": [*ratios], "moves": [*moves], "staying": [*stay]}
+        peer_notes[f"drop {drop}"] = {"ratio": [*ratios], "moves": [*moves], "staying": [*stay]}
         case = (
             f"drops {drop} times, {num_tables} tables, worst {max(ratios):.2f}, at most {max(moves)} moves; without a "
             f"move {statistics.median(stay):.1f}, worst {max(stay):.1f}"
@@ -241,12 +242,3 @@ def run(*, quick: bool = False, seed: int = SEED) -> list[Row]:
 def _row(case: str, ours: float, peer: str, is_ok: bool) -> Row:
     note(f"{case}: median {ours:.3f}")
     return less_is_better(case, ours, peer, 1.0, "times as long", ok=is_ok)
-
-
-def peers() -> dict[str, object]:
-    """Return every table's ratio and moves."""
-    return dict(_told)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(run, peers))

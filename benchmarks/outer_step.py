@@ -6,13 +6,12 @@ accuracy. A row is the mean of three other seeds, of virtual seconds to the accu
 does not reach it counts with all its seconds. `peers` has what was chosen, and every seed's figures.
 """
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.harness import Row, less_is_better, main, more_is_better, note
+from benchmarks.harness import Row, less_is_better, more_is_better, note, peer_notes
 from socflower.errors import TrainingFailed
 from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.file import load_scenario
@@ -25,7 +24,6 @@ OUTER_SETTINGS = ((0.5, 0.6), (0.5, 0.9), (1.0, 0.3), (1.0, 0.6))
 """Learning rate and momentum of an outer step."""
 PLAIN = "plain average"
 _SCENARIO = Path(__file__).resolve().parents[1] / "scenarios" / "digits_demo.toml"
-_said: dict[str, Any] = {}
 
 Figures = tuple[float, float]
 """Virtual seconds to the target, and the best accuracy."""
@@ -58,7 +56,7 @@ def _at_interval(interval: float, seeds: tuple[int, ...]) -> list[Row]:
         name: [_trained(settings, seed) for seed in seeds] for name, settings in chosen.items()
     }
     case = f"every {interval:g} epochs"
-    _said[case] = {
+    peer_notes[case] = {
         name: {
             "settings": chosen[name],
             "seconds": [seconds for seconds, _ in figures],
@@ -105,12 +103,3 @@ def _trained(changes: Mapping[str, Any], seed: int) -> Figures:
     figures = next(reached, result["virtual_s"]), max(each["accuracy"] for each in rounds)
     note(f"{settings}, seed {seed}: {figures}")
     return figures
-
-
-def peers() -> dict[str, Any]:
-    """Return by interval what was chosen, and the figures of every seed."""
-    return _said
-
-
-if __name__ == "__main__":
-    sys.exit(main(run, peers))

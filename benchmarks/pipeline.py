@@ -17,7 +17,6 @@ that filling and draining take little of the time.
 
 import os
 import statistics
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from benchmarks.harness import Row, less_is_better, main, more_is_better, note
+from benchmarks.harness import Row, less_is_better, more_is_better, note, peer_notes
 from benchmarks.pipeline_contest.launch import Devices
 from benchmarks.pipeline_contest.work import (
     CORES,
@@ -87,7 +86,6 @@ _PROBED, _PROBE_S = 4, 2.0
 _ROUND_UPDATES = 8
 _TOLERANCE = 1e-4
 _MEMORY_BYTES = 1e12
-_told: dict[str, object] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,9 +113,11 @@ class Result:
 def run(quick: bool = False) -> list[Row]:
     """Return rows of samples per second, predictions and overlap; none if the testbed cannot be built."""
     reason = testbed.missing() or cpu_quota.missing()
-    _told.clear()
-    _told["devices"] = reason or f"quotas of {', '.join(map(str, CORES))} cores"
-    _told["load_before"] = list(os.getloadavg())
+    peer_notes["devices"] = reason or f"quotas of {', '.join(map(str, CORES))} cores"
+    peer_notes["torch"] = (
+        f"torch {torch.__version__}, Schedule1F1B of distributed.pipelining over gloo, same optimiser"
+    )
+    peer_notes["load_before"] = list(os.getloadavg())
     if reason is not None:
         return []
     # As on the devices: another number of threads rounds differently.
@@ -129,16 +129,8 @@ def run(quick: bool = False) -> list[Row]:
     for mbit in RATES_MBIT[1:2] if quick else RATES_MBIT:
         rows += _contest(mbit)
     rows.append(_overlap(quick))
-    _told["load_after"] = list(os.getloadavg())
+    peer_notes["load_after"] = list(os.getloadavg())
     return rows
-
-
-def peers() -> dict[str, object]:
-    """Return the devices' quotas, the plans, and the machine's load."""
-    return {
-        "torch": f"torch {torch.__version__}, Schedule1F1B of distributed.pipelining over gloo, same optimiser",
-        **_told,
-    }
 
 
 # ---------------------------------------------------------------------------------------------------------- contest
@@ -151,12 +143,12 @@ def _contest(mbit: int) -> list[Row]:
             Profile(workload=VGG, batches=BATCHES, repeats=3)
         )
         problem = with_messages(devices, VGG, problem_of(VGG, profiled, mbit), mbit)
-        _told[f"seconds of a core for a megabyte at {place}"] = [
+        peer_notes[f"seconds of a core for a megabyte at {place}"] = [
             round(1e6 * each.byte_s * CORES[each.soc], 4) for each in problem.devices
         ]
         entries = _entries(problem, coded=mbit == min(RATES_MBIT))
-        _told[f"cores got at {place}"] = [round(each.cores, 3) for each in profiled.values()]
-        _told[f"plans at {place}"] = {entry.name: text_of(entry.plan) for entry in entries}
+        peer_notes[f"cores got at {place}"] = [round(each.cores, 3) for each in profiled.values()]
+        peer_notes[f"plans at {place}"] = {entry.name: text_of(entry.plan) for entry in entries}
         found = {entry.name: _measured(devices, entry) for entry in entries}
         federated = _federated(devices, problem)
     ours = found["ours"]
@@ -520,7 +512,3 @@ def _overlap_plan() -> PipelinePlan:
 
 def _slowest_s(answers: Mapping[int, Trained]) -> float:
     return max(each.ends_s[-1] - each.began_s for each in answers.values())
-
-
-if __name__ == "__main__":
-    sys.exit(main(run, peers))

@@ -9,7 +9,6 @@ pipeline`. Both trainings see the same tokens in the same order. The loss is mea
 device within 1e-3 nats a byte.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 
-from benchmarks.harness import Row, less_is_better, main, more_is_better, note
+from benchmarks.harness import Row, less_is_better, more_is_better, note, peer_notes
 from benchmarks.pipeline import (
     interval_s,
     is_right,
@@ -45,20 +44,18 @@ SEEDS = (1, 2, 3)
 _NUM_UPDATES, _NUM_WINDOWS = 60, 4096
 _QUICK = (4, 64)
 _LOSS_TOLERANCE = 1e-3
-_told: dict[str, object] = {}
 
 
 def run(quick: bool = False) -> list[Row]:
     """Return rows of samples a second, losses and predictions; none if the testbed cannot be built."""
     reason = testbed.missing() or cpu_quota.missing()
-    _told.clear()
-    _told["devices"] = reason or f"quotas of {', '.join(map(str, CORES))} cores"
+    peer_notes["devices"] = reason or f"quotas of {', '.join(map(str, CORES))} cores"
     if reason is not None:
         return []
     num_updates, num_windows = _QUICK if quick else (_NUM_UPDATES, _NUM_WINDOWS)
     with TemporaryDirectory() as folder:
         base = Path(folder) / "base.pt"
-        _told["loss of the base on code, nats a byte"] = save_base(base, num_windows)
+        peer_notes["loss of the base on code, nats a byte"] = save_base(base, num_windows)
         # As on the devices: another number of threads rounds differently.
         torch.set_num_threads(1)
         return [
@@ -72,11 +69,6 @@ def run(quick: bool = False) -> list[Row]:
                 f"{num_updates * MINI_BATCH * 128} tokens",
             )
         ]
-
-
-def peers() -> dict[str, object]:
-    """Return the devices' quotas and the base's loss."""
-    return dict(_told)
 
 
 def rows_of(
@@ -167,7 +159,3 @@ def _run(
     update_s, loss = interval_s(answers), loss_of(model)
     note(f"{text_of(plan)}: {update_s:.3f} s, predicted {said_s:.3f}, loss {loss:.4f}")
     return update_s, loss, said_s, is_right(work, answers)
-
-
-if __name__ == "__main__":
-    sys.exit(main(run, peers))

@@ -7,12 +7,11 @@ the peer searches the plan for the remaining devices from nothing, in micro-batc
 """
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from benchmarks.harness import Row, less_is_better, main, more_is_better, note
+from benchmarks.harness import Row, less_is_better, more_is_better, note
 from benchmarks.pipeline_cases.best_plans import best_plan, some_plan_fits
 from benchmarks.pipeline_cases.random_problems import (
     drawn_loss,
@@ -149,7 +148,3 @@ def _loss_rows(seeds: range) -> Iterator[Row]:
         "s",
         ok=max(seen.planning_s) < 1.0,
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))

@@ -9,14 +9,13 @@ with AdamW and without dropout, in mini-batches of 64. Devices, links and planne
 device within 1e-3 nats a byte.
 """
 
-import sys
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks.harness import Row, main
+from benchmarks.harness import Row, peer_notes
 from benchmarks.pipeline_adapters import SEEDS, rows_of
 from benchmarks.pipeline_contest.transformer_models import KINDS, save_base, test_loss, workload
 from benchmarks.pipeline_contest.work import CORES
@@ -27,14 +26,12 @@ from tests.testbed import testbed
 _NUM_UPDATES, _NUM_OF_BASE = 16, 60
 _MINI_BATCH = 64
 _QUICK = (4, 4)
-_told: dict[str, object] = {}
 
 
 def run(quick: bool = False) -> list[Row]:
     """Return rows of samples a second, losses and predictions; none if the testbed cannot be built."""
     reason = testbed.missing() or cpu_quota.missing()
-    _told.clear()
-    _told["devices"] = reason or f"quotas of {', '.join(map(str, CORES))} cores"
+    peer_notes["devices"] = reason or f"quotas of {', '.join(map(str, CORES))} cores"
     if reason is not None:
         return []
     num_updates, num_of_base = _QUICK if quick else (_NUM_UPDATES, _NUM_OF_BASE)
@@ -44,18 +41,9 @@ def run(quick: bool = False) -> list[Row]:
     with TemporaryDirectory() as folder:
         for kind in KINDS:
             base = Path(folder) / f"{kind}.pt"
-            _told[f"loss of {kind} on code, nats a byte"] = save_base(kind, base, num_of_base)
+            peer_notes[f"loss of {kind} on code, nats a byte"] = save_base(kind, base, num_of_base)
             trained, loss_of = workload(kind, base), partial(test_loss, kind)
             for seed in SEEDS[:1] if quick else SEEDS:
                 what = f"{kind}, {num_updates} updates"
                 rows += rows_of(trained, seed, num_updates, loss_of, what, _MINI_BATCH)
     return rows
-
-
-def peers() -> dict[str, object]:
-    """Return the devices' quotas and the bases' losses."""
-    return dict(_told)
-
-
-if __name__ == "__main__":
-    sys.exit(main(run, peers))

@@ -5,10 +5,9 @@ should take under 10 ms. `ok`: every SoC is in one group, the objective of F5 (c
 spanned) is never worse than greedy's, and on small racks it is the best of all assignments.
 """
 
-import sys
 from time import perf_counter
 
-from benchmarks.harness import Row, less_is_better, main, measure
+from benchmarks.harness import Row, less_is_better, measure
 from benchmarks.mapping_reference import brute_force, small_clusters
 from socflower.cluster import parse_cluster
 from socflower.hierarchy import GroupPlacement, integrity_greedy, map_groups, plan_groups
@@ -94,7 +93,3 @@ def _brute_force_row(max_slots: int) -> Row:
         ratio=brute_s / our_s,
         ok=num_optimal == num_cases,
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))

@@ -14,7 +14,6 @@ load, the cores that each member got, and the parts of a step.
 """
 
 import statistics
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from os import getloadavg
 import numpy as np
 import torch
 
-from benchmarks.harness import Row, main, more_is_better
+from benchmarks.harness import Row, more_is_better, peer_notes
 from benchmarks.rebalancing_rack.plan import MemberTimes, RingRun, flat_weights, model, trainer
 from benchmarks.rebalancing_rack.rack import ThrottledRack
 from socflower.training.group import train_group
@@ -43,7 +42,6 @@ _EQUAL_STEPS, _BALANCED_STEPS, _ALONE_STEPS = 5, 22, 4
 _CHANGE_AFTER = 6
 # Steps at the end of a run with re-balancing.
 _COUNTED = 6
-_said: dict[str, object] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +78,8 @@ CASES = (
 
 def run(quick: bool = False) -> list[Row]:
     """Return rows of a step's seconds and of the reached shares of the ideals; none if no quota can be set."""
-    _said.clear()
-    _said["quotas"] = missing() or list(CORES)
+    peer_notes[_PEER] = "the same ring and processes, rebalance_steps = 0"
+    peer_notes["quotas"] = missing() or list(CORES)
     if missing() is not None:
         return []
     rounds = 1 if quick else 2
@@ -91,11 +89,6 @@ def run(quick: bool = False) -> list[Row]:
             for case in CASES[: 1 if quick else None]
             for row in _rows(case, [_round(rack, case, BATCH_SIZE) for _ in range(rounds)])
         ]
-
-
-def peers() -> dict[str, object]:
-    """Return the peer's settings, the quotas and each round's details."""
-    return {_PEER: "the same ring and processes, rebalance_steps = 0", **_said}
 
 
 def _round(rack: ThrottledRack, case: RingCase, batch_size: int) -> Round:
@@ -190,7 +183,7 @@ def _asked(
 
 
 def _rows(case: RingCase, rounds: Sequence[Round]) -> list[Row]:
-    _said[case.name] = [each.told for each in rounds]
+    peer_notes[case.name] = [each.told for each in rounds]
     ours, theirs, ideal = (
         statistics.median(values)
         for values in zip(
@@ -250,7 +243,3 @@ def _difference(run: RingRun, measured: Sequence[MemberTimes]) -> float:
 
 def _rounded(values: Sequence[float]) -> list[float]:
     return [round(value, 3) for value in values]
-
-
-if __name__ == "__main__":
-    sys.exit(main(run, peers))

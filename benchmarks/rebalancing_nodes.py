@@ -10,14 +10,13 @@ counts.
 
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from os import getloadavg
 from pathlib import Path
 
-from benchmarks.harness import Row, less_is_better, main
+from benchmarks.harness import Row, less_is_better, peer_notes
 from benchmarks.hub_traffic import deployed
 from tests.cpu_quota import missing, quotas
 
@@ -26,7 +25,6 @@ CORES = (0.6, 0.6, 0.3, 0.15)
 NUM_ROUNDS, STEPS_PER_ROUND, BATCH_SIZE, LOOK_STEPS = 3, 14, 256, 2
 # Steps at the end of a round.
 _COUNTED = 6
-_said: dict[str, object] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,18 +42,17 @@ class LastRound:
 
 def run(quick: bool = False) -> list[Row]:
     """Return rows of one group and of two; none if no quota can be set."""
-    _said.clear()
-    _said["quotas"] = missing() or list(CORES)
+    peer_notes["quotas"] = missing() or list(CORES)
     if missing() is not None:
         return []
     rows = []
     for num_groups in (1,) if quick else (1, 2):
         equal, balanced = (_train(num_groups, steps) for steps in (-1, LOOK_STEPS))
         case = f"{len(CORES)} SuperNodes in {num_groups} group{'s' if num_groups > 1 else ''}"
-        _said[case] = {
+        peer_notes[case] = {
             "load_average": round(getloadavg()[0], 2),
-            "equal": _told(equal),
-            "balanced": _told(balanced),
+            "equal": _described(equal),
+            "balanced": _described(balanced),
         }
         rows.append(
             less_is_better(
@@ -68,11 +65,6 @@ def run(quick: bool = False) -> list[Row]:
             )
         )
     return rows
-
-
-def peers() -> dict[str, object]:
-    """Return the machine's load and the details of each run."""
-    return dict(_said)
 
 
 def _train(num_groups: int, rebalance_steps: int) -> LastRound:
@@ -115,7 +107,7 @@ def _gaps_s(lines: Sequence[dict[str, float]]) -> list[float]:
     return [after["at_s"] - before["at_s"] for before, after in pairwise(lines)]
 
 
-def _told(outcome: LastRound) -> dict[str, object]:
+def _described(outcome: LastRound) -> dict[str, object]:
     return {
         "step_s": round(outcome.step_s, 3),
         "samples_per_s": round(outcome.samples_per_s, 1),
@@ -123,7 +115,3 @@ def _told(outcome: LastRound) -> dict[str, object]:
         "shares": outcome.shares,
         "events": outcome.events,
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main(run, peers))

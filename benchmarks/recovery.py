@@ -14,7 +14,6 @@ in virtual time, over random clusters.
 import random
 import re
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,7 +24,7 @@ import torch
 from flwr.app import ArrayRecord
 from torch import Tensor
 
-from benchmarks.harness import Row, less_is_better, main
+from benchmarks.harness import Row, less_is_better
 from benchmarks.recovery_boards import app
 from socflower.flower_adapter import begin_run
 from socflower.peers.ring.settings import RingSettings
@@ -188,7 +187,3 @@ def _throughput(dice: random.Random, count: int) -> Iterator[Row]:
             limit=1.0,
             ok=right,
         )
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))

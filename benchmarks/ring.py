@@ -13,13 +13,12 @@ namespaces; `peers` says if they are missing.
 """
 
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from os import getloadavg
 
 import torch
 
-from benchmarks.harness import Row, main
+from benchmarks.harness import Row, peer_notes
 from benchmarks.ring_contest.launch import on_link, on_loopback
 from benchmarks.ring_contest.plan import Contest, Entry, Times
 from socflower.cluster import StepCost
@@ -58,12 +57,17 @@ COMPRESSED = tuple(
     for name in ("fp16", "int8", "dgc")
 )
 
-_load: dict[str, list[float]] = {}
-
 
 def run(quick: bool = False) -> list[Row]:
     """Return rows of step times, processor times, bytes sent by a member, and simulated steps."""
-    _load["before"] = list(getloadavg())
+    load_before = list(getloadavg())
+    peer_notes["DistributedDataParallel"] = (
+        f"torch {torch.__version__}, backend gloo, all settings as they come; SGD with "
+        "momentum, channels_last and one thread a process on both sides"
+    )
+    peer_notes["link"] = (
+        missing() or f"{LINK_BIT_PER_S / 1e6:.0f} Mbit/s in each direction, network namespaces"
+    )
     uncompressed = (DDP, GLOO_WHOLE, GLOO, GRPC, TLS)
     rounds = 3 if quick else 11
     rows = []
@@ -90,19 +94,8 @@ def run(quick: bool = False) -> list[Row]:
         if not quick:
             rows += _on_link("vgg11", 32, 4, rounds=5, steps=1)
             rows += _on_link("lenet5", 64, 2, rounds=rounds, steps=20)
-    _load["after"] = list(getloadavg())
+    peer_notes["load_average"] = {"before": load_before, "after": list(getloadavg())}
     return rows
-
-
-def peers() -> dict[str, object]:
-    """Return the peer's settings and the machine's load."""
-    return {
-        "DistributedDataParallel": f"torch {torch.__version__}, backend gloo, all settings as they come; SGD with "
-        "momentum, channels_last and one thread a process on both sides",
-        "link": missing()
-        or f"{LINK_BIT_PER_S / 1e6:.0f} Mbit/s in each direction, network namespaces",
-        "load_average": dict(_load),
-    }
 
 
 def _on_link(model: str, samples: int, num_members: int, *, rounds: int, steps: int) -> list[Row]:
@@ -256,7 +249,3 @@ def _row(
 
 def _is_right(entry: Entry, times: Times) -> bool:
     return times.same_on_all and (entry.compression != "none" or times.difference <= TOLERANCE)
-
-
-if __name__ == "__main__":
-    sys.exit(main(run, peers))

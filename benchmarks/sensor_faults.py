@@ -8,13 +8,12 @@ fans go fast. The rack, its heat and its fans are those of the heat model.
 import math
 import random
 import statistics
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from benchmarks.harness import Row, less_is_better, main, note
+from benchmarks.harness import Row, less_is_better, note
 from socflower.thermal.fans.control_loop import FanControl, FanSettings, FanState
 from socflower.thermal.fans.outputs import SimulatedFan
 from socflower.thermal.fans.policies import (
@@ -209,7 +208,3 @@ def hottest_c(world: World, seconds: float = 1500.0) -> float:
         for _ in range(int(seconds / PERIOD_S))
         if world.run(PERIOD_S)
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))

@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-from benchmarks.harness import Row, less_is_better, main
+from benchmarks.harness import Row, less_is_better
 from socflower.cluster import HUB, Board, Cluster, GraphBuilder, Server, TaskGraph, parse_cluster
 from socflower.cluster.link_rate import RateSteps
 from socflower.cluster.task_graph import Compute, Endpoint
@@ -591,11 +591,3 @@ def run(quick: bool = False) -> list[Row]:
             *profile_rows(replay, num_cases),
             oracle_row(4 * num_cases),
         ]
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(run))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

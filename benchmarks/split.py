@@ -16,7 +16,6 @@ bit. Time never decides it.
 """
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from os import getloadavg
@@ -25,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.harness import Row, less_is_better, main, more_is_better
+from benchmarks.harness import Row, less_is_better, more_is_better, peer_notes
 from benchmarks.split_contest.launch import Pair
 from benchmarks.split_contest.plan import BATCH_SIZE, MODEL, Batches, EdgeRun, EdgeTimes, program
 from socflower.cluster.device_catalog import device
@@ -49,7 +48,6 @@ _MEMORY_CUT, _MEMORY_MBIT_PER_S = 2, 200.0
 _ENERGY_MBIT_PER_S, _ENERGY_BATCHES = 20.0, 1000
 # The engine plans for as many batches.
 _PLANNED_BATCHES = 200
-_told: dict[str, object] = {}
 # The prediction and the measurement of each run.
 _runs: list[dict[str, object]] = []
 
@@ -90,26 +88,22 @@ class SystemResult:
 
 def run(quick: bool = False) -> list[Row]:
     """Return rows of throughput, predictions, memory and energy; the first two only if quotas can be set."""
-    _told.clear()
     _runs.clear()
-    _told["quota"] = missing() or f"{CORES} cores"
+    peer_notes["load_average"] = list(getloadavg())
+    peer_notes["runs"] = _runs
+    peer_notes["quota"] = missing() or f"{CORES} cores"
     rows: list[Row] = []
     if missing() is None:
         with Pair(CORES) as pair:
             exact = _is_exact(pair)
             by_speed: dict[str, object] = {}
-            _told["weights of local training at K = 0"] = exact
-            _told["costs"] = by_speed
+            peer_notes["weights of local training at K = 0"] = exact
+            peer_notes["costs"] = by_speed
             for speed in _QUICK_SPEEDS if quick else SPEEDS:
                 costs = pair.costs(mbit_per_s=speed, num_repeats=1, num_batches=10)
                 by_speed[_place(speed)] = to_document(costs)
                 rows += _rows_of(pair, costs, speed, exact, seconds=2.0 if quick else 5.0)
     return [*rows, *_memory_rows(quick), *_energy_rows()]
-
-
-def peers() -> dict[str, object]:
-    """Return the quota, the costs of a batch at every cut, the machine's load, and each run."""
-    return {"load_average": list(getloadavg()), **_told, "runs": _runs}
 
 
 def systems(costs: SplitCosts, rates: LinkRates) -> list[System]:
@@ -198,7 +192,7 @@ def _measured(
         measured_s=times.period_s(window),
         ok=exact and _is_right(times, chosen),
     )
-    _told["samples"] = times.source
+    peer_notes["samples"] = times.source
     _runs.append(
         {
             "case": f"{_place(run.mbit_per_s)}: {label}",
@@ -371,7 +365,3 @@ def _energy_rows() -> list[Row]:
                 )
             )
     return rows
-
-
-if __name__ == "__main__":
-    sys.exit(main(run, peers))

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.harness import Row, machine, main, more_is_better, note
+from benchmarks.harness import Row, machine, main, more_is_better, note, write_json
 from benchmarks.split_accuracy_runs.gradient_errors import gradient_errors
 from benchmarks.split_accuracy_runs.recipes import (
     NORMAL,
@@ -102,10 +102,7 @@ class Runs:
     def change(self, key: str, how: Callable[[Any], Any]) -> None:
         """Replace a part of the document by `how` of it, and store the document."""
         self._document[key] = how(self._document[key])
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial_file = self._path.with_suffix(".part")
-        partial_file.write_text(json.dumps(self._document, indent=1) + "\n")
-        partial_file.replace(self._path)
+        write_json(self._path, self._document)
 
 
 class Bench:
@@ -273,4 +270,4 @@ def _row(setting: str, variant: str, pairs: Sequence[tuple[float, float]], *, ju
 
 
 if __name__ == "__main__":
-    sys.exit(main(run))
+    sys.exit(main(__name__))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import grpc
 import numpy as np
 
-from benchmarks.harness import Row, main
+from benchmarks.harness import Row
 from benchmarks.processes import LineProcess
 from socflower.allocator import keep_freed_memory
 from socflower.engines.deployment.flower_processes import free_ports
@@ -78,7 +78,7 @@ def receive(addresses: list[str], bare: str) -> None:
 def run(quick: bool = False) -> list[Row]:
     """Return rows of the throughput in MB/s for messages of several sizes."""
     addresses = [f"127.0.0.1:{number}" for number in free_ports(3)]
-    far = LineProcess("benchmarks.stream", "receive", *addresses)
+    far = LineProcess("benchmarks.stream", *addresses)
     far.read()
     port, lanes = _lanes(0, addresses[:2])
     with open_channel(
@@ -129,7 +129,4 @@ def _compare(
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["receive"]:
-        receive(sys.argv[2:4], sys.argv[4])
-    else:
-        sys.exit(main(run))
+    receive(sys.argv[1:3], sys.argv[3])

@@ -8,12 +8,11 @@ A training is kept in `out/bench-trained-methods`, so that an interrupted benchm
 """
 
 import statistics
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row, less_is_better, main, note
+from benchmarks.harness import Row, less_is_better, note, peer_notes
 from socflower.errors import ConfigError
 from socflower.scenario.comparison import compare
 from socflower.scenario.schema.config import Scenario
@@ -51,7 +50,6 @@ PARTITIONS = {
     "Dirichlet 0.1": ("data.partition=dirichlet", "data.alpha=0.1", "strategy.reshuffle=false"),
 }
 _FOLDER = Path(__file__).with_name("trained_methods_cases")
-_said: dict[str, Any] = {}
 
 
 def run(quick: bool = False, case: int = 0, partition: int = 0, workers: int = 0) -> list[Row]:
@@ -71,7 +69,7 @@ def run(quick: bool = False, case: int = 0, partition: int = 0, workers: int = 0
                 method: _measured(scenario, method, where, 2 if quick else budget, workers, title)
                 for method in methods
             }
-            _said[title] = found
+            peer_notes[title] = found
             rows += list(_rows(title, found))
     return rows
 
@@ -128,12 +126,3 @@ def _rows(title: str, found: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
 
 def _has_reached(found: Mapping[str, Any]) -> bool:
     return "seconds" in found and all(each is not None for each in found["seconds"])
-
-
-def peers() -> dict[str, Any]:
-    """Return by case and method the settings, and what each seed took."""
-    return _said
-
-
-if __name__ == "__main__":
-    sys.exit(main(run, peers))

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Row, main, more_is_better, note
+from benchmarks.harness import Row, more_is_better, note
 from benchmarks.processes import LineProcess
 from benchmarks.truth_cells.cell import ONE_RING, Cell, draw_cells, reference_cells
 from benchmarks.truth_cells.prediction import Constants
@@ -209,7 +209,3 @@ def _summary(name: str, errors: Sequence[float], seed: int) -> list[Row]:
         )
         for what, (value, aim) in figures.items()
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))

@@ -13,7 +13,6 @@ search was made with seed 1, and the published seeds are others.
 import hashlib
 import json
 import math
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row, from_json, kept, less_is_better, main, note
+from benchmarks.harness import Row, from_json, kept, less_is_better, note, peer_notes
 from socflower.engines.any_engine import EngineSettings
 from socflower.engines.ending import Ending
 from socflower.scenario.candidates import Candidate, Costs, Setting, candidates_of, weights_key
@@ -39,7 +38,6 @@ from socflower.wire.folders import temporary_folder
 _CASES = Path(__file__).with_name("tune_regret_cases")
 _OUT = Path("out/bench-tune-regret")
 SEED, BUDGET = 21, 10
-_said: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,13 +148,8 @@ def run(quick: bool = False, case: int = 0, seed: int = SEED) -> list[Row]:
         if case in (0, number) and not (quick and rows):
             found = kept(_OUT / f"case-{number}-seed-{seed}.json", partial(_found, each, seed))
             rows += [from_json(Row, row) for row in found["rows"]]
-            _said.update(found["peers"])
+            peer_notes.update(found["peers"])
     return rows
-
-
-def peers() -> Mapping[str, object]:
-    """Return by case what tune chose, what was best, and the exhaustive grid."""
-    return _said
 
 
 def _found(case: Case, seed: int) -> dict[str, Any]:
@@ -344,7 +337,3 @@ def _kept_rounds(scenario: Scenario, where: Path, ending: Ending) -> dict[str, A
 
     found: dict[str, Any] = kept(where / f"{digest}.json", train)
     return found
-
-
-if __name__ == "__main__":
-    sys.exit(main(run, peers))

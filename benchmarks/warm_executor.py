@@ -6,7 +6,6 @@ Processor seconds of all SuperNodes in a round are given as well, since wall-clo
 fewer cores than nodes. The answer is right if all runs end with the same weights, bit for bit.
 """
 
-import sys
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +13,7 @@ from statistics import median
 
 import psutil
 
-from benchmarks.harness import Row, less_is_better, main
+from benchmarks.harness import Row, less_is_better
 from benchmarks.hub_traffic import Deployment, deployed
 
 NUM_NODES, NUM_ROUNDS = 4, 4
@@ -95,7 +94,3 @@ def _memory_bytes(pid: int) -> float:
             and Path(f"/proc/{process.pid}/smaps").exists()
         )
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))

@@ -24,7 +24,7 @@ _NOT_BENCHMARKS = (
     "heat_calibration",
     "mapping_reference",
     "processes",
-    "__init__",
+    "__main__",
 )
 
 
@@ -89,7 +89,8 @@ def run_benchmark(name: str, *, quick: bool, **options: int) -> dict[str, Any]:
     command = [
         sys.executable,
         "-m",
-        f"benchmarks.{name.replace('-', '_')}",
+        "benchmarks",
+        name,
         "--json",
         *(["--quick"] if quick else []),
         *(f"--{key}={value}" for key, value in options.items()),

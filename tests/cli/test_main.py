@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import pytest
@@ -275,17 +276,17 @@ def test_bench_lists_its_names_and_refuses_others(socflower: Socflower) -> None:
 def test_a_benchmark_runs_as_a_process_whatever_else_it_prints(
     socflower: Socflower, tmp_path: Path
 ) -> None:
-    row = {"case": "all", "ours": 1.0, "peer": "none", "peer_value": 2.0, "unit": "s"}
-    row |= {"ratio": 2.0, "limit": None}
-    programs = {"harness": "", "broken": "print('{')\nraise SystemExit(3)\n"}
-    for name, is_right in (("noisy", True), ("wrong", False)):
-        rows = [{**row, "ok": is_right}]
-        document = json.dumps({"schema": 1, "machine": {}, "rows": rows}, indent=2)
-        programs[name] = f"print('a peer: {{ and')\nprint({document!r})\n"
     folder = tmp_path / "benchmarks"
     folder.mkdir()
-    for name, program in programs.items():
-        (folder / f"{name}.py").write_text(program)
+    for name in ("harness.py", "__main__.py"):
+        copy(ROOT / "benchmarks" / name, folder)
+    (folder / "broken.py").write_text("def run(): print('{'); raise SystemExit(3)\n")
+    for name, is_right in (("noisy", True), ("wrong", False)):
+        row = f"less_is_better('all', 1.0, 'none', 2.0, 's', ok={is_right})"
+        (folder / f"{name}.py").write_text(
+            "from benchmarks.harness import less_is_better\n"
+            f"def run(): print('a peer: {{ and'); return [{row}]\n"
+        )
     assert json.loads(socflower("bench noisy --json").out)["rows"][0]["ok"]
     assert socflower("bench wrong").status == 1
     ran = socflower("bench broken")
