@@ -172,7 +172,7 @@ class NativeInt8Backend(Int8Backend):
     @property
     def draws(self) -> bool:
         """True if the network has dropout."""
-        return self._built.draws
+        return self._built.graph.draws
 
     def draw_from(self, seed: int) -> None:
         """Set the seed of the next step's dropout masks; see `Int8Backend.draw_from`."""

@@ -387,12 +387,6 @@ class FP32Session:
         """The learning rate of the next step, of the optimiser's first parameter group."""
         return float(self._optimizer.param_groups[0]["lr"])
 
-    @property
-    def accumulates_gradients(self) -> bool:
-        """Whether the optimiser keeps a running mean of gradients: momentum, or Adam's first moment."""
-        group = self._optimizer.param_groups[0]
-        return bool(self._momentum) or bool(group.get("betas", (0.0,))[0])
-
     def activate(self, member: int) -> bool:
         """Give the model the running statistics of a member; return whether members have statistics of their own."""
         if self._buffers is not None:
@@ -454,3 +448,9 @@ def _as_channels_last(tensor: Tensor) -> Tensor:
     if tensor.dim() != 4:
         return tensor
     return tensor.contiguous(memory_format=torch.channels_last)
+
+
+def accumulates_gradients(session: FP32Session) -> bool:
+    """Return whether a session's optimiser keeps a running mean of gradients: momentum, or Adam's first moment."""
+    group = session._optimizer.param_groups[0]
+    return bool(session._momentum) or bool(group.get("betas", (0.0,))[0])

@@ -217,10 +217,10 @@ class Int8Session:
         """Return learning rate, progress and seed of the next step."""
         progress = min(1.0, self._step / self._total_steps)
         seed = None
-        if model.draws and self._seed:
+        if model.graph.draws and self._seed:
             sequence = np.random.SeedSequence([*self._seed, self._step])
             seed = int(sequence.generate_state(1, np.uint64)[0])
-        elif model.draws:
+        elif model.graph.draws:
             seed = int(torch.randint(2**62, ()))
         return {"learning_rate": self._trainer.rate(progress), "progress": progress, "seed": seed}
 
@@ -254,7 +254,7 @@ def _state_of(model: Int8Model) -> dict[str, Any]:
     velocities = export_velocities(model.graph, model.parameters)
     return {
         PARAMETERS: {name: {MOMENTUM: torch.from_numpy(own)} for name, own in velocities.items()},
-        "exponents": dict(model.weight_exponents()),
+        "exponents": dict(model.parameters.exponents),
         "trackers": model.trackers.to_json(),
         "stalls": model.parameters.stalls.to_json(),
     }

@@ -150,7 +150,7 @@ class _Engine:
     def train(self, inputs: Tensor) -> Tensor:
         """Return the result of a training pass, differentiable; update the running statistics."""
         number = self._free.pop() if self._free else self._layers.add_pass()
-        draws = self._layers.engine.draws
+        draws = self._layers.engine.graph.draws
         draw = int(torch.randint(2**62, ())) if draws else 0
         result = self._layers.forward(inputs, draw, number=number, lease=_Lease(self, number))
         buffers = self._buffers()

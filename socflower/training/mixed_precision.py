@@ -38,7 +38,7 @@ from socflower.precision.cpu_share import (
     without_single,
 )
 from socflower.training.batch_statistics import depends_on_batch, require_batch_statistics
-from socflower.training.fp32 import FP32Session, FP32Trainer
+from socflower.training.fp32 import FP32Session, FP32Trainer, accumulates_gradients
 from socflower.training.own_copies import OwnCopies
 from socflower.training.trainer import (
     Metric,
@@ -193,9 +193,8 @@ class MixedPrecisionSession:
         self._model = model
         self._span = span
         self._fp32 = fp32
-        self._parameters = dict(model.named_parameters())
-        every = dict(model.named_parameters(remove_duplicate=False))
-        self._aliases = {name: part for name, part in every.items() if name not in self._parameters}
+        # By every name, also those of shared parameters.
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._step = span.first_step
         self._backend: Int8Backend | None = None
         self._worker: ThreadPoolExecutor | None = None
@@ -217,8 +216,6 @@ class MixedPrecisionSession:
         self._counts = _Counts(alpha_key=ALPHA if trainer.merges_weights else COPY_SIMILARITY)
         # The latest inputs, on which alpha is measured without held-out ones.
         self._latest: Tensor | None = None
-        # Samples of each member in the step that is not applied yet.
-        self._pending_sizes: dict[int, int] = {}
         self._joules_at_start: float | None = None
 
     # The INT8 worker's part is added after the FP32 pass.
@@ -279,9 +276,9 @@ class MixedPrecisionSession:
         first = next((member for member, (_, labels) in enumerate(parts) if len(labels)), 0)
         self._counts.pending[first] = num_own, 0 if self._dropped else num_own - num_cpu
         if self._copies is not None:
-            self._pending_sizes |= {
-                m: len(labels) for m, (_, labels) in enumerate(parts) if len(labels)
-            }
+            for member, (_, labels) in enumerate(parts):
+                if len(labels):
+                    self._copies.pending[member] = len(labels)
         return loss
 
     def apply(self) -> None:
@@ -290,9 +287,7 @@ class MixedPrecisionSession:
         self._step += 1
         self._counts.apply()
         if self._copies is not None:
-            for member, size in self._pending_sizes.items():
-                self._copies.count(member, size)
-            self._pending_sizes.clear()
+            self._copies.apply()
         if self._alphas and self._trainer.rule != "fp32":
             self._counts.note_alpha(sum(self._alphas) / len(self._alphas))
 
@@ -420,7 +415,7 @@ class MixedPrecisionSession:
         backend.load_weights(self._weights(with_statistics=True), seed=self._seed)
 
     def _refuse_noise(self, backend: Int8Backend) -> None:
-        if self._fp32.accumulates_gradients and not backend.hands_out_gradients:
+        if accumulates_gradients(self._fp32) and not backend.hands_out_gradients:
             raise ConfigError(
                 f"MixedPrecisionTrainer: momentum adds up the rounding noise of {backend.name}; give "
                 "the FP32Trainer optimizer=sgd(learning_rate, momentum=0.0), or leave backend out"
@@ -655,9 +650,9 @@ class MixedPrecisionSession:
 
         The accelerator may have changed frozen parameters in its copy; they are loaded again in the next step.
         """
-        others = {*self._aliases, *(name for name, _ in self._model.named_buffers())}
+        own = dict(self._model.named_parameters())
         for name, array in gradients.items():
-            if name not in others and (parameter := self._parameters[name]).requires_grad:
+            if name in own and (parameter := own[name]).requires_grad:
                 gradient = torch.from_numpy(array).to(parameter.dtype)
                 yield name, gradient.reshape(parameter.shape)
 
@@ -707,7 +702,7 @@ class MixedPrecisionSession:
     # ------------------------------------------------------------------------------------------ weights
 
     def _weights(self, *, with_statistics: bool = False) -> dict[str, Any]:
-        every = {**self._parameters, **self._aliases}
+        every = self._parameters
         weights: dict[str, Any] = {
             name: parameter.detach().numpy() for name, parameter in every.items()
         }

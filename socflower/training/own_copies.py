@@ -24,6 +24,8 @@ class OwnCopies:
         # Of each member in this session: all, and its NPU's.
         self.samples = [0] * num_members
         self._npu_samples = [0] * num_members
+        # Samples of each member in the step that is not applied yet.
+        self.pending: dict[int, int] = {}
         # The last step of each member's copy, and its loss: a ring may repeat the pass of a step.
         self._last: list[tuple[int, float]] = [(-1, 0.0)] * num_members
         name = self.backends[0].name
@@ -46,9 +48,11 @@ class OwnCopies:
             self._last[member] = step, result.loss
         return self._last[member][1]
 
-    def count(self, member: int, num_samples: int) -> None:
-        """Count a member's samples in a step that is applied."""
-        self.samples[member] += num_samples
+    def apply(self) -> None:
+        """Count the samples of the step that is applied."""
+        for member, num_samples in self.pending.items():
+            self.samples[member] += num_samples
+        self.pending.clear()
 
     def has_trained(self, member: int) -> bool:
         """Whether a member's NPU had samples in the session."""

@@ -391,7 +391,7 @@ def test_the_engine_holds_what_the_module_has():
     inside = engine._layers.engine
     exported = export_parameters(inside.graph, inside.parameters)
     for name, part in module.named_parameters():
-        quantum = 2.0 ** inside.weight_exponents().get(name, -149)
+        quantum = 2.0 ** inside.parameters.exponents.get(name, -149)
         assert np.abs(exported[name] - part.detach().numpy()).max() <= quantum / 2
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from socflower.training.fp32 import FP32Trainer
+from socflower.training.fp32 import FP32Trainer, accumulates_gradients
 from socflower.training.muon import hidden_weights, muon
 from socflower.training.schedules import cosine_annealing
 from socflower.training.trainer import TrainingSpan
@@ -85,7 +85,7 @@ def test_a_session_continues_from_a_state_to_the_same_bits() -> None:
         session.step([batch])
         again.step([batch])
     assert_equal(continued, model)
-    assert again.accumulates_gradients
+    assert accumulates_gradients(again)
 
 
 def test_hooks_of_torch_see_one_step() -> None:

@@ -112,7 +112,7 @@ class _Session(Role[MemberResult]):
     what = "pipeline"
 
     def __init__(self, member: PipelineMember) -> None:
-        self._config, self._group, self._ring = member, member.group, member.ring
+        self._config = member
         self._soc_of = dict(zip(member.group.partitions, member.group.members, strict=True))
         self._soc = self._soc_of[member.ring.participant]
         membership = Membership(
@@ -156,7 +156,7 @@ class _Session(Role[MemberResult]):
 
     def run(self) -> MemberResult:
         """Form the pipeline and train; repeat both after each loss of a device."""
-        config, group = self._config, self._group
+        config, group = self._config, self._config.group
         refuse_unfit(config.trainer)
         if not group.first_step and self._has_samples:
             data = LabelledSource(config.data)
@@ -189,13 +189,13 @@ class _Session(Role[MemberResult]):
         if len(socs) == 1:
             self._channels = QueueChannels.of(socs)[self._soc]
         else:
-            kind = GlooChannels if self._ring.transport == "gloo" else GrpcChannels
+            kind = GlooChannels if self._config.ring.transport == "gloo" else GrpcChannels
             self._channels = kind(
                 self._config.port,
                 socs,
                 generation.members,
                 generation.number,
-                self._ring.heartbeat_s,
+                self._config.ring.heartbeat_s,
             )
         held = {step: sorted(state.weights) for step, state in self._kept.items()}
         own = {"held": sorted(held.items()), "has_samples": self._has_samples}
@@ -281,7 +281,7 @@ class _Session(Role[MemberResult]):
 
     def _leader_of(self, plan: Plan) -> int:
         """Return the device that answers: the group's leader, or the plan's first device if the leader is lost."""
-        leader = self._group.leader
+        leader = self._config.group.leader
         return leader if leader in self._socs else plan.socs[0]
 
     def _move(self, parts: list[StateTransfer]) -> None:
@@ -312,7 +312,7 @@ class _Session(Role[MemberResult]):
             config.read,
             model,
             config.trainer,
-            TrainingSpan.of_group(self._group, self._step),
+            TrainingSpan.of_group(self._config.group, self._step),
             data=config.data,
             send=self._open_channels.send,
             state=state.optimizer_bytes(),
@@ -327,8 +327,8 @@ class _Session(Role[MemberResult]):
 
     def work(self) -> None:
         """Train through the updates that are left."""
-        group, backup_steps = self._group, self._config.backup_steps
-        share_steps, begun = self._ring.rebalance_steps, self._step
+        group, backup_steps = self._config.group, self._config.backup_steps
+        share_steps, begun = self._config.ring.rebalance_steps, self._step
         while self._step < group.num_steps:
             if self._config.departs_at is not None and self._step >= self._config.departs_at:
                 raise Preempted("the device is preempted")
@@ -342,7 +342,7 @@ class _Session(Role[MemberResult]):
             self._update()
 
     def _update(self) -> None:
-        group, step = self._group, self._group.first_step + self._step
+        group, step = self._config.group, self._config.group.first_step + self._step
         (indices,) = self._schedule.batch(step)
         mini = Mini(step=step, indices=indices, key=sample_key(group, self._step))
         run_script(self._present_stage.update(mini), self._open_channels, self._poll)
@@ -516,8 +516,8 @@ class _Session(Role[MemberResult]):
         own = trainable_state(self._config.model)
         weights = self._config.read.with_aliases(end.weights)
         load_trainable_state(self._config.model, {**own, **weights})
-        first = self._group.first_step
-        steps = range(first, first + self._group.num_steps)
+        first = self._config.group.first_step
+        steps = range(first, first + self._config.group.num_steps)
         num_samples = sum(len(self._schedule.batch(step)[0]) for step in steps)
         whole = outcome_of(end, self._plan, num_samples)
         devices = DeviceReport(devices=tuple(end.devices.values()), socs=tuple(end.devices))

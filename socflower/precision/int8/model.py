@@ -42,7 +42,7 @@ from socflower.precision.int8.fixed_point import (
     exponent_for,
     to_real,
 )
-from socflower.precision.int8.network import Convolution, Dropout, Fp32, Graph, Shape
+from socflower.precision.int8.network import Convolution, Fp32, Graph, Shape
 from socflower.precision.int8.operators.base import StepContext
 from socflower.precision.int8.operators.embedding import Embedding
 from socflower.precision.int8.operators.weighted import scaled_by_channel
@@ -214,7 +214,7 @@ class Int8Model:
 
         The modules and functions that `fp32_operators` names run in torch FP32 between the int8 ones: those that a
         placement has `on_cpu` (`operator_costs.profile_operators`). `exponents` are earlier exponents of the weights
-        (`weight_exponents`). Operators without an int8 kernel run in FP32 too, which `islands` and a warning
+        (`parameters.exponents`). Operators without an int8 kernel run in FP32 too, which `islands` and a warning
         report; with `unsupported` "refuse" they raise ConfigError.
         """
         from socflower.precision.int8.fp32_operator import fp32_factory
@@ -264,11 +264,6 @@ class Int8Model:
     def islands(self) -> dict[str, str]:
         """The operators that run in torch FP32, by name: what each of them computes."""
         return {node.name: node.operator for node in self.graph.nodes if isinstance(node, Fp32)}
-
-    @property
-    def draws(self) -> bool:
-        """Whether a step draws random numbers, so that `train_step` reads its seed."""
-        return any(isinstance(node, Dropout) for node in self.graph.nodes)
 
     def train_step(
         self,
@@ -519,10 +514,6 @@ class Int8Model:
     def arrays(self) -> dict[str, AnyArray]:
         """Return the parameters as NumPy arrays by their names in the module's state_dict, weights as float32."""
         return export_parameters(self.graph, self.parameters)
-
-    def weight_exponents(self) -> dict[str, int]:
-        """Return the exponents of the int8 weights by their names (see `Weight`)."""
-        return self.parameters.exponents
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the parameters as tensors for the torch module's `load_state_dict`.

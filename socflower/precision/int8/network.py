@@ -309,6 +309,11 @@ class Graph:
             raise ConfigError(f"graph: nothing reads the result of {', '.join(unread)}")
 
     @property
+    def draws(self) -> bool:
+        """Whether a step draws random numbers, so that it reads a seed."""
+        return any(isinstance(node, Dropout) for node in self.nodes)
+
+    @property
     def output(self) -> str:
         """Name of the value that holds the logits."""
         return self.nodes[-1].name

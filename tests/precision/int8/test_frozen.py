@@ -66,7 +66,7 @@ def test_any_frozen_parameters_keep_every_bit_and_the_others_go_the_way_they_wou
     model = int8(module, algorithm)
     free = int8(name, algorithm)
     data = batches(3)
-    exponents = {key: value for key, value in model.weight_exponents().items() if key in chosen}
+    exponents = {key: value for key, value in model.parameters.exponents.items() if key in chosen}
     for each in (model, free):
         train(each, data[:1])
     others = free.arrays()
@@ -83,7 +83,7 @@ def test_any_frozen_parameters_keep_every_bit_and_the_others_go_the_way_they_wou
         weight = model.parameters.weights[key]
         np.testing.assert_array_equal(weight.data, held[key])
         assert weight.master is None and weight.velocity is None
-    assert exponents.items() <= model.weight_exponents().items()
+    assert exponents.items() <= model.parameters.exponents.items()
     assert not set(export_velocities(model.graph, model.parameters)) & set(chosen)
 
 
@@ -180,7 +180,9 @@ def test_a_saved_model_keeps_what_is_frozen(tmp_path, algorithm):
     doubled = {key: 2.0 * each for key, each in module.state_dict().items()}
     model.load_state_dict(doubled)
     np.testing.assert_array_equal(model.parameters.weights["stem.weight"].data, held)
-    assert model.weight_exponents()["stem.weight"] == loaded.weight_exponents()["stem.weight"] + 1
+    assert (
+        model.parameters.exponents["stem.weight"] == loaded.parameters.exponents["stem.weight"] + 1
+    )
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -322,5 +324,5 @@ def test_low_rank_adapters_that_start_at_zero_end_by_niti_no_higher_than_in_torc
 def test_an_all_zero_weight_gets_the_quantum_of_torchs_initial_values():
     """With that of a weight of 1, the first integer step would be as large as any weight."""
     module, _, _ = low_rank_case()
-    exponents = int8(module, shape=(192, 1, 1)).weight_exponents()
+    exponents = int8(module, shape=(192, 1, 1)).parameters.exponents
     assert exponents["1.up.weight"] == exponents["3.up.weight"] == -8

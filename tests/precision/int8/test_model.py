@@ -103,7 +103,7 @@ def test_master_weights_that_all_vanish_become_zeros():
     for weight in model.parameters.weights.values():
         weight.master *= np.float32(1e-35)
     train(model, batches(1), rate=0.0)
-    assert set(model.weight_exponents().values()) == {-MAX_EXPONENT}
+    assert set(model.parameters.exponents.values()) == {-MAX_EXPONENT}
     assert not any(weight.data.any() for weight in model.parameters.weights.values())
 
 
@@ -262,21 +262,21 @@ def test_kept_exponents_make_the_round_trip_exact_where_the_largest_weight_shran
     for weight in model.parameters.weights.values():
         np.clip(weight.data, -60, 60, out=weight.data)
     module.load_state_dict(model.state_dict())
-    kept = int8(module, options={"exponents": model.weight_exponents()})
+    kept = int8(module, options={"exponents": model.parameters.exponents})
     finest = int8(module)
-    assert kept.weight_exponents() == model.weight_exponents()
+    assert kept.parameters.exponents == model.parameters.exponents
     for name, weight in model.parameters.weights.items():
         np.testing.assert_array_equal(kept.parameters.weights[name].data, weight.data)
-        assert finest.weight_exponents()[name] == weight.exponent - 1
+        assert finest.parameters.exponents[name] == weight.exponent - 1
         np.testing.assert_array_equal(finest.parameters.weights[name].data, 2 * weight.data)
 
 
 def test_an_exponent_at_which_a_weight_does_not_fit_is_not_kept():
-    own = int8("plain").weight_exponents()
+    own = int8("plain").parameters.exponents
     low = {name: exponent - 3 for name, exponent in own.items()}
     some = {"0.weight": own["0.weight"] + 1}
     for exponents, expected in ((low, own), (some, own | some)):
-        assert int8("plain", options={"exponents": exponents}).weight_exponents() == expected
+        assert int8("plain", options={"exponents": exponents}).parameters.exponents == expected
 
 
 @pytest.mark.parametrize("algorithm", [NITI, MOMENTUM], ids=["niti", "momentum"])
@@ -288,7 +288,7 @@ def test_training_taken_up_in_another_model_goes_on_bit_for_bit(name, algorithm)
     module = build(name, seed=5)
     train(model, data[:6])
     module.load_state_dict(model.state_dict())
-    exponents = {"exponents": model.weight_exponents()}
+    exponents = {"exponents": model.parameters.exponents}
     other = int8(module, algorithm, rescaling=SELDOM, options=exponents)
     assert other.trackers.to_json() == [] and not velocities_of(other)
     import_velocities(other.graph, other.parameters, velocities_of(model))
@@ -296,7 +296,7 @@ def test_training_taken_up_in_another_model_goes_on_bit_for_bit(name, algorithm)
     assert train(other, data[6:]) == train(model, data[6:])
     assert_same(other.arrays(), model.arrays())
     assert_same(velocities_of(other), velocities_of(model))
-    assert other.weight_exponents() == model.weight_exponents()
+    assert other.parameters.exponents == model.parameters.exponents
     assert other.trackers.to_json() == model.trackers.to_json()
 
 
