@@ -651,8 +651,13 @@ class MixedPrecisionSession:
         The accelerator may have changed frozen parameters in its copy; they are loaded again in the next step.
         """
         own = dict(self._model.named_parameters())
+        others = {
+            *self._parameters,
+            *(name for name, _ in self._model.named_buffers()),
+        } - own.keys()
         for name, array in gradients.items():
-            if name in own and (parameter := own[name]).requires_grad:
+            # An unknown name is the accelerator's failure.
+            if name not in others and (parameter := own[name]).requires_grad:
                 gradient = torch.from_numpy(array).to(parameter.dtype)
                 yield name, gradient.reshape(parameter.shape)
 
