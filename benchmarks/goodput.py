@@ -31,8 +31,8 @@ from socflower.scenario.app.presets import strategy_in_groups
 from socflower.scenario.costs import model_profile
 from socflower.scenario.heat import rack_dynamics
 from socflower.scenario.predicted_epochs import best_epoch
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.strategies import group_strategy
 from socflower.scenario.schema.thermal import BackgroundLoadConfig
 from socflower.sim import EventClock

@@ -13,8 +13,8 @@ from benchmarks.harness import Row, less_is_better, note, peer_notes
 from socflower.hierarchy import default_candidates
 from socflower.hierarchy.group_count import WARM_UP_SHARE
 from socflower.scenario.runner import run_scenario
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import load_scenario, scenario_cluster
+from socflower.scenario.schema.scenario_file import Scenario
 
 MOST_REGRET = 1.2
 _ROOT = Path(__file__).resolve().parents[1] / "scenarios"

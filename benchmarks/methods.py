@@ -16,8 +16,8 @@ from socflower.errors import InfeasiblePlan
 from socflower.hierarchy.exchange.collectives import BUCKETS, FUSIONS
 from socflower.scenario.planning import PlannedTraining
 from socflower.scenario.predicted_epochs import best_epoch
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import parse_scenario
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy
 
 BOARDS = [5, 5, 5, 5, 5, 5, 2]

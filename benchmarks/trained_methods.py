@@ -15,8 +15,8 @@ from typing import Any
 from benchmarks.harness import Row, less_is_better, note, peer_notes
 from socflower.errors import ConfigError
 from socflower.scenario.comparison import compare
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import load_scenario
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.search import Search
 
 SEEDS = (1, 3, 4)

@@ -28,8 +28,8 @@ from socflower.scenario.halving import ENERGY, TIME
 from socflower.scenario.jobs import run_job
 from socflower.scenario.prepared_run import prepare
 from socflower.scenario.runner import ScenarioJob
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import load_scenario, to_document
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.search import is_over
 from socflower.scenario.tune import target_of, tune_among
 from socflower.scenario.tuning import described

@@ -14,8 +14,8 @@ from typing import Any
 
 from socflower.errors import SocflowerError
 from socflower.scenario.prepared_run import prepare
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import load_scenario, parse_scenario
+from socflower.scenario.schema.scenario_file import Scenario
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "combinations.md"

@@ -22,11 +22,8 @@ from socflower.field_rules import allowed, keys_of, table_of
 from socflower.model_graph.cut_points import capture_split
 from socflower.model_graph.layer_profile import profile_module
 from socflower.pipeline.profiler.layers import read_model
-from socflower.scenario.schema.config import (
-    CompareConfig,
-    PredictedEpoch,
-    ScenarioFile,
-)
+from socflower.scenario.schema.config import CompareConfig, PredictedEpoch
+from socflower.scenario.schema.scenario_file import ScenarioFile
 from socflower.workloads.models.built_in import PIECES, PROFILES
 from socflower.workloads.models.classifiers import BUILDERS, build_model
 from socflower.workloads.sources import data_names, data_shape

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import byte_gpt
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import load_scenario
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.workload import initial_model, scenario_data
 from socflower.training.model_state import trainable_state
 

@@ -423,7 +423,7 @@ def mistakes_of(document: dict[str, Any]) -> list[str]:
 
     from socflower.cluster.device_catalog import DeviceFile
     from socflower.scenario.expectations import require_known_claims
-    from socflower.scenario.schema.config import ScenarioFile
+    from socflower.scenario.schema.scenario_file import ScenarioFile
 
     # The name of a file.
     if isinstance(document.get("cluster"), str):

@@ -6,8 +6,8 @@ from pathlib import Path
 from socflower.field_rules import keys_of, table_of
 from socflower.scenario.expectations import _PLAN_QUANTITIES
 from socflower.scenario.pipeline_planning import plan_of_pipeline
-from socflower.scenario.schema.config import ScenarioFile
 from socflower.scenario.schema.file import load_scenario
+from socflower.scenario.schema.scenario_file import ScenarioFile
 
 CLI = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 

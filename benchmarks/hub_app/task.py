@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from socflower.scenario.arithmetic import trainer
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import load_scenario
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.workload import TrainingData, initial_model, scenario_data
 from socflower.training.fp32 import FP32Trainer
 from socflower.training.trainer import Trainer

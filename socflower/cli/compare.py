@@ -49,7 +49,7 @@ from socflower.report.quality import QUALITIES, Quality
 if TYPE_CHECKING:
     from socflower.engines.run_log import RoundLogging
     from socflower.scenario.predicted_methods import Front
-    from socflower.scenario.schema.config import Scenario
+    from socflower.scenario.schema.scenario_file import Scenario
 
 
 _NARROW: dict[str, Any] = {

@@ -14,7 +14,7 @@ from socflower.errors import ConfigError, InfeasiblePlan
 # Importing flwr takes long, so only commands that run something do.
 if TYPE_CHECKING:
     from socflower.engines.run_log import RoundLogging
-    from socflower.scenario.schema.config import Scenario
+    from socflower.scenario.schema.scenario_file import Scenario
 
 
 def _shipped_or_file(given: Path | Sequence[Path]) -> Path | list[Path]:

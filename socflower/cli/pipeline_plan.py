@@ -22,7 +22,7 @@ from socflower.quantities import counted, human_bytes, human_joules, human_secon
 
 # Importing the planners takes long, so only the command does.
 if TYPE_CHECKING:
-    from socflower.scenario.schema.config import Scenario
+    from socflower.scenario.schema.scenario_file import Scenario
 
 
 # Closed forms that differ by less than this factor are shown as one.

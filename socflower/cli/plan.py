@@ -37,7 +37,7 @@ from socflower.quantities import (
 # Importing the planners takes long, so only the command does.
 if TYPE_CHECKING:
     from socflower.cluster import Cluster
-    from socflower.scenario.schema.config import Scenario
+    from socflower.scenario.schema.scenario_file import Scenario
 
 # The most boards and groups that are printed.
 _MOST_BOARDS, _MOST_GROUPS = 60, 40

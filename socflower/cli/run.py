@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from socflower.engines.ending import Ending
     from socflower.engines.run_log import RoundLogging
     from socflower.scenario.prepared_run import PreparedRun
-    from socflower.scenario.schema.config import Scenario
+    from socflower.scenario.schema.scenario_file import Scenario
 
 
 _Scenario = Annotated[

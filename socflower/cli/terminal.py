@@ -30,7 +30,7 @@ from socflower.wire.logs import LOG_FORMAT, json_line, logs_json
 
 # Importing pydantic and the planners takes long, so only the command that needs them does.
 if TYPE_CHECKING:
-    from socflower.scenario.schema.config import Scenario
+    from socflower.scenario.schema.scenario_file import Scenario
 
 OUT = Console()
 ERR = Console(stderr=True)

@@ -23,8 +23,9 @@ from socflower.precision.algorithm import HANDED_OUT_GRADIENTS
 from socflower.precision.operator_costs import island_share
 from socflower.precision.processor_costs import MixedPricing
 from socflower.scenario.costs import mixing_note
-from socflower.scenario.schema.config import Scenario, TrainConfig
+from socflower.scenario.schema.config import TrainConfig
 from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.workload import image_shape, initial_model, scenario_data
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.int8 import Int8Trainer

@@ -14,9 +14,10 @@ from typing import Any
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.scenario.predicted_training import predicted_training
 from socflower.scenario.prepared_run import PreparedRun, prepare
-from socflower.scenario.schema.config import ARITHMETICS, Scenario
+from socflower.scenario.schema.config import ARITHMETICS
 from socflower.scenario.schema.file import num_participants, scenario_cluster, to_document
 from socflower.scenario.schema.pipeline import PipelineConfig
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy
 from socflower.scenario.search import searched_keys, start_of
 

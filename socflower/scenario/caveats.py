@@ -7,8 +7,8 @@ from socflower.edgecloud.plan.baselines import BASELINES
 from socflower.errors import InfeasiblePlan
 from socflower.quantities import human_joules, human_seconds
 from socflower.scenario.planning import PlannedTraining, planned_training
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy
 
 

@@ -24,8 +24,8 @@ from socflower.scenario.predicted_methods import (
     require_front,
 )
 from socflower.scenario.prepared_run import PreparedRun, prepare
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.strategies import STRATEGIES, family_of
 from socflower.scenario.search import (
     NOT_REACHED,

@@ -8,7 +8,7 @@ from socflower.did_you_mean import did_you_mean
 from socflower.precision.cpu_share import most_speedup
 from socflower.precision.processor_costs import Int8Pricing, MixedPricing
 from socflower.quantities import percent
-from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.workloads.models.built_in import built_in_profile, model_names
 from socflower.workloads.sources import data_names, data_shape
 

@@ -8,7 +8,7 @@ import numpy as np
 from socflower.cluster import Cluster, sustained_rates
 from socflower.quantities import human_seconds
 from socflower.scenario.planning import planned_intervals, planned_training, planned_work, with_plan
-from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
 from socflower.scenario.split_setting import SplitSetting
 from socflower.sim import EventClock

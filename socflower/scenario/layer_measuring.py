@@ -12,8 +12,8 @@ from socflower.pipeline.profiler.layers import Granularity, read_model
 from socflower.pipeline.profiler.measuring import DEFAULT_BATCHES, measure_layers
 from socflower.scenario.layer_profiles import KIND, MeasuredLayer, MeasuredLayers, require_device
 from socflower.scenario.pipeline_workload import pipeline_workload
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.pipeline import PipelineConfig
+from socflower.scenario.schema.scenario_file import Scenario
 
 
 def measured_profile(

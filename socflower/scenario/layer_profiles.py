@@ -10,9 +10,9 @@ from socflower.errors import ConfigError
 from socflower.field_rules import OneOf, SchemaVersion, Text
 from socflower.pipeline.problem import LayerSeconds, PipelineModel
 from socflower.scenario.measured_file import read_measured, write_measured
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.pipeline import CUTS, PipelineConfig
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.toml_file import Table, read_table
 
 KIND = "layer-seconds"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from socflower.errors import ConfigError
-from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.workload import example_inputs, initial_model
 from socflower.wire.folders import temporary_folder
 from socflower.workloads.transfer import load_weights

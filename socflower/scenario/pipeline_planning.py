@@ -17,9 +17,9 @@ from socflower.quantities import counted
 from socflower.scenario.costs import num_samples, optimizer_copies
 from socflower.scenario.expectations import check_plan
 from socflower.scenario.layer_profiles import measured_seconds
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import num_participants, scenario_cluster
 from socflower.scenario.schema.pipeline import INT8, LAXER, PEERS, PipelineConfig
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.strategies import STRATEGIES
 from socflower.sim import EventClock, Trace
 from socflower.wire.saved_state import write_atomically

@@ -6,8 +6,8 @@ from torch import nn
 from socflower.errors import ConfigError
 from socflower.model_graph.graph import Example
 from socflower.scenario.costs import num_samples
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PipelineConfig
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.workload import example_inputs, initial_model
 from socflower.workloads.models.built_in import model_names
 from socflower.workloads.models.classifiers import build_model

@@ -37,8 +37,8 @@ from socflower.scenario.costs import (
     pricing,
 )
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.strategies import group_strategy
 from socflower.sim import EventClock
 from socflower.strategies.settings import require_few_fragments, streamed_interval

@@ -14,9 +14,9 @@ from socflower.scenario.schema.config import (
     ModelConfig,
     PrecisionConfig,
     PredictedEpoch,
-    Scenario,
 )
 from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy, group_strategy
 
 _BUCKETS = (1, 8)

@@ -14,8 +14,8 @@ from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.report.quality import Quality
 from socflower.scenario.candidates import with_front
 from socflower.scenario.predicted_epochs import epochs_of, samples_a_step
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.strategies import STRATEGIES, family_of
 
 ALONE = "sgd"

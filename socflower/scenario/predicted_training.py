@@ -20,8 +20,8 @@ from socflower.scenario.costs import (
 )
 from socflower.scenario.pipeline_planning import pipeline_problem, planner_settings
 from socflower.scenario.planning import PlannedTraining, planned_training
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import num_participants
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.sim import EventClock
 from socflower.wire.message_keys import INT8_WIRE
 

@@ -21,9 +21,10 @@ from socflower.scenario.costs import (
 )
 from socflower.scenario.heat import check_boards
 from socflower.scenario.planning import group_work
-from socflower.scenario.schema.config import INSIDE_GROUPS_OR_FIRST, Scenario, several_groups
+from socflower.scenario.schema.config import INSIDE_GROUPS_OR_FIRST, several_groups
 from socflower.scenario.schema.file import num_participants, scenario_cluster
 from socflower.scenario.schema.key_rules import is_set
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.strategies import STRATEGIES, group_strategy
 from socflower.scenario.split_setting import SplitSetting
 from socflower.workloads.sources import data_names, load_data

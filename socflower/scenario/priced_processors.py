@@ -5,8 +5,8 @@ from typing import Any
 
 from socflower.cluster import Cluster, Device
 from socflower.cluster.device_catalog import device
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.scenario_file import Scenario
 
 _CPU = "cpu"
 _WHERE = {

@@ -18,8 +18,8 @@ from socflower.engines.deployment.options import DeploymentOptions
 from socflower.errors import ConfigError
 from socflower.scenario.prepared_run import PreparedRun, prepare
 from socflower.scenario.runner import run_to_folder
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import apply_override, parse_scenario
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.wire.folders import exclusive_folder
 
 MOST_LOCAL_SOCS = 32

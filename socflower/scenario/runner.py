@@ -27,8 +27,9 @@ from socflower.scenario.jobs import run_job, run_job_to_folder
 from socflower.scenario.model_export import write_model
 from socflower.scenario.prepared_run import PreparedRun, prepare
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
-from socflower.scenario.schema.config import NEED_WORKERS, Scenario
+from socflower.scenario.schema.config import NEED_WORKERS
 from socflower.scenario.schema.file import num_nodes, num_participants, to_document
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.strategies import group_strategy
 
 _NOTES = (

@@ -15,8 +15,8 @@ from socflower.engines.ending import Ending
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.report.quality import QUALITIES
 from socflower.scenario.predicted_epochs import mean_epoch
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy
 
 Choice: TypeAlias = Mapping[str, Any]

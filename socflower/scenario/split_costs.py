@@ -7,7 +7,7 @@ from socflower.edgecloud.plan.cuts import SplitCosts
 from socflower.edgecloud.plan.device_costs import CutShape, split_costs
 from socflower.precision.processor_costs import MERGE_PASSES, REQUANTISE_PASSES, MixedPricing
 from socflower.scenario.costs import model_profile
-from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.workloads.models.built_in import built_in_cuts, model_names
 from socflower.workloads.sources import data_names, data_shape
 

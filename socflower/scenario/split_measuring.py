@@ -23,7 +23,7 @@ from socflower.errors import ConfigError
 from socflower.model_graph.torch_device import resolve_device
 from socflower.quantities import human_bytes, human_seconds
 from socflower.scenario.measured_file import read_measured
-from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.wire.codecs.error_feedback import Form
 from socflower.wire.codecs.quantisation import BITS
 

@@ -38,8 +38,8 @@ from socflower.scenario.arithmetic import (
     unsupported,
 )
 from socflower.scenario.costs import num_training_samples
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.split import CLICK_MODEL, CLICKS, GENERATOR
 from socflower.scenario.split_costs import layered_costs
 from socflower.scenario.workload import (

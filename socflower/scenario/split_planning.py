@@ -13,7 +13,7 @@ from socflower.edgecloud.plan.party import Party
 from socflower.edgecloud.plan.phases import phases, window_limit
 from socflower.quantities import counted
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
-from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.split_setting import SplitSetting
 
 

@@ -19,9 +19,9 @@ from socflower.edgecloud.plan.party import CloudMode, Party
 from socflower.edgecloud.plan.split_pipeline import moved, round_ends, simulate_split
 from socflower.errors import ConfigError
 from socflower.scenario.costs import num_samples, num_training_samples
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.links import edge_links
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.split import CLICKS, GENERATOR
 from socflower.scenario.split_costs import built_in_costs, is_built_in
 from socflower.sim import EventClock

@@ -21,8 +21,8 @@ from socflower.engines.deployment.flower_processes import marked as with_mark
 from socflower.engines.deployment.flower_processes import own_processes, tail
 from socflower.errors import ConfigError, SocflowerError
 from socflower.scenario.expectations import is_of_plan, strategies_of_claims
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import load_scenario
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.wire.folders import exclusive_folder
 from socflower.wire.saved_state import remove_partial, write_atomically
 

@@ -27,7 +27,8 @@ from socflower.scenario.candidates import Candidate, Costs, Setting, candidates_
 from socflower.scenario.comparison import OnStart, finished
 from socflower.scenario.epoch_model import EpochModel
 from socflower.scenario.halving import ENERGY, TIME, halve, part_of_rung
-from socflower.scenario.schema.config import ARITHMETICS, Scenario
+from socflower.scenario.schema.config import ARITHMETICS
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.strategies import STRATEGIES
 from socflower.scenario.tuning import described
 from socflower.wire.folders import exclusive_folder

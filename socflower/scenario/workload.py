@@ -18,7 +18,8 @@ from socflower.errors import ConfigError
 from socflower.model_graph.batch_form import Batch, form_of
 from socflower.model_graph.layer_profile import ExampleBatch
 from socflower.model_graph.random_state import forked_generators
-from socflower.scenario.schema.config import DataConfig, Factory, Scenario
+from socflower.scenario.schema.config import DataConfig, Factory
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.training.muon import muon
 from socflower.training.trainer import require_trained_parameters
 from socflower.user_code import call, import_attribute, raised

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document
+from socflower.scenario.schema.scenario_file import Scenario
 from tests.scenario.small_runs import Reference, without_drawing
 
 

@@ -11,7 +11,8 @@ import pytest
 from socflower.cluster.cluster_file import SiteTable
 from socflower.scenario import jobs
 from socflower.scenario.runner import run_scenario, run_to_folder
-from socflower.scenario.schema.config import EventConfig, Scenario, StrategyConfig, TrainConfig
+from socflower.scenario.schema.config import EventConfig, StrategyConfig, TrainConfig
+from socflower.scenario.schema.scenario_file import Scenario
 from tests.few_digits import few_digits
 
 Reference = Callable[[Scenario], Path]

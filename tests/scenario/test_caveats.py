@@ -8,8 +8,8 @@ import pytest
 from socflower.errors import InfeasiblePlan
 from socflower.scenario.caveats import caveats_of
 from socflower.scenario.planning import plan_scenario
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import load_scenario
+from socflower.scenario.schema.scenario_file import Scenario
 
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
 

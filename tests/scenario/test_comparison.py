@@ -22,9 +22,9 @@ from socflower.scenario.schema.config import (
     ModelConfig,
     PrecisionConfig,
     PredictedEpoch,
-    Scenario,
 )
 from socflower.scenario.schema.file import parse_scenario, to_document
+from socflower.scenario.schema.scenario_file import Scenario
 from tests.one_line import refused
 from tests.scenario.small_runs import small, small_result
 

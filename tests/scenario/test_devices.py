@@ -6,7 +6,8 @@ import pytest
 
 from socflower.scenario.arithmetic import trainer
 from socflower.scenario.runner import run_scenario
-from socflower.scenario.schema.config import PrecisionConfig, Scenario
+from socflower.scenario.schema.config import PrecisionConfig
+from socflower.scenario.schema.scenario_file import Scenario
 from tests.command_line import Socflower, is_mistake
 from tests.fake_device import fake_device  # noqa: F401 - a fixture
 from tests.one_line import refused

@@ -8,7 +8,8 @@ import pytest
 from socflower.cluster import parse_cluster
 from socflower.scenario.app import main as app
 from socflower.scenario.runner import run_scenario
-from socflower.scenario.schema.config import PrecisionConfig, Scenario, StrategyConfig
+from socflower.scenario.schema.config import PrecisionConfig, StrategyConfig
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.workload import scenario_data
 from socflower.strategies.settings import TrainingSchedule
 from socflower.strategies.socflow import SoCFlow

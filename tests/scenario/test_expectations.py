@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from socflower.scenario.expectations import check_expectations, require_known_claims
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import parse_scenario
+from socflower.scenario.schema.scenario_file import Scenario
 from tests.one_line import refused
 
 RESULT: dict[str, Any] = {

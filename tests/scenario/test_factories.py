@@ -25,13 +25,13 @@ from socflower.scenario.comparison import compare
 from socflower.scenario.planning import plan_scenario
 from socflower.scenario.prepared_run import prepare
 from socflower.scenario.runner import run_scenario
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import (
     from_document,
     load_scenario,
     scenario_cluster,
     to_document,
 )
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.tuning import parse_tuning
 from socflower.scenario.workload import image_shape, initial_model, scenario_data
 from socflower.user_code import forgotten_modules

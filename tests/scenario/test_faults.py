@@ -16,8 +16,9 @@ from socflower.scenario.app.round_record import weights_sha256
 from socflower.scenario.app.training import train
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.runner import run_scenario, run_to_folder
-from socflower.scenario.schema.config import EventConfig, Scenario, TrainConfig
+from socflower.scenario.schema.config import EventConfig, TrainConfig
 from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.workload import initial_model
 from socflower.strategies.records import aggregate_records
 from socflower.training.fp32 import FP32Trainer, sgd

@@ -6,8 +6,9 @@ import pytest
 
 from socflower.scenario.heat import predicted_heat
 from socflower.scenario.runner import run_scenario
-from socflower.scenario.schema.config import EventConfig, Scenario, StrategyConfig
+from socflower.scenario.schema.config import EventConfig, StrategyConfig
 from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.thermal import BackgroundLoadConfig
 from tests.one_line import refused
 from tests.scenario.small_runs import small, small_result

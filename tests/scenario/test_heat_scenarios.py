@@ -13,8 +13,8 @@ from socflower.report.report import render_report
 from socflower.report.summary import name_runs
 from socflower.scenario.expectations import check_expectations
 from socflower.scenario.runner import run_scenario
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import load_scenario
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.thermal.model.governor import snapdragon_governor
 from tests.command_line import Socflower
 from tests.scenario.small_runs import without_drawing

@@ -12,8 +12,9 @@ from socflower import FP32Trainer, make_client_app
 from socflower.scenario.planning import planned_training
 from socflower.scenario.predicted_training import predicted_training
 from socflower.scenario.runner import run_scenario
-from socflower.scenario.schema.config import PrecisionConfig, Scenario
+from socflower.scenario.schema.config import PrecisionConfig
 from socflower.scenario.schema.file import load_scenario, scenario_cluster
+from socflower.scenario.schema.scenario_file import Scenario
 from tests.one_line import last_key, refused
 from tests.scenario.small_runs import LENET_BYTES, small
 

@@ -7,8 +7,8 @@ import pytest
 from socflower.cluster.cluster_file import BoardTable, ClusterTable
 from socflower.scenario.planning import plan_scenario
 from socflower.scenario.runner import run_scenario
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import parse_scenario
+from socflower.scenario.schema.scenario_file import Scenario
 from tests.one_line import refused
 from tests.scenario.small_runs import small
 

@@ -13,8 +13,8 @@ from socflower.pipeline.problem import PipelineProblem
 from socflower.scenario.layer_measuring import measured_profile
 from socflower.scenario.layer_profiles import MeasuredLayers, write_profile
 from socflower.scenario.pipeline_planning import pipeline_problem, plan_of_pipeline
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import load_scenario
+from socflower.scenario.schema.scenario_file import Scenario
 from tests.command_line import Socflower, is_mistake
 from tests.one_line import refused
 

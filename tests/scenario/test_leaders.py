@@ -12,8 +12,9 @@ from socflower.cluster.cluster_file import ClusterTable, SiteTable
 from socflower.scenario.planning import plan_scenario
 from socflower.scenario.prepared_run import prepare
 from socflower.scenario.runner import run_scenario
-from socflower.scenario.schema.config import PrecisionConfig, Scenario
+from socflower.scenario.schema.config import PrecisionConfig
 from socflower.scenario.schema.file import parse_scenario, scenario_cluster
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.strategies.settings import ExchangeSettings, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from tests.one_line import refused

@@ -13,8 +13,8 @@ from socflower.scenario.comparison import compare
 from socflower.scenario.costs import model_profile
 from socflower.scenario.planning import group_work, plan_scenario
 from socflower.scenario.prepared_run import prepare
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import load_scenario, scenario_cluster
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.split_planning import plan_split
 from socflower.strategies import warm_up
 from socflower.strategies.settings import Costs, Grouping, TrainingSchedule

@@ -17,8 +17,9 @@ from socflower.scenario.arithmetic import trainer, training_data
 from socflower.scenario.costs import num_training_samples
 from socflower.scenario.planning import plan_scenario
 from socflower.scenario.runner import run_scenario
-from socflower.scenario.schema.config import PrecisionConfig, Scenario, TrainConfig
+from socflower.scenario.schema.config import PrecisionConfig, TrainConfig
 from socflower.scenario.schema.file import from_document, load_scenario, to_document
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.workloads.sources import load_data
 from tests.command_line import Socflower
 from tests.one_line import last_key, refused

@@ -24,9 +24,9 @@ from socflower.scenario.pipeline_planning import (
 )
 from socflower.scenario.prepared_run import prepare
 from socflower.scenario.runner import run_scenario
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document, load_scenario, to_document
 from socflower.scenario.schema.pipeline import CLAIMED, PEERS
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.shipped import scenario_files
 from tests.command_line import Socflower, is_mistake
 from tests.one_line import refused

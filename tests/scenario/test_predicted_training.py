@@ -5,8 +5,9 @@ import pytest
 from socflower.errors import ConfigError
 from socflower.scenario.predicted_training import predicted_training
 from socflower.scenario.runner import run_scenario
-from socflower.scenario.schema.config import DataConfig, Scenario
+from socflower.scenario.schema.config import DataConfig
 from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.scenario_file import Scenario
 from tests.one_line import refused
 from tests.scenario.small_runs import small
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from socflower.scenario.prepared_run import prepare
-from socflower.scenario.schema.config import PrecisionConfig, Scenario, TrainConfig
+from socflower.scenario.schema.config import PrecisionConfig, TrainConfig
+from socflower.scenario.schema.scenario_file import Scenario
 from tests.command_line import Socflower, is_mistake
 from tests.one_line import refused
 from tests.scenario.small_runs import small

@@ -8,8 +8,9 @@ import pytest
 
 from socflower.scenario.prepared_run import prepare
 from socflower.scenario.runner import run_scenario
-from socflower.scenario.schema.config import ModelConfig, PrecisionConfig, Scenario
+from socflower.scenario.schema.config import ModelConfig, PrecisionConfig
 from socflower.scenario.schema.file import load_scenario
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.strategies import STRATEGIES
 from socflower.scenario.workload import initial_model, scenario_data
 from socflower.workloads.evaluation import evaluate

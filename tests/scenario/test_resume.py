@@ -17,8 +17,9 @@ from socflower.scenario import workload
 from socflower.scenario.app import main as app
 from socflower.scenario.app import presets
 from socflower.scenario.runner import run_to_folder
-from socflower.scenario.schema.config import EventConfig, PrecisionConfig, Scenario
+from socflower.scenario.schema.config import EventConfig, PrecisionConfig
 from socflower.scenario.schema.outer import OuterConfig
+from socflower.scenario.schema.scenario_file import Scenario
 from tests.one_line import one_line, refused
 from tests.scenario.small_runs import Reference, small, without_drawing
 

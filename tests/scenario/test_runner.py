@@ -15,8 +15,9 @@ from socflower.errors import ConfigError, InfeasiblePlan, SocflowerError
 from socflower.scenario import jobs
 from socflower.scenario.prepared_run import prepare
 from socflower.scenario.runner import run_scenario, run_to_folder
-from socflower.scenario.schema.config import EventConfig, ModelConfig, Scenario
+from socflower.scenario.schema.config import EventConfig, ModelConfig
 from socflower.scenario.schema.file import from_document
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.wire.folders import new_folder
 from tests.one_line import refused
 from tests.scenario.small_runs import LENET_BYTES, small, small_result

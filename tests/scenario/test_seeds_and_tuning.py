@@ -17,8 +17,9 @@ from socflower.report.quality import ACCURACY
 from socflower.scenario import runner
 from socflower.scenario.comparison import compare, parse_seeds
 from socflower.scenario.prepared_run import PreparedRun
-from socflower.scenario.schema.config import CompareConfig, Scenario
+from socflower.scenario.schema.config import CompareConfig
 from socflower.scenario.schema.file import to_document
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.tuning import Tuning, best_of, parse_tuning, search_seed
 from tests.command_line import Socflower, is_mistake
 from tests.one_line import refused

@@ -23,8 +23,8 @@ from socflower.model_graph.layer_profile import profile_module
 from socflower.scenario.comparison import compare
 from socflower.scenario.heat import predicted_heat
 from socflower.scenario.runner import run_scenario, run_to_folder
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document, scenario_cluster, to_document
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.split_setting import SplitSetting
 from socflower.sim import EventClock
 from tests.command_line import Socflower, is_mistake

@@ -14,13 +14,9 @@ from socflower.errors import TrainingFailed
 from socflower.scenario.candidates import Costs, by_fronts, candidates_of, front
 from socflower.scenario.planning import planned_training
 from socflower.scenario.runner import run_to_folder
-from socflower.scenario.schema.config import (
-    CompareConfig,
-    ModelConfig,
-    PrecisionConfig,
-    Scenario,
-)
+from socflower.scenario.schema.config import CompareConfig, ModelConfig, PrecisionConfig
 from socflower.scenario.schema.file import load_scenario, scenario_cluster
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.tune import runner, tune
 from tests.command_line import Socflower, is_mistake
 from tests.one_line import refused

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from socflower.scenario.runner import run_scenario
-from socflower.scenario.schema.config import EventConfig, PrecisionConfig, Scenario
+from socflower.scenario.schema.config import EventConfig, PrecisionConfig
+from socflower.scenario.schema.scenario_file import Scenario
 from tests.scenario.small_runs import small, without_drawing
 from tests.scenario.test_resume import assert_ends_as, resume, stop_after
 

@@ -19,8 +19,8 @@ from socflower.pipeline.planner.selection import plan_pipeline
 from socflower.scenario.pipeline_planning import pipeline_problem, planner_settings
 from socflower.scenario.planning import plan_scenario, planned_training
 from socflower.scenario.predicted_epochs import best_epoch
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import parse_scenario, scenario_cluster
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.strategies import STRATEGIES
 
 OURS, RING, FEDAVG = "socflow", "ring", "fedavg"

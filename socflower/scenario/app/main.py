@@ -28,8 +28,8 @@ from socflower.scenario.app.split_client import split_client_app
 from socflower.scenario.app.training import train
 from socflower.scenario.arithmetic import trainer, training_data
 from socflower.scenario.prepared_run import PreparedRun
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.workload import initial_model, partitions
 from socflower.strategies.group_grid import GroupGrid
 from socflower.training.trainer import Trainer

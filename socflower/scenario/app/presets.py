@@ -30,9 +30,9 @@ from socflower.scenario.costs import model_profile, num_training_samples, pricin
 from socflower.scenario.pipeline_planning import pipeline_problem, planner_settings
 from socflower.scenario.planning import rebalancing
 from socflower.scenario.prepared_run import PreparedRun
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.outer import OUTER_STRATEGIES, OuterConfig
 from socflower.scenario.schema.pipeline import PipelineConfig
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.strategies import group_strategy
 from socflower.scenario.split_setting import SplitSetting
 from socflower.scenario.workload import ModelMetrics, scenario_data

@@ -37,8 +37,8 @@ from socflower.quantities import human_bytes
 from socflower.scenario.app.deployed import bundled_document, needs_cloud
 from socflower.scenario.app.main import scenario_client_app, scenario_server_app
 from socflower.scenario.app.round_record import versions
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document, to_document
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.wire.folders import temporary_folder
 
 ENGINE = "deployment"

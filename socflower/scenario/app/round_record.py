@@ -16,8 +16,8 @@ from socflower.engines.ending import Ending
 from socflower.engines.run_folder import ENDING, RunFolder
 from socflower.engines.trained_devices import TrainedDevices
 from socflower.report.quality import final_figures
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.search import is_over
 from socflower.scenario.workload import ModelMetrics
 from socflower.sim import EventClock, Trace

@@ -14,8 +14,8 @@ from socflower.clients.split.remote_cloud import CloudLink, cloud_link
 from socflower.edgecloud.split_program import SplitProgram
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import ConfigError
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.split_setting import SplitSetting
 from socflower.wire.codecs.error_feedback import Form
 from socflower.wire.message_keys import PARTITION_ID

@@ -22,8 +22,8 @@ from socflower.errors import ConfigError
 from socflower.model_graph.torch_device import resolve_device
 from socflower.quantities import human_bytes
 from socflower.scenario.app.split_client import split_settings
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import apply_override, from_document, load_scenario
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.split_setting import SplitSetting
 from socflower.training.hang_watch import end_process, watch_hangs
 from socflower.user_code import import_attribute

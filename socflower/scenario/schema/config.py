@@ -1,46 +1,31 @@
 """The tables of a scenario file: keys, defaults, limits, descriptions; docs/reference/scenarios.md is made of them."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Self, TypeAlias
 
 from pydantic import Field
 
-from socflower.cluster.cluster_file import ClusterFile
-from socflower.errors import ConfigError, SocflowerError
+from socflower.errors import ConfigError
 from socflower.field_rules import OneOf, Positive, unknown_key
 from socflower.hierarchy.delayed_sync import DECAY, DOUBLING_EPOCHS, MOST_INTERVALS
-from socflower.hierarchy.exchange.gradients import exchange_fault, gradient_coding
-from socflower.hierarchy.exchange.models import NONE, TREE, compression_fault
+from socflower.hierarchy.exchange.models import NONE
 from socflower.hierarchy.group_count import GROUP_RULES
-from socflower.hierarchy.group_preemption import GROUPS, PREEMPTIONS, SOCS
+from socflower.hierarchy.group_preemption import PREEMPTIONS, SOCS
 from socflower.hierarchy.quorum import (
     GraceSeconds,
     Quorum,
     QuorumFraction,
 )
-from socflower.hierarchy.spare_socs import spares_fault
-from socflower.peers.ring.settings import RingSettings
 from socflower.precision import ALGORITHMS, MERGES, MIXING_RULES
 from socflower.report.quality import ACCURACY, LOSS, Quality, quality_of
 from socflower.scenario.schema.key_rules import is_set, require_reader, shown
-from socflower.scenario.schema.outer import OUTER_SGD, OuterConfig
-from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PipelineConfig
-from socflower.scenario.schema.split import (
-    CLICK_MODEL,
-    GENERATOR,
-    SPLIT_STRATEGIES,
-    EdgeCloudConfig,
-)
+from socflower.scenario.schema.outer import OuterConfig
 from socflower.scenario.schema.strategies import (
     CLUSTER_STRATEGIES,
     STRATEGIES,
     GroupStrategy,
-    Strategy,
-    family_of,
-    group_strategy,
 )
-from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
 from socflower.strategies.settings import (
     MOST_EPOCHS,
     BatchSize,
@@ -62,7 +47,7 @@ from socflower.wire.message_keys import WIRES
 
 ARITHMETICS = ("fp32", "int8", "mixed")
 OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop", "muon")
-_READ_BY_PIPELINES = (
+READ_BY_PIPELINES = (
     "name",
     "socs",
     "sync_interval_epochs",
@@ -70,7 +55,6 @@ _READ_BY_PIPELINES = (
     "rebalance_steps",
     "tolerate_client_errors",
 )
-_READ_BY_SPLITS = ("name", "socs", "sync_interval_epochs", "tolerate_client_errors")
 REBALANCE = ("off", "shares", "groups", "both")
 FAULT_KINDS = ("raise", "nan", "hang", "die", "preempt")
 
@@ -89,25 +73,20 @@ _READERS = {
 }
 """The arithmetics that read a key of `[precision]`, for keys that not all of them read."""
 
-_INT8_WIRE = ("fedavg", "local-sgd", "socflow")
 _NO_SERVER_INTERVAL = ("tree-fedavg", "streaming-diloco", "post-local-sgd")
-_COUNTED = "it needs a number of groups, and groups is 'auto'; give it"
+COUNTED = "it needs a number of groups, and groups is 'auto'; give it"
 
-_OF_LEADERS = ("leaders", "leader_compression")
+OF_LEADERS = ("leaders", "leader_compression")
 """Keys of `[strategy]` that only several groups read."""
 
 _INSIDE_GROUPS = ("exchange", "compression")
 INSIDE_GROUPS_OR_FIRST = ("overlap_buckets", "uplink_turns")
 """Keys that only groups of several SoCs read, and the first epochs of post-local SGD, which are of one."""
 
-_OF_QUORUM = ("quorum", "grace_s")
+OF_QUORUM = ("quorum", "grace_s")
 """Keys that they read even if the strategy has their number."""
 
 Round = Annotated[int, Field(gt=0, le=MOST_INTERVALS)]
-
-
-Rule = tuple[object, str, str]
-"""Whether a rule is broken, the key that breaks it, and the reason with the remedy."""
 
 
 class Factory(Table):
@@ -587,13 +566,13 @@ class StrategyConfig(Table):
                 "outer",
                 f"name = {self.name!r} has one group; leave it out",
             ),
-            (counted and self.groups == "auto", f"outer.name = {outer and outer.name!r}", _COUNTED),
+            (counted and self.groups == "auto", f"outer.name = {outer and outer.name!r}", COUNTED),
             (
                 self.server_interval > 1 and self.name in _NO_SERVER_INTERVAL,
                 interval,
                 f"name = {self.name!r} does not read it; leave it out",
             ),
-            (self.server_interval > 1 and self.groups == "auto", interval, _COUNTED),
+            (self.server_interval > 1 and self.groups == "auto", interval, COUNTED),
             (
                 self.server_interval > 1 and self.leader_compression != NONE,
                 interval,
@@ -618,9 +597,9 @@ class StrategyConfig(Table):
         keys: Collection[str] = ()
         if STRATEGIES[name].is_pipeline:
             unread_by_grids = STRATEGIES[name].unread_keys & {"sync_interval_epochs"}
-            keys = set(StrategyConfig.model_fields) - set(_READ_BY_PIPELINES) | unread_by_grids
+            keys = set(StrategyConfig.model_fields) - set(READ_BY_PIPELINES) | unread_by_grids
         elif not several_groups(name):
-            keys = ("outer", "group_rule", *_OF_LEADERS)
+            keys = ("outer", "group_rule", *OF_LEADERS)
         kind = STRATEGIES[name] if exchanges_gradients(name) else None
         for key in ("exchange", "compression"):
             if not isinstance(kind, GroupStrategy) or getattr(kind, key) is not None:
@@ -637,7 +616,7 @@ class StrategyConfig(Table):
             if not is_read:
                 keys = {*keys, key}
         if not may_have_late_groups(name):
-            keys = {*keys, *_OF_QUORUM}
+            keys = {*keys, *OF_QUORUM}
         if name == self.name:
             keys = ()
         interval = changes.get("sync_interval_epochs", self.sync_interval_epochs)
@@ -800,597 +779,3 @@ class EventConfig(Table):
     def check(self) -> None:
         """Refuse what only a preemption has for other kinds."""
         require_reader(self, "kind", {"rounds": ("preempt",), "at": ("preempt",)})
-
-
-class ScenarioFile(ClusterFile):
-    """A scenario file; the tables of its cluster are those of a cluster file."""
-
-    seed: int = Field(
-        1,
-        ge=0,
-        le=2**32 - 1,
-        description=(
-            "of the initial weights, the partition, the order of the data, and links to a cloud"
-        ),
-    )
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    train: TrainConfig = TrainConfig()
-    precision: PrecisionConfig = PrecisionConfig()
-    strategy: StrategyConfig = StrategyConfig()
-    ring: RingSettings = RingSettings()
-    compare: CompareConfig = CompareConfig()
-    events: tuple[EventConfig, ...] = Field((), alias="event")
-    # Without this table there is no heat.
-    thermal: ThermalConfig | None = None
-    # Without this table there are no other users.
-    background_load: BackgroundLoadConfig | None = None
-    # Without this table there is no cloud.
-    edgecloud: EdgeCloudConfig | None = None
-    # Without this table a pipeline has its defaults.
-    pipeline: PipelineConfig | None = None
-    expect: dict[str, int | float] = Field({})
-
-    def check(self) -> None:
-        """Refuse tables that do not go together."""
-        ClusterFile.check(self)
-        self._compare_what_fits()
-        for rules in (
-            self._rules_of_groups,
-            self._rules_of_clouds,
-            self._rules_of_arithmetic,
-            self._rules_of_pipelines,
-            self._rules_of_comparisons,
-        ):
-            for broken, key, why in rules():
-                if broken:
-                    raise ConfigError(f"{key}: {why}")
-        for name, own in self.compare.train.items():
-            self._require_own(name, own)
-
-    def _compare_what_fits(self) -> None:
-        """Replace the strategies that are compared by default with those of this scenario's family."""
-        if self.compare.strategies != CLUSTER_STRATEGIES or not (self.is_split or self.is_pipeline):
-            return
-        fitting: tuple[str, ...] = (self.strategy.name, *CLUSTER_STRATEGIES[1:])
-        if self.is_split:
-            fitting = tuple(name for name in self._family if name != "splitfed")
-        # The table is frozen; this is the only default that depends on another table.
-        object.__setattr__(self, "compare", self.compare.replaced(strategies=fitting))
-
-    def _rules_of_groups(self) -> Iterator[Rule]:
-        """Yield what several groups, their leaders and their servers need."""
-        strategy, groups = self.strategy, self.strategy.groups
-        num_servers = self.site.servers if self.site else 1
-        if strategy.server_interval > 1:
-            yield (
-                not 1 < num_servers <= int(groups),
-                self._at("strategy", "server_interval"),
-                f"it is for [site] servers with a group each; there are {num_servers}, and {groups} "
-                "groups",
-            )
-        if not several_groups(strategy.name) or groups == 1:
-            name = "groups is 1" if several_groups(strategy.name) else f"name is {strategy.name!r}"
-            for key in _OF_LEADERS:
-                why = f"it is for leaders of several groups, and {name}; leave it out"
-                yield is_set(strategy, key), self._at("strategy", key), why
-        yield from self._rules_of_preemption()
-        yield from self._rules_of_dispatch()
-        if strategy.use_spares:
-            # Whether there are spare ones is known with the cluster.
-            fault = spares_fault(1, reshuffle=strategy.reshuffle, preemption=strategy.preemption)
-            yield fault, self._at("strategy", "use_spares"), fault
-        first = self._kind.is_synchronous_first
-        yield (
-            strategy.post_local_epochs is not None and not first,
-            self._at("strategy", "post_local_epochs"),
-            f"{self._name} does not read it; leave it out",
-        )
-        yield (
-            first and not 1 <= self.synchronous_epochs < self.train.epochs,
-            self._at("strategy", "post_local_epochs"),
-            f"of {self._at('train', 'epochs')}; leave at least one before and one after the switch",
-        )
-        for key in ("compression", "server_interval"):
-            why = f"{self._name} has groups of two plans; leave it out"
-            yield first and is_set(strategy, key), self._at("strategy", key), why
-        yield from self._rules_of_streaming()
-        for key, fitting in (("groups", "auto"), ("leaders", "tree")):
-            why = f"{self._name} trains on each SoC alone and sums in a tree; leave it out"
-            has_own = is_set(strategy, key) and getattr(strategy, key) != fitting
-            yield self._kind.has_local_epochs and has_own, self._at("strategy", key), why
-        yield from self._rules_of_late_groups()
-        chosen = several_groups(strategy.name) and groups == "auto" and not self._kind.is_alone
-        yield (
-            is_set(strategy, "group_rule") and not chosen,
-            self._at("strategy", "group_rule"),
-            f"it is for groups = 'auto', and {self._at('strategy', 'groups')} and {self._name}; leave it out",
-        )
-        yield from self._rules_of_exchanges()
-        yield (
-            is_set(self.train, "local_epochs") and "local_epochs" in self._kind.unread_keys,
-            self._at("train", "local_epochs"),
-            f"{self._name} does not read it; leave it out, or give it in [compare.train.fedavg]",
-        )
-        yield from self._rules_of_leaders()
-
-    def _rules_of_late_groups(self) -> Iterator[Rule]:
-        """Yield what a round that does not wait for all groups needs."""
-        strategy = self.strategy
-        late_groups, quorum = may_have_late_groups(strategy.name), self._at("strategy", "quorum")
-        for key in _OF_QUORUM:
-            why = f"it is for strategies of several groups, and {self._name}; leave it out"
-            yield is_set(strategy, key) and not late_groups, self._at("strategy", key), why
-        kind = STRATEGIES[strategy.name]
-        if strategy.quorum < 1 and isinstance(kind, GroupStrategy):
-            counted = kind.groups(strategy.groups, 0)
-            yield counted == "auto", quorum, _COUNTED
-            if counted not in ("auto", 0):
-                self.quorum.require_some_late(int(counted))
-            arithmetic = self._at("precision", "arithmetic")
-            why = (
-                f"{arithmetic}, and changes of late groups' models are added in FP32; leave it out"
-            )
-            yield self.precision.arithmetic != "fp32", quorum, why
-
-    def _rules_of_exchanges(self) -> Iterator[Rule]:
-        """Yield what an exchange of gradients inside groups needs."""
-        strategy = self.strategy
-        compression, (exchange, coding) = (
-            self._at("strategy", "compression"),
-            self.gradient_exchange,
-        )
-        alone = not exchanges_gradients(strategy.name)
-        for broken, key in (
-            (is_set(strategy, "exchange") and (alone or exchange != strategy.exchange), "exchange"),
-            (
-                strategy.compression != NONE and (alone or coding != strategy.compression),
-                "compression",
-            ),
-        ):
-            why = f"{self._name} {'does not read' if alone else 'decides'} it; leave it out"
-            yield broken, self._at("strategy", key), why
-        fault = exchange_fault(exchange, gradient_coding(coding))
-        yield fault, self._at("strategy", "compression"), fault
-        yield (
-            gradient_coding(coding).applies_momentum and self.optimizer != "sgd",
-            compression if strategy.compression != NONE else self._name,
-            f"it takes over SGD's momentum, and {self._at('train', 'optimizer')}; use another one",
-        )
-
-    def _rules_of_leaders(self) -> Iterator[Rule]:
-        """Yield what an exchange of models between leaders needs."""
-        strategy = self.strategy
-        needs_models = self.hub_needs_models
-        yield (
-            needs_models and self.leaders != "star",
-            self._at("strategy", "leaders"),
-            f"{needs_models} needs each group's model, and not their mean; use 'star'",
-        )
-        compressed = self._at("strategy", "leader_compression")
-        yield (
-            needs_models and strategy.leader_compression != NONE,
-            compressed,
-            f"{needs_models} needs each group's model, and not their mean; leave it out",
-        )
-        fault = compression_fault(self.leaders, strategy.leader_compression)
-        yield fault, compressed, f"{fault}; leave one out"
-
-    def _rules_of_dispatch(self) -> Iterator[Rule]:
-        """Yield what needs data at the nodes."""
-        arithmetic = self._at("precision", "arithmetic")
-        measures = f"{arithmetic} measures alpha on samples that nodes hold"
-        for broken, why in (
-            (not self.strategy.reshuffle, "reshuffle = False leaves data where they are"),
-            (self.precision.arithmetic == "mixed", measures),
-        ):
-            is_broken = self.strategy.dispatch and broken
-            yield is_broken, self._at("strategy", "dispatch"), f"{why}; leave one of the two out"
-
-    def _rules_of_preemption(self) -> Iterator[Rule]:
-        """Yield methods that do not read keys of some groups only, and what does not let whole groups end."""
-        strategy, preemption = self.strategy, self._at("strategy", "preemption")
-        for key in ("doubling_epochs", "preemption", "dispatch", "use_spares"):
-            is_unread = is_set(strategy, key) and key in self._kind.unread_keys
-            why = f"{self._name} does not read it; leave it out"
-            yield is_unread, self._at("strategy", key), why
-        yield (
-            self._kind.is_grid and is_set(strategy, "sync_interval_epochs"),
-            self._at("strategy", "sync_interval_epochs"),
-            f"{self._name} sums gradients in each mini-batch, not later; leave it out, or use name = 'socflow'",
-        )
-        if strategy.preemption != GROUPS:
-            return
-        rebalance, quorum = self._at("strategy", "rebalance"), self._at("strategy", "quorum")
-        for broken, why in (
-            (strategy.groups == 1, "groups = 1, and one group always stays"),
-            (strategy.rebalance in ("groups", "both"), f"{rebalance} moves SoCs between groups"),
-            (strategy.quorum < 1, f"{quorum} keeps the work of groups that are late"),
-        ):
-            yield broken, preemption, f"{why}; leave one of the two out"
-
-    def _rules_of_streaming(self) -> Iterator[Rule]:
-        """Yield what fragments of a model do not allow."""
-        strategy, said = self.strategy, f"{self._name} exchanges fragments of the model"
-        if not self._kind.is_streaming:
-            why = f"it is for name = 'streaming-diloco', and {self._name}; leave it out"
-            yield strategy.streaming is not None, "[strategy.streaming]", why
-            return
-        interval = strategy.sync_interval_epochs
-        outer, arithmetic = strategy.outer_step, self.precision.arithmetic
-        for broken, key, why in (
-            (isinstance(interval, str), "sync_interval_epochs", "give a number of epochs"),
-            (strategy.groups != "auto", "groups", "each SoC is one; leave it out"),
-            (strategy.server_interval > 1, "server_interval", "leave it out"),
-        ):
-            yield broken, self._at("strategy", key), f"{said}; {why}"
-        yield (
-            outer and outer.name not in OUTER_SGD,
-            f"[strategy.outer] name = {outer and outer.name!r}",
-            f"{said}; use one of {', '.join(OUTER_SGD)}",
-        )
-        yield arithmetic != "fp32", self._at("precision", "arithmetic"), f"{said}; use 'fp32'"
-
-    def _rules_of_arithmetic(self) -> Iterator[Rule]:
-        """Yield what training in integers does not know."""
-        train, arithmetic = self.train, self.precision.arithmetic
-        outer, said = self.strategy.outer_step, self._at("precision", "arithmetic")
-        in_int8, in_integers = arithmetic == "int8", arithmetic != "fp32"
-        for broken, key, instead in (
-            (in_integers and self.optimizer != "sgd", "optimizer", "'sgd'"),
-            (in_integers and train.device not in ("auto", "cpu"), "device", "'cpu'"),
-            (self._trains_by_niti and train.weight_decay, "weight_decay", "0"),
-            (in_int8 and train.reduction != "auto", "reduction", "'auto'"),
-        ):
-            yield broken, self._at("train", key), f"{said} does not know it; use {instead}"
-        yield (
-            self.optimizer == "muon" and (self.is_pipeline or self.is_split),
-            self._at("train", "optimizer"),
-            f"it needs the whole model, and {self._name} divides it; use 'adamw'",
-        )
-        yield (
-            train.momentum and self.optimizer != "sgd",
-            self._at("train", "momentum"),
-            f"it is for 'sgd', and {self._name} trains by {self.optimizer!r}; leave it out, or give optimizer",
-        )
-        yield (
-            self.strategy.name == "muloco" and self.optimizer != "muon",
-            self._at("train", "optimizer"),
-            f"{self._name} is 'diloco' with 'muon'; use name = 'diloco'",
-        )
-        yield (
-            train.momentum and self._trains_by_niti and not self.is_split,
-            self._at("train", "momentum"),
-            f"{self._at('precision', 'algorithm')} has none; leave it out, or use 'real-scales'",
-        )
-        yield (
-            arithmetic == "mixed" and self._kind.has_local_epochs,
-            said,
-            f"{self._name} prices whole epochs, and alpha is measured by steps; use 'fp32' or 'int8'",
-        )
-        yield (
-            self.precision.wire != "float32" and self.strategy.name not in _INT8_WIRE,
-            self._at("precision", "wire"),
-            f"it is for {' and '.join(map(repr, _INT8_WIRE))}, and {self._name}; leave it out",
-        )
-        yield (
-            self.precision.merge == "weights" and self.strategy.name == "fedavg",
-            self._at("precision", "merge"),
-            f"clients of {self._name} keep no alpha from round to round; use 'socflow' or 'ring'",
-        )
-        yield (
-            in_int8 and outer and outer.name == "fedprox",
-            "[strategy.outer] name = 'fedprox'",
-            f"{said} has no proximal term; use 'fp32' or 'mixed'",
-        )
-
-    def _rules_of_pipelines(self) -> Iterator[Rule]:
-        """Yield what a pipeline does not read, and what its samples and batches need."""
-        if not self.is_pipeline:
-            names = " and ".join(
-                repr(name) for name, kind in STRATEGIES.items() if kind.is_pipeline
-            )
-            why = f"it is for name = {names}, and {self._name}; leave it out"
-            yield self.pipeline is not None, "[pipeline]", why
-            return
-        table, batch_size = self.pipeline or PipelineConfig(), self.train.batch_size
-        said = f"{self._name} does not read it; leave it out"
-        yield self.precision.arithmetic != "fp32", self._at("precision", "arithmetic"), said
-        grid = STRATEGIES[self.strategy.name].is_grid
-        yield from self._unread((*_READ_BY_PIPELINES, "groups") if grid else _READ_BY_PIPELINES)
-        sample = f"[pipeline] {shown(table, 'sample')}"
-        yield (
-            table.sample and self.data != DataConfig(),
-            "[data]",
-            f"{sample} describes what there is instead; leave one of the two out",
-        )
-        yield (
-            table.sample and self.model.pretrained,
-            self._at("model", "pretrained"),
-            f"{sample} has nothing to train on; leave it out",
-        )
-        yield (
-            table.sample and table.num_samples < batch_size,
-            f"[pipeline] num_samples = {table.num_samples}",
-            f"it is less than [train] batch_size = {batch_size}",
-        )
-        for size in table.micro_batch_sizes:
-            why = f"{size} does not divide [train] batch_size = {batch_size}"
-            yield batch_size % size, "[pipeline] micro_batch_sizes", why
-        yield (
-            self.model.name in LANGUAGE_MODELS and len(table.sample) != 1,
-            sample,
-            f"{' and '.join(LANGUAGE_MODELS)} take [tokens]",
-        )
-
-    def _unread(self, read: Collection[str]) -> Iterator[Rule]:
-        """Yield the keys of [strategy] and [train] that a strategy without groups does not read; it reads `read`."""
-        why = f"{self._name} does not read it; leave it out"
-        for key in StrategyConfig.model_fields:
-            yield key not in read and is_set(self.strategy, key), f"[strategy] {key}", why
-        for key in ("local_epochs", "reduction"):
-            yield is_set(self.train, key), self._at("train", key), why
-
-    def _rules_of_clouds(self) -> Iterator[Rule]:
-        """Yield what training with a cloud does not read, and cannot do in integers."""
-        if not self.is_split:
-            why = f"it is for {', '.join(SPLIT_STRATEGIES)}, and {self._name}; leave it out"
-            yield self.edgecloud is not None, "[edgecloud]", why
-            return
-        split, arithmetic = self.split, self.precision.arithmetic
-        yield (
-            self.train.epochs / self.split_round_epochs > MOST_INTERVALS,
-            self._at("strategy", "sync_interval_epochs"),
-            f"there would be more than {MOST_INTERVALS} rounds; raise it",
-        )
-        yield from self._unread(_READ_BY_SPLITS)
-        for event in self.events:
-            why = f"{self._name} knows 'preempt' only; a link's outages are [edgecloud] segments"
-            yield event.kind != "preempt", f"[[event]] kind = {event.kind!r}", why
-        yield (
-            self.precision.held_out and arithmetic != "mixed",
-            self._at("precision", "held_out"),
-            f"{self._name} trains on all samples; leave it out",
-        )
-        if arithmetic == "fp32":
-            return
-        for key, broken in (
-            ("merge", self.precision.merge == "weights"),
-            ("fp32_operators", bool(self.precision.fp32_operators)),
-        ):
-            why = f"the edge of {self._name} trains only a part of a model; leave it out"
-            yield broken, self._at("precision", key), why
-        said = self._at("precision", "arithmetic")
-        why = f"{said} trains classifiers of images; leave [precision] out"
-        yield self.model.name in (CLICK_MODEL, GENERATOR), self._at("model", "name"), why
-        for key, reason in (
-            ("frozen", "normalises by the batch, which frozen layers do not"),
-            ("costs", "has other costs than those, which were measured in FP32"),
-        ):
-            why = f"{said} {reason}; leave one of the two out"
-            yield is_set(split, key), self._at("edgecloud", key), why
-
-    def _rules_of_comparisons(self) -> Iterator[Rule]:
-        """Yield strategies that cannot run this workload, and settings of strategies that are not compared."""
-        compared = self.compare.strategies
-        for name in compared:
-            why = f"{name!r} cannot run the workload of {self._name}; use some of {', '.join(self._family)}"
-            yield name not in self._family, "[compare] strategies", why
-        why = f"it is for {', '.join(CLUSTER_STRATEGIES)}, and {self._name}"
-        yield self.compare.predict and self.is_split, "[[compare.predict]]", why
-        for name in self.compare.train:
-            why = (
-                f"strategies = {list(compared)} does not run {name!r}; add it, or remove the table"
-            )
-            yield name not in compared, f"[compare.train.{name}]", why
-        for name in self.compare.epochs_to_target:
-            why = f"strategies = {list(compared)} does not run {name!r}; add it, or remove the key"
-            yield name not in compared, f"[compare.epochs_to_target] {name}", why
-
-    def _at(self, table: str, key: str) -> str:
-        """Return a key with its place and value: "[train] epochs = 3"."""
-        if (table, key) == ("train", "optimizer"):
-            # Where it is left out, it is the strategy's.
-            return f"[train] optimizer = {self.optimizer!r}"
-        values = self.split if table == "edgecloud" else getattr(self, table)
-        return f"[{table}] {shown(values, key)}"
-
-    @property
-    def _name(self) -> str:
-        return self._at("strategy", "name")
-
-    @property
-    def _family(self) -> tuple[str, ...]:
-        return family_of(self.strategy.name)
-
-    def under(self, strategy: str, own: Mapping[str, Any] | None = None) -> Self:
-        """Return the scenario under another strategy, with that strategy's own values of `[compare]`, or with `own`."""
-        if own is None:
-            own = self.compare.train.get(strategy, {})
-        of_train, of_strategy = own_settings_by_table(own)
-        if strategy != self.strategy.name and "local_epochs" in STRATEGIES[strategy].unread_keys:
-            of_train = {"local_epochs": 1, **of_train}
-        # Other strategies refuse the table of pipelines.
-        pipeline = self.pipeline if STRATEGIES[strategy].is_pipeline else None
-        if strategy != self.strategy.name and STRATEGIES[strategy].optimizer != "sgd":
-            # It is published with this optimiser.
-            of_train = {"optimizer": None, "momentum": None, **of_train}
-        return self.replaced(
-            strategy=self.strategy.under(strategy, **of_strategy),
-            pipeline=pipeline,
-            train=self.train.replaced(**of_train),
-        )
-
-    def in_arithmetic(self, arithmetic: str) -> Self:
-        """Return the scenario with another arithmetic; without its momentum where integer updates have none."""
-        precision = self.precision.under(arithmetic)
-        without = precision.arithmetic == "int8" and precision.algorithm == "niti"
-        momentum = None if without else self.train.momentum
-        return self.replaced(precision=precision, train=self.train.replaced(momentum=momentum))
-
-    def value_of(self, key: str) -> Any:
-        """Return the value of a key of `[train]` or `[strategy]`."""
-        return getattr(self.train if key in TrainConfig.model_fields else self.strategy, key)
-
-    def _require_own(self, name: str, own: OwnSettings) -> None:
-        """Raise `ConfigError` for own values of a strategy that do not fit, or that it does not read."""
-        at, kind = f"[compare.train.{name}]", STRATEGIES[name]
-        for key in kind.unread_keys:
-            if key in own:
-                raise ConfigError(
-                    f"{at} {key} = {own[key]!r}: {name} does not read it; leave it out"
-                )
-        of_train, of_strategy = own_settings_by_table(own, at)
-        try:
-            self.train.replaced(**of_train)
-            self.strategy.under(name, **of_strategy)
-        except ConfigError as error:
-            raise ConfigError(f"{at} {error}") from None
-
-    @property
-    def _trains_by_niti(self) -> bool:
-        return self.precision.arithmetic == "int8" and self.precision.algorithm == "niti"
-
-    @property
-    def momentum(self) -> float:
-        """The momentum of `[train]`, by default 0.9; 0 for updates without momentum."""
-        if self.train.momentum is not None:
-            return self.train.momentum
-        # In a split training momentum is that of the cloud's half, which trains in FP32.
-        without = self._trains_by_niti and not self.is_split
-        return 0.0 if without or self.optimizer != "sgd" else 0.9
-
-    @property
-    def optimizer(self) -> str:
-        """The optimiser of `[train]`, by default that of the strategy."""
-        return self.train.optimizer or self._kind.optimizer
-
-    @property
-    def synchronous_epochs(self) -> int:
-        """The epochs of one group of all SoCs before those of groups; 0 for strategies that begin with groups."""
-        if not self._kind.is_synchronous_first:
-            return 0
-        return self.strategy.post_local_epochs or self.train.epochs // 2
-
-    @property
-    def is_split(self) -> bool:
-        """Whether the strategy trains with a cloud."""
-        return STRATEGIES[self.strategy.name].uses_cloud
-
-    @property
-    def is_pipeline(self) -> bool:
-        """Whether the strategy is a pipeline."""
-        return STRATEGIES[self.strategy.name].is_pipeline
-
-    @property
-    def has_groups(self) -> bool:
-        """Whether the strategy trains with groups, and so has a plan."""
-        return isinstance(STRATEGIES[self.strategy.name], GroupStrategy)
-
-    @property
-    def _kind(self) -> Strategy:
-        return STRATEGIES[self.strategy.name]
-
-    @property
-    def interval_epochs(self) -> float | str:
-        """Epochs between synchronisations of a strategy with groups."""
-        if self._kind.has_local_epochs:
-            return float(self.train.local_epochs)
-        return group_strategy(self.strategy.name).sync_interval_epochs(
-            self.strategy.sync_interval_epochs
-        )
-
-    @property
-    def split_round_epochs(self) -> float:
-        """Epochs of a round of training with a cloud: `sync_interval_epochs`, by default 1."""
-        asked = self.strategy.sync_interval_epochs
-        return 1.0 if isinstance(asked, str) else asked
-
-    @property
-    def is_streaming(self) -> bool:
-        """Whether the strategy synchronises fragments of the model."""
-        return self._kind.is_streaming
-
-    @property
-    def streaming(self) -> Streaming:
-        """The fragments of the model, or the defaults."""
-        return self.strategy.streaming or Streaming()
-
-    @property
-    def reshuffle(self) -> bool:
-        """Whether data are dealt to groups again; not for strategies that train on what each SoC has."""
-        return self.strategy.reshuffle and not self._kind.has_local_epochs
-
-    @property
-    def gradient_exchange(self) -> tuple[str, str]:
-        """With whom members of a group exchange gradients, and in which coding, as strategy or file decide."""
-        kind, asked = STRATEGIES[self.strategy.name], self.strategy
-        if not isinstance(kind, GroupStrategy):
-            return asked.exchange, asked.compression
-        return kind.exchange_of(asked.exchange, asked.compression)
-
-    @property
-    def leaders(self) -> str:
-        """`[strategy] leaders`; "auto" is the star if the hub needs the groups' models. `tree-fedavg` has a tree."""
-        if self._kind.has_local_epochs:
-            return TREE
-        return (
-            "star"
-            if self.strategy.leaders == "auto"
-            and (self.hub_needs_models or self.precision.wire != "float32")
-            else self.strategy.leaders
-        )
-
-    @property
-    def quorum(self) -> Quorum:
-        """When a synchronisation of groups ends."""
-        settings = self.strategy
-        return Quorum(fraction=settings.quorum, grace_s=settings.grace_s)
-
-    @property
-    def hub_needs_models(self) -> str:
-        """The key of the file that needs each group's model at the hub; empty if no key does."""
-        outer, kind = self.strategy.outer_step, STRATEGIES[self.strategy.name]
-        if isinstance(kind, GroupStrategy) and kind.needs_each_model:
-            return self._name
-        if self.strategy.quorum < 1:
-            return self._at("strategy", "quorum")
-        return (
-            f"[strategy.outer] name = {outer.name!r}"
-            if outer is not None and not outer.takes_mean
-            else ""
-        )
-
-    @property
-    def split(self) -> EdgeCloudConfig:
-        """`[edgecloud]`, or its defaults if the scenario has no such table."""
-        return self.edgecloud or EdgeCloudConfig()
-
-
-class Scenario(ScenarioFile):
-    """A whole scenario."""
-
-    name: str = "scenario"
-    question: str = ""
-    # The file's folder, from which factories are imported; None without factories.
-    folder: str | None = None
-    # The SHA-256 of the factories' modules.
-    code: str | None = None
-
-    def mistake(
-        self, table: str, key: str, why: str, kind: type[SocflowerError] = ConfigError
-    ) -> SocflowerError:
-        """Return the error about a key of this scenario: its place, its value, and why it cannot be."""
-        return kind(f"{self.name} {self._at(table, key)}: {why}")
-
-    @property
-    def factories(self) -> tuple[str, ...]:
-        """The user's functions that it names."""
-        return tuple(each.factory for each in (self.model, self.data) if each.factory)
-
-    @property
-    def num_workers(self) -> int:
-        """The fewest worker processes that its faults need: one for every client that hangs, and one for the others."""
-        if not any(event.kind in NEED_WORKERS for event in self.events):
-            return 0
-        return 1 + max(1, len({event.soc for event in self.events if event.kind == "hang"}))

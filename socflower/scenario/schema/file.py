@@ -14,13 +14,13 @@ from socflower.cluster.cluster_file import (
 )
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.scenario.expectations import require_known_claims
-from socflower.scenario.schema.config import Scenario, ScenarioFile
 from socflower.scenario.schema.links import (
     inline_recorded_link,
     inline_recorded_load,
     resolve_file_paths,
 )
 from socflower.scenario.schema.placement import placement_file, with_placement
+from socflower.scenario.schema.scenario_file import Scenario, ScenarioFile
 from socflower.scenario.schema.strategies import STRATEGIES
 from socflower.toml_file import parse_value, read_table, read_toml
 from socflower.user_code import own_sources

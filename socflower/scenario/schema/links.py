@@ -13,7 +13,7 @@ from socflower.edgecloud.links.bandwidth_profile import (
 )
 from socflower.edgecloud.links.profile_generator import add_jitter, generate_bandwidth_profile
 from socflower.errors import ConfigError
-from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.thermal.model.background_load import read_hours
 
 GENERATED_S = 3600.0

@@ -6,7 +6,7 @@ from typing import Any
 
 from socflower.errors import ConfigError
 from socflower.scenario.measured_file import read_measured
-from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.scenario_file import Scenario
 
 _KEY = "fp32_operators"
 

@@ -14,7 +14,7 @@ from socflower.engines.deployment.outcome_lines import LineReader, ReceivedFile
 from socflower.engines.local.grid import LocalGrid
 from socflower.scenario.app import remote_main
 from socflower.scenario.app.deployed import app_in_bundle
-from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.scenario_file import Scenario
 from tests.one_line import one_line
 from tests.scenario.small_runs import small, without_drawing
 from tests.scenario.test_resume import Stopped, stopping

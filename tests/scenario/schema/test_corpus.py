@@ -15,7 +15,7 @@ import typer
 
 from socflower.field_rules import keys_of, table_of
 from socflower.scenario import runner
-from socflower.scenario.schema.config import ScenarioFile
+from socflower.scenario.schema.scenario_file import ScenarioFile
 from tests.command_line import Socflower
 
 SCENARIOS = Path(__file__).parents[3] / "scenarios"

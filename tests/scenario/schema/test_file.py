@@ -18,7 +18,6 @@ from socflower.scenario.schema.config import (
     DataConfig,
     EventConfig,
     ModelConfig,
-    Scenario,
     StrategyConfig,
     TrainConfig,
 )
@@ -28,6 +27,7 @@ from socflower.scenario.schema.file import (
     scenario_cluster,
     to_document,
 )
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.strategies import STRATEGIES
 from socflower.strategies.settings import TrainingSchedule
 from tests.one_line import last_key, one_line, refused

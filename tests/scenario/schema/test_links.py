@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from socflower.edgecloud.links.bandwidth_profile import read_csv, segments
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document, load_scenario, to_document
 from socflower.scenario.schema.links import edge_links
+from socflower.scenario.schema.scenario_file import Scenario
 from tests.one_line import refused
 
 SPLIT = '# Does it pay?\nschema = 1\n[strategy]\nname = "split-replay"\n[edgecloud]\n'

@@ -7,9 +7,9 @@ import pytest
 from flwr.serverapp import strategy as flower
 
 from socflower.scenario.planning import plan_scenario
-from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document, parse_scenario, to_document
 from socflower.scenario.schema.outer import OUTER_STRATEGIES
+from socflower.scenario.schema.scenario_file import Scenario
 from tests.one_line import refused
 
 

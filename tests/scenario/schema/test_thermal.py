@@ -12,13 +12,14 @@ from socflower.errors import SocflowerError
 from socflower.scenario.heat import planned_load, rack_dynamics
 from socflower.scenario.planning import rebalancing
 from socflower.scenario.prepared_run import prepare
-from socflower.scenario.schema.config import REBALANCE, Scenario, StrategyConfig
+from socflower.scenario.schema.config import REBALANCE, StrategyConfig
 from socflower.scenario.schema.file import (
     from_document,
     load_scenario,
     scenario_cluster,
     to_document,
 )
+from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.thermal import (
     FAN_POLICIES,
     GAMES,

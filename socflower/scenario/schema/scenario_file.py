@@ -1,0 +1,280 @@
+"""A scenario file: its tables together, and what follows from them."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import Field
+
+from socflower.cluster.cluster_file import ClusterFile
+from socflower.errors import ConfigError, SocflowerError
+from socflower.hierarchy.exchange.models import TREE
+from socflower.hierarchy.quorum import (
+    Quorum,
+)
+from socflower.peers.ring.settings import RingSettings
+from socflower.scenario.schema.config import (
+    NEED_WORKERS,
+    CompareConfig,
+    DataConfig,
+    EventConfig,
+    ModelConfig,
+    PrecisionConfig,
+    StrategyConfig,
+    TrainConfig,
+    own_settings_by_table,
+)
+from socflower.scenario.schema.key_rules import shown
+from socflower.scenario.schema.pipeline import PipelineConfig
+from socflower.scenario.schema.rules_between_tables import require_fitting_tables
+from socflower.scenario.schema.split import (
+    EdgeCloudConfig,
+)
+from socflower.scenario.schema.strategies import (
+    CLUSTER_STRATEGIES,
+    STRATEGIES,
+    GroupStrategy,
+    Strategy,
+    family_of,
+    group_strategy,
+)
+from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
+from socflower.strategies.settings import (
+    Streaming,
+)
+
+
+class ScenarioFile(ClusterFile):
+    """A scenario file; the tables of its cluster are those of a cluster file."""
+
+    seed: int = Field(
+        1,
+        ge=0,
+        le=2**32 - 1,
+        description=(
+            "of the initial weights, the partition, the order of the data, and links to a cloud"
+        ),
+    )
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    strategy: StrategyConfig = StrategyConfig()
+    ring: RingSettings = RingSettings()
+    compare: CompareConfig = CompareConfig()
+    events: tuple[EventConfig, ...] = Field((), alias="event")
+    # Without this table there is no heat.
+    thermal: ThermalConfig | None = None
+    # Without this table there are no other users.
+    background_load: BackgroundLoadConfig | None = None
+    # Without this table there is no cloud.
+    edgecloud: EdgeCloudConfig | None = None
+    # Without this table a pipeline has its defaults.
+    pipeline: PipelineConfig | None = None
+    expect: dict[str, int | float] = Field({})
+
+    def check(self) -> None:
+        """Refuse tables that do not go together."""
+        ClusterFile.check(self)
+        self._compare_what_fits()
+        require_fitting_tables(self)
+
+    def _compare_what_fits(self) -> None:
+        """Replace the strategies that are compared by default with those of this scenario's family."""
+        if self.compare.strategies != CLUSTER_STRATEGIES or not (self.is_split or self.is_pipeline):
+            return
+        fitting: tuple[str, ...] = (self.strategy.name, *CLUSTER_STRATEGIES[1:])
+        if self.is_split:
+            fitting = tuple(name for name in family_of(self.strategy.name) if name != "splitfed")
+        # The table is frozen; this is the only default that depends on another table.
+        object.__setattr__(self, "compare", self.compare.replaced(strategies=fitting))
+
+    def at(self, table: str, key: str) -> str:
+        """Return a key with its place and value: "[train] epochs = 3"."""
+        if (table, key) == ("train", "optimizer"):
+            # Where it is left out, it is the strategy's.
+            return f"[train] optimizer = {self.optimizer!r}"
+        values = self.split if table == "edgecloud" else getattr(self, table)
+        return f"[{table}] {shown(values, key)}"
+
+    @property
+    def _name(self) -> str:
+        return self.at("strategy", "name")
+
+    def under(self, strategy: str, own: Mapping[str, Any] | None = None) -> Self:
+        """Return the scenario under another strategy, with that strategy's own values of `[compare]`, or with `own`."""
+        if own is None:
+            own = self.compare.train.get(strategy, {})
+        of_train, of_strategy = own_settings_by_table(own)
+        if strategy != self.strategy.name and "local_epochs" in STRATEGIES[strategy].unread_keys:
+            of_train = {"local_epochs": 1, **of_train}
+        # Other strategies refuse the table of pipelines.
+        pipeline = self.pipeline if STRATEGIES[strategy].is_pipeline else None
+        if strategy != self.strategy.name and STRATEGIES[strategy].optimizer != "sgd":
+            # It is published with this optimiser.
+            of_train = {"optimizer": None, "momentum": None, **of_train}
+        return self.replaced(
+            strategy=self.strategy.under(strategy, **of_strategy),
+            pipeline=pipeline,
+            train=self.train.replaced(**of_train),
+        )
+
+    def in_arithmetic(self, arithmetic: str) -> Self:
+        """Return the scenario with another arithmetic; without its momentum where integer updates have none."""
+        precision = self.precision.under(arithmetic)
+        without = precision.arithmetic == "int8" and precision.algorithm == "niti"
+        momentum = None if without else self.train.momentum
+        return self.replaced(precision=precision, train=self.train.replaced(momentum=momentum))
+
+    def value_of(self, key: str) -> Any:
+        """Return the value of a key of `[train]` or `[strategy]`."""
+        return getattr(self.train if key in TrainConfig.model_fields else self.strategy, key)
+
+    @property
+    def trains_by_niti(self) -> bool:
+        """Whether training is in int8 by NITI, whose updates have neither momentum nor weight decay."""
+        return self.precision.arithmetic == "int8" and self.precision.algorithm == "niti"
+
+    @property
+    def momentum(self) -> float:
+        """The momentum of `[train]`, by default 0.9; 0 for updates without momentum."""
+        if self.train.momentum is not None:
+            return self.train.momentum
+        # In a split training momentum is that of the cloud's half, which trains in FP32.
+        without = self.trains_by_niti and not self.is_split
+        return 0.0 if without or self.optimizer != "sgd" else 0.9
+
+    @property
+    def optimizer(self) -> str:
+        """The optimiser of `[train]`, by default that of the strategy."""
+        return self.train.optimizer or self.kind.optimizer
+
+    @property
+    def synchronous_epochs(self) -> int:
+        """The epochs of one group of all SoCs before those of groups; 0 for strategies that begin with groups."""
+        if not self.kind.is_synchronous_first:
+            return 0
+        return self.strategy.post_local_epochs or self.train.epochs // 2
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the strategy trains with a cloud."""
+        return STRATEGIES[self.strategy.name].uses_cloud
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the strategy is a pipeline."""
+        return STRATEGIES[self.strategy.name].is_pipeline
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether the strategy trains with groups, and so has a plan."""
+        return isinstance(STRATEGIES[self.strategy.name], GroupStrategy)
+
+    @property
+    def kind(self) -> Strategy:
+        """What the strategy is."""
+        return STRATEGIES[self.strategy.name]
+
+    @property
+    def interval_epochs(self) -> float | str:
+        """Epochs between synchronisations of a strategy with groups."""
+        if self.kind.has_local_epochs:
+            return float(self.train.local_epochs)
+        return group_strategy(self.strategy.name).sync_interval_epochs(
+            self.strategy.sync_interval_epochs
+        )
+
+    @property
+    def split_round_epochs(self) -> float:
+        """Epochs of a round of training with a cloud: `sync_interval_epochs`, by default 1."""
+        asked = self.strategy.sync_interval_epochs
+        return 1.0 if isinstance(asked, str) else asked
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether the strategy synchronises fragments of the model."""
+        return self.kind.is_streaming
+
+    @property
+    def streaming(self) -> Streaming:
+        """The fragments of the model, or the defaults."""
+        return self.strategy.streaming or Streaming()
+
+    @property
+    def reshuffle(self) -> bool:
+        """Whether data are dealt to groups again; not for strategies that train on what each SoC has."""
+        return self.strategy.reshuffle and not self.kind.has_local_epochs
+
+    @property
+    def gradient_exchange(self) -> tuple[str, str]:
+        """With whom members of a group exchange gradients, and in which coding, as strategy or file decide."""
+        kind, asked = STRATEGIES[self.strategy.name], self.strategy
+        if not isinstance(kind, GroupStrategy):
+            return asked.exchange, asked.compression
+        return kind.exchange_of(asked.exchange, asked.compression)
+
+    @property
+    def leaders(self) -> str:
+        """`[strategy] leaders`; "auto" is the star if the hub needs the groups' models. `tree-fedavg` has a tree."""
+        if self.kind.has_local_epochs:
+            return TREE
+        return (
+            "star"
+            if self.strategy.leaders == "auto"
+            and (self.hub_needs_models or self.precision.wire != "float32")
+            else self.strategy.leaders
+        )
+
+    @property
+    def quorum(self) -> Quorum:
+        """When a synchronisation of groups ends."""
+        settings = self.strategy
+        return Quorum(fraction=settings.quorum, grace_s=settings.grace_s)
+
+    @property
+    def hub_needs_models(self) -> str:
+        """The key of the file that needs each group's model at the hub; empty if no key does."""
+        outer, kind = self.strategy.outer_step, STRATEGIES[self.strategy.name]
+        if isinstance(kind, GroupStrategy) and kind.needs_each_model:
+            return self._name
+        if self.strategy.quorum < 1:
+            return self.at("strategy", "quorum")
+        return (
+            f"[strategy.outer] name = {outer.name!r}"
+            if outer is not None and not outer.takes_mean
+            else ""
+        )
+
+    @property
+    def split(self) -> EdgeCloudConfig:
+        """`[edgecloud]`, or its defaults if the scenario has no such table."""
+        return self.edgecloud or EdgeCloudConfig()
+
+
+class Scenario(ScenarioFile):
+    """A whole scenario."""
+
+    name: str = "scenario"
+    question: str = ""
+    # The file's folder, from which factories are imported; None without factories.
+    folder: str | None = None
+    # The SHA-256 of the factories' modules.
+    code: str | None = None
+
+    def mistake(
+        self, table: str, key: str, why: str, kind: type[SocflowerError] = ConfigError
+    ) -> SocflowerError:
+        """Return the error about a key of this scenario: its place, its value, and why it cannot be."""
+        return kind(f"{self.name} {self.at(table, key)}: {why}")
+
+    @property
+    def factories(self) -> tuple[str, ...]:
+        """The user's functions that it names."""
+        return tuple(each.factory for each in (self.model, self.data) if each.factory)
+
+    @property
+    def num_workers(self) -> int:
+        """The fewest worker processes that its faults need: one for every client that hangs, and one for the others."""
+        if not any(event.kind in NEED_WORKERS for event in self.events):
+            return 0
+        return 1 + max(1, len({event.soc for event in self.events if event.kind == "hang"}))
