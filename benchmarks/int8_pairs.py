@@ -189,7 +189,7 @@ def train(
         optimizer.load_state_dict(kept["optimizer"])
         schedule.load_state_dict(kept["schedule"])
         accuracies, losses, processor_s = kept["curve"]
-    ended = ""
+    ended, what = "", f"{case.model} {arithmetic} seed {seed} rate {learning_rate:g}"
     for epoch in range(len(losses), case.epochs):
         begun_s = time.process_time()
         batches = _augmented_batches(data.train, case.num_images, seed, epoch)
@@ -197,15 +197,12 @@ def train(
             loss_sum = _train_epoch(module, optimizer, schedule, batches)
         except TrainingFailed as failure:
             ended = f"epoch {epoch + 1}: {failure}"
-            note(f"{case.model} {arithmetic} seed {seed} rate {learning_rate:g}: {ended}")
+            note(f"{what}: {ended}")
             break
         processor_s += time.process_time() - begun_s
         losses.append(loss_sum / steps_per_epoch)
         accuracies.append(_accuracy(module, data.test))
-        note(
-            f"{case.model} {arithmetic} seed {seed} rate {learning_rate:g} epoch {epoch + 1}: "
-            f"loss {losses[-1]:.3f}, {accuracies[-1]:.4f} of the test images"
-        )
+        note(f"{what} epoch {epoch + 1}: loss {losses[-1]:.3f}, {accuracies[-1]:.4f} right")
         if checkpoint is not None:
             _keep(checkpoint, module, optimizer, schedule, [accuracies, losses, processor_s])
     return Training(

@@ -42,6 +42,7 @@ from benchmarks.pipeline_contest.work import (
     Trained,
     Transfers,
     Workload,
+    has_devices,
     minis,
     rack,
 )
@@ -66,8 +67,6 @@ from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.pipeline.runtime.together import Mail, run_together
 from socflower.pipeline.schedule.order import ASTEROID
 from socflower.pipeline.schedule.run import simulate_schedule
-from tests import cpu_quota
-from tests.testbed import testbed
 from tests.testbed.topology import GOODPUT
 
 RATES_MBIT = (20, 100, 1000)
@@ -112,13 +111,11 @@ class Result:
 
 def run(quick: bool = False) -> list[Row]:
     """Return rows of samples per second, predictions and overlap; none if the testbed cannot be built."""
-    reason = testbed.missing() or cpu_quota.missing()
-    peer_notes["devices"] = reason or f"quotas of {', '.join(map(str, CORES))} cores"
     peer_notes["torch"] = (
         f"torch {torch.__version__}, Schedule1F1B of distributed.pipelining over gloo, same optimiser"
     )
     peer_notes["load_before"] = list(os.getloadavg())
-    if reason is not None:
+    if not has_devices():
         return []
     # As on the devices: another number of threads rounds differently.
     torch.set_num_threads(1)

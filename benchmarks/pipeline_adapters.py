@@ -29,13 +29,24 @@ from benchmarks.pipeline import (
 )
 from benchmarks.pipeline_contest.adapters import save_base, test_loss, workload
 from benchmarks.pipeline_contest.launch import Devices
-from benchmarks.pipeline_contest.work import CORES, Profile, Profiled, Train, Workload, rack
+from benchmarks.pipeline_contest.work import (
+    CORES,
+    Profile,
+    Profiled,
+    Train,
+    Workload,
+    has_devices,
+    rack,
+)
 from socflower.pipeline.plan import Plan
 from socflower.pipeline.planner.baselines import fastest_device
-from socflower.pipeline.planner.selection import PlannerSettings, micro_batch_choices, plan_pipeline
+from socflower.pipeline.planner.selection import (
+    Planned,
+    PlannerSettings,
+    micro_batch_choices,
+    plan_pipeline,
+)
 from socflower.pipeline.problem import PipelineProblem
-from tests import cpu_quota
-from tests.testbed import testbed
 
 MBIT = 100
 MINI_BATCH, SIZES = 16, (1, 2, 4)
@@ -48,9 +59,7 @@ _LOSS_TOLERANCE = 1e-3
 
 def run(quick: bool = False) -> list[Row]:
     """Return rows of samples a second, losses and predictions; none if the testbed cannot be built."""
-    reason = testbed.missing() or cpu_quota.missing()
-    peer_notes["devices"] = reason or f"quotas of {', '.join(map(str, CORES))} cores"
-    if reason is not None:
+    if not has_devices():
         return []
     num_updates, num_windows = _QUICK if quick else (_NUM_UPDATES, _NUM_WINDOWS)
     with TemporaryDirectory() as folder:
@@ -81,25 +90,7 @@ def rows_of(
 ) -> list[Row]:
     """Train by the quickest plan with stages and on the fastest device; return rows of samples a second and losses."""
     with Devices(rack(MBIT * 1_000_000), CORES, trained.prepared) as devices:
-        profiled: dict[int, Profiled] = devices.do(
-            Profile(workload=trained, batches=SIZES, repeats=3)
-        )
-        problem = replace(
-            with_messages(devices, trained, problem_of(trained, profiled, MBIT, SIZES), MBIT),
-            micro_batch_size=SIZES[0],
-            num_micro_batches=mini_batch // SIZES[0],
-        )
-        best = plan_pipeline(problem, PlannerSettings(micro_batch_sizes=SIZES))
-        # If one device is quickest, the next best plan with several stages shows by how much.
-        planned = next(
-            (each for each in (best, *best.alternatives) if len(each.plan.pipelines[0].stages) > 1),
-            best,
-        )
-        note(f"planned: {text_of(best.plan)}, trained: {text_of(planned.plan)}")
-        alone = min(
-            ((sized, fastest_device(sized)) for sized in micro_batch_choices(problem, SIZES)),
-            key=lambda each: predicted_s(*each),
-        )
+        planned, alone = _planned(devices, trained, mini_batch)
         runs = [
             _run(devices, trained, seed, num_updates, loss_of, *each)
             for each in ((planned.problem, planned.plan), alone)
@@ -133,6 +124,30 @@ def rows_of(
             )
         ),
     ]
+
+
+def _planned(
+    devices: Devices, trained: Workload, mini_batch: int
+) -> tuple[Planned, tuple[PipelineProblem, Plan]]:
+    """Return the quickest plan with stages, and the problem and plan of the fastest device."""
+    profiled: dict[int, Profiled] = devices.do(Profile(workload=trained, batches=SIZES, repeats=3))
+    problem = replace(
+        with_messages(devices, trained, problem_of(trained, profiled, MBIT, SIZES), MBIT),
+        micro_batch_size=SIZES[0],
+        num_micro_batches=mini_batch // SIZES[0],
+    )
+    best = plan_pipeline(problem, PlannerSettings(micro_batch_sizes=SIZES))
+    # If one device is quickest, the next best plan with several stages shows by how much.
+    planned = next(
+        (each for each in (best, *best.alternatives) if len(each.plan.pipelines[0].stages) > 1),
+        best,
+    )
+    note(f"planned: {text_of(best.plan)}, trained: {text_of(planned.plan)}")
+    alone = min(
+        ((sized, fastest_device(sized)) for sized in micro_batch_choices(problem, SIZES)),
+        key=lambda each: predicted_s(*each),
+    )
+    return planned, alone
 
 
 def _run(

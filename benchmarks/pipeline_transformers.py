@@ -18,9 +18,7 @@ import torch
 from benchmarks.harness import Row, peer_notes
 from benchmarks.pipeline_adapters import SEEDS, rows_of
 from benchmarks.pipeline_contest.transformer_models import KINDS, save_base, test_loss, workload
-from benchmarks.pipeline_contest.work import CORES
-from tests import cpu_quota
-from tests.testbed import testbed
+from benchmarks.pipeline_contest.work import has_devices
 
 # Updates of the fine-tuning, and of the base.
 _NUM_UPDATES, _NUM_OF_BASE = 16, 60
@@ -30,9 +28,7 @@ _QUICK = (4, 4)
 
 def run(quick: bool = False) -> list[Row]:
     """Return rows of samples a second, losses and predictions; none if the testbed cannot be built."""
-    reason = testbed.missing() or cpu_quota.missing()
-    peer_notes["devices"] = reason or f"quotas of {', '.join(map(str, CORES))} cores"
-    if reason is not None:
+    if not has_devices():
         return []
     num_updates, num_of_base = _QUICK if quick else (_NUM_UPDATES, _NUM_OF_BASE)
     # As on the devices: another number of threads rounds differently.

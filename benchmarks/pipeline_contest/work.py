@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from benchmarks.harness import peer_notes
 from socflower.model_graph.batch_form import Batch, labelled
 from socflower.pipeline.plan import PipelinePlan, Plan
 from socflower.pipeline.profiler.layers import ReadModel, read_model
@@ -19,6 +20,8 @@ from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.trainer import TrainingSpan
 from socflower.workloads.data_source import DataSource
 from socflower.workloads.dataset import LabelledData
+from tests import cpu_quota
+from tests.testbed import testbed
 from tests.testbed.topology import Rack
 
 CORES = (0.5, 0.35, 0.25, 0.15)
@@ -218,3 +221,10 @@ def rack(bit_per_s: int, num_devices: int = len(CORES)) -> Rack:
         uplink_bit_per_s=bit_per_s,
         burst_bytes=min(_MOST_BURST_BYTES, int(_BURST_S * bit_per_s / 8)),
     )
+
+
+def has_devices() -> bool:
+    """Return whether the rack and its quotas can be made here, and tell of that."""
+    reason = testbed.missing() or cpu_quota.missing()
+    peer_notes["devices"] = reason or f"quotas of {', '.join(map(str, CORES))} cores"
+    return reason is None

@@ -17,19 +17,16 @@ import json
 import math
 import os
 import signal
-import socket
-import socketserver
-import sys
 import threading
 import time
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from logging import WARNING
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from socflower.errors import ConfigError
+from socflower.wire.http_server import HttpHandler, HttpServer
 from socflower.wire.logs import log
 
 FILE_CHECK_INTERVAL_S = 0.05
@@ -83,7 +80,7 @@ class PreemptionSwitch:
         self._file_exists = False
         self._next_check_s = -math.inf
         self._unlogged: list[str] = []
-        self._server: ThreadingHTTPServer | None = None
+        self._server: _Server | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "PreemptionSwitch":
@@ -268,31 +265,13 @@ def _is_address(text: object) -> bool:
         return False
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    # A request that hangs must not delay the end of a message.
-    block_on_close = False
-
+class _Server(HttpServer):
     def __init__(self, host: str, port: int, switch: PreemptionSwitch) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.switch = switch
-        super().__init__((host, port), _RequestHandler)
-
-    def server_bind(self) -> None:
-        """Bind without looking up the host's name, which takes seconds if no name server answers."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = (
-            str(self.server_address[0]),
-            int(self.server_address[1]),
-        )
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore broken connections, which their client notices."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
+        super().__init__(host, port, _RequestHandler)
 
 
-class _RequestHandler(BaseHTTPRequestHandler):
+class _RequestHandler(HttpHandler):
     server: _Server
     timeout = _REQUEST_TIMEOUT_S
 
@@ -323,12 +302,4 @@ class _RequestHandler(BaseHTTPRequestHandler):
             self._reply(200, {"preempted": since_s is not None, "since_s": shown_s})
 
     def _reply(self, status: int, document: dict[str, Any]) -> None:
-        body = json.dumps(document).encode() + b"\n"
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: the effect of a request is in the round's events."""
+        self.reply(status, json.dumps(document) + "\n", "application/json")

@@ -6,17 +6,15 @@ nothing secret; it refuses addresses that are neither loopback nor private.
 
 import json
 import socket
-import socketserver
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from socflower.errors import ConfigError
+from socflower.wire.http_server import HttpHandler, HttpServer
 from socflower.wire.secure_channel import Address
 
 _REQUEST_TIMEOUT_S = 5.0
@@ -114,26 +112,14 @@ class StatusPort:
         self._server.server_close()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
+class _Server(HttpServer):
     # Connections that wait to be accepted: with a full queue the kernel drops new ones, which retry after a second.
     request_queue_size = 128
-    # A request that hangs must not delay the end of the process.
-    block_on_close = False
 
     def __init__(self, address: Address, read: Callable[[], PortState]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self.read = read
         self._lock, self._open = threading.Lock(), deque[Any]()
-        super().__init__((address.host, address.port), _Handler)
-
-    def server_bind(self) -> None:
-        """Bind without looking up the host's name, which takes seconds if no name server answers."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = (
-            str(self.server_address[0]),
-            int(self.server_address[1]),
-        )
+        super().__init__(address.host, address.port, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread of its own; with too many, the oldest connection is closed, which ends its thread."""
@@ -150,38 +136,22 @@ class _Server(ThreadingHTTPServer):
             self._open.remove(request)
         super().shutdown_request(request)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore broken connections, which their client notices."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
 
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(HttpHandler):
     server: _Server
     timeout = _REQUEST_TIMEOUT_S
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path not in ("/metrics", "/healthz", "/readyz", "/status"):
-            self._reply(404, "there are /metrics, /healthz, /readyz and /status\n")
+            self.reply(404, "there are /metrics, /healthz, /readyz and /status\n")
             return
         state = self.server.read()
         if path == "/metrics":
             lines = [line for each in state.metrics for line in each.lines()]
-            self._reply(200, "".join(f"{line}\n" for line in lines), _TEXT)
+            self.reply(200, "".join(f"{line}\n" for line in lines), _TEXT)
         elif path == "/status":
-            self._reply(200, json.dumps(state.document) + "\n", "application/json")
+            self.reply(200, json.dumps(state.document) + "\n", "application/json")
         else:
             problem = state.fault if path == "/healthz" else state.fault or state.not_ready
-            self._reply(503 if problem else 200, f"{problem or 'ok'}\n")
-
-    def _reply(self, status: int, text: str, kind: str = "text/plain; charset=utf-8") -> None:
-        body = text.encode()
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: a scraper asks every few seconds."""
+            self.reply(503 if problem else 200, f"{problem or 'ok'}\n")

@@ -192,10 +192,9 @@ class Relu(Node):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MaxPool(Node):
-    """Maximum over windows."""
+class _Pool(Node):
+    """An operator over windows."""
 
-    kind: ClassVar[str] = "max-pool"
     keeps_sign: ClassVar[bool] = True
     kernel: Pair
     stride: Pair
@@ -208,19 +207,17 @@ class MaxPool(Node):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AveragePool(Node):
+class MaxPool(_Pool):
+    """Maximum over windows."""
+
+    kind: ClassVar[str] = "max-pool"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AveragePool(_Pool):
     """Mean over windows; padding counts as zeros."""
 
     kind: ClassVar[str] = "average-pool"
-    keeps_sign: ClassVar[bool] = True
-    kernel: Pair
-    stride: Pair
-    padding: Pair = (0, 0)
-
-    def made_shape(self, inputs: Sequence[Shape]) -> Shape | None:
-        """Return (channels, height, width)."""
-        height, width = window_positions(inputs[0], self)
-        return inputs[0][0], height, width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -434,7 +431,7 @@ def _require_geometry(node: Node, inputs: list[Shape]) -> None:
         raise ConfigError(f"graph: {node.name} does not make {node.shape} of {made_of}")
 
 
-def window_positions(shape: Shape, node: Weighted | MaxPool | AveragePool) -> Pair:
+def window_positions(shape: Shape, node: Weighted | _Pool) -> Pair:
     """Return the rows and columns of positions that a window takes over an input of that shape."""
     dilation = node.dilation if isinstance(node, Weighted) else (1, 1)
     window = (node.kernel, node.stride, node.padding, dilation)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -63,22 +63,7 @@ def _convolution(call: ModuleCall) -> Value:
     else:
         padding = (0,) * rank
         x = padded(call, x, module.padding_mode, pads)
-    weight = tuple(module.weight.shape)
-    return _require_exact(
-        call,
-        call.put(
-            ir.Convolution,
-            x,
-            call.made(),
-            kernel=image_pair(module.kernel_size),
-            stride=image_pair(module.stride),
-            padding=image_pair(padding, 0),
-            dilation=image_pair(module.dilation),
-            groups=module.groups,
-            bias=module.bias is not None,
-            outside=() if rank == 2 else (("weight", f"{call.name}.weight", weight),),
-        ),
-    )
+    return _weighted(call, ir.Convolution, x, padding)
 
 
 def _transposed_convolution(call: ModuleCall) -> Value:
@@ -88,22 +73,31 @@ def _transposed_convolution(call: ModuleCall) -> Value:
     call.require(len(x.form) == rank + 1, f"of {len(x.form) + 1} dimensions")
     call.require_plain_parameters()
     call.require_settings(padding_mode=("zeros",))
-    weight = tuple(module.weight.shape)
-    return _require_exact(
-        call,
-        call.put(
-            ir.TransposedConvolution,
-            x,
-            call.made(),
-            kernel=image_pair(module.kernel_size),
-            stride=image_pair(module.stride),
-            padding=image_pair(module.padding, 0),
-            dilation=image_pair(module.dilation),
-            groups=module.groups,
-            bias=module.bias is not None,
-            outside=() if rank == 2 else (("weight", f"{call.name}.weight", weight),),
-        ),
+    return _weighted(call, ir.TransposedConvolution, x, module.padding)
+
+
+def _weighted(
+    call: ModuleCall,
+    kind: type[ir.Convolution | ir.TransposedConvolution],
+    x: Value,
+    padding: Sequence[int],
+) -> Value:
+    """Add a convolution, as one over an image if the module has fewer dimensions."""
+    module = call.module
+    weight = ("weight", f"{call.name}.weight", tuple(module.weight.shape))
+    made = call.put(
+        kind,
+        x,
+        call.made(),
+        kernel=image_pair(module.kernel_size),
+        stride=image_pair(module.stride),
+        padding=image_pair(padding, 0),
+        dilation=image_pair(module.dilation),
+        groups=module.groups,
+        bias=module.bias is not None,
+        outside=() if len(module.kernel_size) == 2 else (weight,),
     )
+    return _require_exact(call, made)
 
 
 def _require_exact(call: ModuleCall, value: Value) -> Value:
