@@ -519,19 +519,30 @@ void bound_channel_sums(Engine& engine, nb::handle a_, nb::handle b_, nb::handle
 }
 
 void bound_channel_largest(Engine& engine, nb::handle a_, nb::handle gate_, nb::handle largest_) {
-  const Array<std::int8_t> a(a_, "a", false);
-  const auto gate = maybe<std::int8_t>(gate_, "gate", false, {});
   const Array<std::int32_t> largest(largest_, "largest", true);
   const std::size_t cs = largest.size();
-  if (cs == 0 || cs % kChannelBlock != 0 || a.size() % cs != 0) {
-    refuse("largest: need one value per channel, in a multiple of " + std::to_string(kChannelBlock) +
-           " that divides " + std::to_string(a.size()) + ", got " + std::to_string(cs));
+  const auto rows_of = [&](std::size_t size) {
+    if (cs == 0 || cs % kChannelBlock != 0 || size % cs != 0) {
+      refuse("largest: need one value per channel, in a multiple of " + std::to_string(kChannelBlock) +
+             " that divides " + std::to_string(size) + ", got " + std::to_string(cs));
+    }
+    return size / cs;
+  };
+  if (is_wide_array(a_, "a")) {
+    if (!gate_.is_none()) refuse("gate: int32 has none");
+    const Array<std::int32_t> acc(a_, "a", false);
+    const std::size_t rows = rows_of(acc.size());
+    largest.require_apart_from(acc);
+    nb::gil_scoped_release release;
+    return channel_largest(engine.path, engine.pool, acc.data(), largest.data(), rows, static_cast<int>(cs));
   }
+  const Array<std::int8_t> a(a_, "a", false);
+  const auto gate = maybe<std::int8_t>(gate_, "gate", false, {});
+  const std::size_t rows = rows_of(a.size());
   if (gate) require_same_size(*gate, a), largest.require_apart_from(*gate);
   largest.require_apart_from(a);
   nb::gil_scoped_release release;
-  channel_largest(engine.path, engine.pool, a.data(), pointer(gate), largest.data(), a.size() / cs,
-                  static_cast<int>(cs));
+  channel_largest(engine.path, engine.pool, a.data(), pointer(gate), largest.data(), rows, static_cast<int>(cs));
 }
 
 // Sums of squares of 2^10 numbers of this magnitude are exact in double.
@@ -888,8 +899,24 @@ int channels_of(const Array<float>& per_channel, const Array<T>& x) {
   return static_cast<int>(cs);
 }
 
+void bound_normalise(Engine& engine, nb::handle acc_, nb::handle own_scale_, nb::handle own_offset_, nb::handle scale_,
+                     nb::handle offset_, float inverse, nb::handle x_, nb::handle out_, bool relu) {
+  const Array<std::int32_t> acc(acc_, "acc", false);
+  const Array<float> own_scale(own_scale_, "own_scale", false), own_offset(own_offset_, "own_offset", false),
+      scale(scale_, "scale", false), offset(offset_, "offset", false);
+  const Array<std::int8_t> x(x_, "x", true), out(out_, "out", true);
+  const int cs = channels_of(scale, acc);
+  require_same_size(own_scale, scale), require_same_size(own_offset, scale), require_same_size(offset, scale);
+  require_same_size(x, acc), require_same_size(out, acc);
+  x.require_apart_from(acc), out.require_apart_from(acc), out.require_apart_from(x);
+  const Normalisation by{own_scale.data(), own_offset.data(), scale.data(), offset.data(), inverse};
+  nb::gil_scoped_release release;
+  normalise(engine.path, engine.pool, acc.data(), by, x.data(), out.data(), acc.size() / cs, cs, relu);
+}
+
 float bound_descend(Engine& engine, nb::handle values_, nb::handle velocity_, nb::handle gradient_, nb::handle scale_,
-                    float inverse, float learning_rate, float momentum, float weight_decay) {
+                    float inverse, float learning_rate, float momentum, float weight_decay, nb::handle out_,
+                    int exponent) {
   const Array<float> values(values_, "values", true), scale(scale_, "scale", false);
   const auto velocity = maybe<float>(velocity_, "velocity", true, {});
   const Array<std::int32_t> gradient(gradient_, "gradient", false);
@@ -901,9 +928,13 @@ float bound_descend(Engine& engine, nb::handle values_, nb::handle velocity_, nb
   } else if (momentum != 0.0f) {
     refuse("velocity: needed with a momentum");
   }
+  const auto out = maybe<std::int8_t>(out_, "out", true, {});
+  if (out && out->size() != values.size()) refuse("out: need the size of values");
+  if (exponent < -100 || exponent > 100) refuse("exponent: need -100 to 100, got " + std::to_string(exponent));
+  const float out_scale = std::ldexp(1.0f, -exponent);
   nb::gil_scoped_release release;
   return descend(engine.path, engine.pool, values.data(), pointer(velocity), gradient.data(), scale.data(),
-                 values.size() / cs, cs, {inverse, learning_rate, momentum, weight_decay});
+                 pointer(out), values.size() / cs, cs, {inverse, learning_rate, momentum, weight_decay, out_scale});
 }
 
 void bound_quantise_images(Engine& engine, nb::handle x_, nb::handle out_, int batch, int channels, int height,
@@ -964,6 +995,17 @@ void bound_round_by_channel_at_random(Engine& engine, nb::handle acc_, nb::handl
   nb::gil_scoped_release release;
   round_by_channel_at_random(engine.path, engine.pool, acc.data(), inverse.data(), out.data(), acc.size() / cs, cs,
                              dither);
+}
+
+std::int64_t bound_sum_of_magnitudes(nb::handle x_) {
+  if (is_wide_array(x_, "x")) {
+    const Array<std::int32_t> x(x_, "x", false);
+    nb::gil_scoped_release release;
+    return sum_of_magnitudes(x.data(), x.size());
+  }
+  const Array<std::int8_t> x(x_, "x", false);
+  nb::gil_scoped_release release;
+  return sum_of_magnitudes(x.data(), x.size());
 }
 
 void bound_largest_by_channel(nb::handle x_, nb::handle largest_) {
@@ -1179,7 +1221,10 @@ NB_MODULE(_int8, m) {
         nb::arg("inverse").none(), nb::arg("largest").none(), nb::arg("relu") = false,
         "Int8 of (acc * by_image) * scale[c] + offset[c] + other * other_by_image, in float32.");
   m.def("channel_largest", &bound_channel_largest, nb::arg("engine"), nb::arg("a"), nb::arg("gate").none(),
-        nb::arg("largest"), "Largest |a| of each channel, where gate is positive.");
+        nb::arg("largest"), "Largest |a| of each channel, where gate is positive; a is int8, or int32 without a gate.");
+  m.def("normalise", &bound_normalise, nb::arg("engine"), nb::arg("acc"), nb::arg("own_scale"), nb::arg("own_offset"),
+        nb::arg("scale"), nb::arg("offset"), nb::arg("inverse"), nb::arg("x"), nb::arg("out"), nb::arg("relu") = false,
+        "Two int8 of acc: acc * own_scale[c] + own_offset[c], and (acc * scale[c] + offset[c]) * inverse, in float32.");
   m.def("channel_moments", &bound_channel_moments, nb::arg("engine"), nb::arg("acc"), nb::arg("shift"),
         nb::arg("sum"), nb::arg("squares"), nb::arg("least"), nb::arg("most"),
         "Of each channel: sum and sum of squares of acc / 2^shift, rounded; least and largest acc.");
@@ -1222,7 +1267,8 @@ NB_MODULE(_int8, m) {
         nb::arg("shift"), nb::arg("rounding") = 0);
   m.def("descend", &bound_descend, nb::arg("engine"), nb::arg("values"), nb::arg("velocity").none(),
         nb::arg("gradient"), nb::arg("scale"), nb::arg("inverse"), nb::arg("learning_rate"), nb::arg("momentum") = 0.0f,
-        nb::arg("weight_decay") = 0.0f);
+        nb::arg("weight_decay") = 0.0f, nb::arg("out").none() = nb::none(), nb::arg("exponent") = 0,
+        "Step of SGD; returns the largest magnitude. out: nearest int8 of the new values / 2^exponent.");
   m.def("quantise_images", &bound_quantise_images, nb::arg("engine"), nb::arg("x"), nb::arg("out"), nb::arg("batch"),
         nb::arg("channels"), nb::arg("height"), nb::arg("width"), nb::arg("exponent"));
   m.def("quantise_patches", &bound_quantise_patches, nb::arg("engine"), nb::arg("convolution"), nb::arg("x"),
@@ -1244,6 +1290,7 @@ NB_MODULE(_int8, m) {
         "Int8 of outside * inverse[channel], up or down at random without bias.");
   m.def("export_gradient", &bound_export_gradient, nb::arg("engine"), nb::arg("gradient"), nb::arg("outside"),
         nb::arg("scale"), "outside = gradient * scale[channel], from the engine's layout to that of channels-last weights.");
+  m.def("sum_of_magnitudes", &bound_sum_of_magnitudes, nb::arg("x"), "Sum of |x| of int8 or int32.");
   m.def("max_magnitude", &bound_max_magnitude, nb::arg("x"), "Largest |x|; infinity if any is not finite.");
   m.def("softmax_gradient", &bound_softmax_gradient, nb::arg("logits"), nb::arg("exponent"), nb::arg("labels"),
         nb::arg("out"), nb::arg("classes"), nb::arg("rounding") = 0);

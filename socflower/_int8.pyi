@@ -286,7 +286,24 @@ def channel_sums(
     """Write per channel, as int64, the sums of a and of a * b; a counts as 0 where `gate` is not positive."""
 
 def channel_largest(engine: Engine, a: _Array, gate: _Array | None, largest: _Array) -> None:
-    """Write per channel, as int32, the largest |a| of int8 values whose `gate` is positive."""
+    """Write per channel, as int32, the largest |a| of int8 values whose `gate` is positive, or of int32 without one."""
+
+def normalise(
+    engine: Engine,
+    acc: _Array,
+    own_scale: _Array,
+    own_offset: _Array,
+    scale: _Array,
+    offset: _Array,
+    inverse: float,
+    x: _Array,
+    out: _Array,
+    relu: bool = False,
+) -> None:
+    """Write two int8 of int32 accumulators, half to even, from float32 by channel.
+
+    `x` is acc * own_scale + own_offset; `out` is (acc * scale + offset) * inverse, after ReLU if `relu`.
+    """
 
 def channel_moments(
     engine: Engine,
@@ -444,10 +461,13 @@ def descend(
     learning_rate: float,
     momentum: float = 0.0,
     weight_decay: float = 0.0,
+    out: _Array | None = None,
+    exponent: int = 0,
 ) -> float:
     """Do a step of torch.optim.SGD on float32 values in place, for the gradient int32 * scale[channel] * inverse.
 
-    `velocity` is updated unless it is None. Returns the largest magnitude of the values; infinity if any is not finite.
+    `velocity` is updated unless it is None. `out` gets the nearest int8 of the new values / 2^exponent, as from
+    `quantise`. Returns the largest magnitude of the values; infinity if any is not finite.
     """
 
 def quantise_images(
@@ -508,6 +528,9 @@ def round_weights(engine: Engine, outside: _Array, out: _Array, inverse: _Array,
 
 def export_gradient(engine: Engine, gradient: _Array, outside: _Array, scale: _Array) -> None:
     """Write an int32 weight gradient * scale[channel] as float32 (outs, kernel height, kernel width, in)."""
+
+def sum_of_magnitudes(x: _Array) -> int:
+    """Return the sum of |x| of int8 or int32 values."""
 
 def max_magnitude(x: _Array) -> float:
     """Return the largest magnitude of float32 values; infinity if any is not finite."""

@@ -112,16 +112,26 @@ std::string check_elementwise(const Path& path, std::mt19937& random) {
   path.affine_real8(a.data(), by_image.data(), shift.data(), shift.data(), nullptr, nullptr, got.data(),
                     by_image.data(), nullptr, kRows, kCs, kBatch, 0, false);
   if (want != got) return "affine real of int8";
+  std::vector<std::int8_t> want_own(a.size()), got_own(a.size());
+  const Normalisation normalisation{factor.data(), shift.data(), factor.data(), shift.data(), 0.6f};
+  reference::normalise(acc.data(), normalisation, want_own.data(), want.data(), kRows, kCs, true);
+  path.normalise(acc.data(), normalisation, got_own.data(), got.data(), kRows, kCs, true);
+  if (want != got || want_own != got_own) return "normalisation";
+  reference::round_at_random(acc.data(), factor.data(), want.data(), kRows, kCs, dither, 3);
+  path.round_at_random(acc.data(), factor.data(), got.data(), kRows, kCs, dither, 3);
+  if (want != got) return "rounding at random";
   const std::vector<float> by_channel(kCs, 1e-3f);
   for (const float momentum : {0.0f, 0.9f}) {
     std::vector<float> want_values(factor), want_velocity(shift), got_values(factor), got_velocity(shift);
-    const Descent by{0.125f, 0.05f, momentum, momentum == 0.0f ? 0.0f : 5e-4f};
+    const Descent by{0.125f, 0.05f, momentum, momentum == 0.0f ? 0.0f : 5e-4f, 9.0f};
     float* const none = nullptr;
     const float want_largest = reference::descend(
         want_values.data(), momentum == 0.0f ? none : want_velocity.data(), acc.data(), by_channel.data(), 1, kCs, by);
     const float got_largest =
-        path.descend(got_values.data(), momentum == 0.0f ? none : got_velocity.data(), acc.data(), by_channel.data(), 1,
-                     kCs, by);
+        path.descend(got_values.data(), momentum == 0.0f ? none : got_velocity.data(), acc.data(), by_channel.data(),
+                     got.data(), 1, kCs, by);
+    path.quantise(want_values.data(), want.data(), kCs, by.out_scale);
+    if (!std::equal(want.begin(), want.begin() + kCs, got.begin())) return "int8 of a descent";
     if (want_values != got_values || want_velocity != got_velocity || want_largest != got_largest) return "descent";
   }
   std::vector<std::int64_t> want_a(kCs), want_ab(kCs), got_a(kCs), got_ab(kCs);
@@ -136,7 +146,10 @@ std::string check_elementwise(const Path& path, std::mt19937& random) {
   if (want_a != got_a || want_ab != got_ab || want_ends != got_ends) return "channel moments";
   reference::channel_largest(a.data(), b.data(), want_ends.data(), kRows, kCs);
   path.channel_largest(a.data(), b.data(), got_ends.data(), kRows, kCs);
-  return want_ends == got_ends ? "" : "channel largest";
+  if (want_ends != got_ends) return "channel largest";
+  reference::channel_largest32(acc.data(), want_ends.data(), kRows, kCs);
+  path.channel_largest32(acc.data(), got_ends.data(), kRows, kCs);
+  return want_ends == got_ends ? "" : "channel largest of accumulators";
 }
 
 std::string check_rows(const Path& path, std::mt19937& random) {

@@ -105,10 +105,17 @@ struct Path {
   void (*affine_real32)(const std::int32_t* acc, const float* by_image, const float* scale, const float* offset,
                       const std::int8_t* other, const float* other_by_image, std::int8_t* out, const float* inverse,
                       float* largest, std::size_t rows, int cs, int batch, int image, bool relu);
+  void (*normalise)(const std::int32_t* acc, const Normalisation& by, std::int8_t* x, std::int8_t* out,
+                    std::size_t rows, int cs, bool relu);
+  // round_by_channel_at_random of layers.h, from row `row` of the share on.
+  void (*round_at_random)(const std::int32_t* acc, const float* inverse, std::int8_t* out, std::size_t rows, int cs,
+                          const Dither& dither, std::size_t row);
   void (*channel_sums)(const std::int8_t* a, const std::int8_t* b, const std::int8_t* gate, std::int64_t* sum_a,
                        std::int64_t* sum_ab, std::size_t rows, int cs);
   void (*channel_largest)(const std::int8_t* a, const std::int8_t* gate, std::int32_t* largest, std::size_t rows,
                           int cs);
+  // The same of int32 of magnitudes below 2^31, without a gate.
+  void (*channel_largest32)(const std::int32_t* acc, std::int32_t* largest, std::size_t rows, int cs);
   // sums[c] = sum over rows of src[r, c]; cols is a multiple of 16.
   void (*column_sums)(const std::int8_t* src, std::ptrdiff_t stride, int rows, int cols, std::int32_t* sums);
   void (*channel_moments)(const std::int32_t* acc, int shift, const ChannelMoments& to, std::size_t rows, int cs);
@@ -138,9 +145,9 @@ struct Path {
   void (*update_weight)(std::int8_t* weight, const std::int32_t* gradient, std::size_t size, int shift,
                         Rounding rounding);
   // Returns the largest magnitude of the new values; infinity if any is not finite. velocity: null without momentum.
-  // scale: one for each channel.
-  float (*descend)(float* values, float* velocity, const std::int32_t* gradient, const float* scale, std::size_t rows,
-                   int cs, const Descent& by);
+  // scale: one for each channel. out, as `quantise` of the new values makes it, or null.
+  float (*descend)(float* values, float* velocity, const std::int32_t* gradient, const float* scale, std::int8_t* out,
+                   std::size_t rows, int cs, const Descent& by);
   // dst[i] = nearest int8 of src[i] * scale, half to even, saturated at +-127.
   void (*quantise)(const float* src, std::int8_t* dst, std::size_t size, float scale);
   // dst[i] = src[i] * scale rounded up if random24(index + i, seed) / 2^24 is below its fraction, else down;

@@ -143,18 +143,45 @@ void channel_sums(const Path& path, ThreadPool& pool, const std::int8_t* a, cons
   }
 }
 
-void channel_largest(const Path& path, ThreadPool& pool, const std::int8_t* a, const std::int8_t* gate,
-                     std::int32_t* largest, std::size_t rows, int cs) {
+namespace {
+
+// Joins the maxima of every part: search(first row, rows, maxima of cs channels).
+template <typename Search>
+void join_largest(ThreadPool& pool, std::int32_t* largest, std::size_t rows, int cs, Search search) {
   const int parts = pool.size();
   std::vector<std::int32_t> own(std::size_t(parts) * cs);
   pool.run(parts, [&](int part, int) {
     const std::size_t first = rows * part / parts, last = rows * (part + 1) / parts;
-    path.channel_largest(a + first * cs, at(gate, first * cs), own.data() + std::size_t(part) * cs, last - first, cs);
+    search(first, last - first, own.data() + std::size_t(part) * cs);
   });
   for (int c = 0; c < cs; ++c) {
     largest[c] = 0;
     for (int part = 0; part < parts; ++part) largest[c] = std::max(largest[c], own[std::size_t(part) * cs + c]);
   }
+}
+
+}  // namespace
+
+void channel_largest(const Path& path, ThreadPool& pool, const std::int8_t* a, const std::int8_t* gate,
+                     std::int32_t* largest, std::size_t rows, int cs) {
+  join_largest(pool, largest, rows, cs, [&](std::size_t first, std::size_t count, std::int32_t* own) {
+    path.channel_largest(a + first * cs, at(gate, first * cs), own, count, cs);
+  });
+}
+
+void channel_largest(const Path& path, ThreadPool& pool, const std::int32_t* acc, std::int32_t* largest,
+                     std::size_t rows, int cs) {
+  join_largest(pool, largest, rows, cs, [&](std::size_t first, std::size_t count, std::int32_t* own) {
+    path.channel_largest32(acc + first * cs, own, count, cs);
+  });
+}
+
+void normalise(const Path& path, ThreadPool& pool, const std::int32_t* acc, const Normalisation& by, std::int8_t* x,
+               std::int8_t* out, std::size_t rows, int cs, bool relu) {
+  over_chunks(pool, rows * cs, cs, [&](std::size_t from, std::size_t count, int) {
+    path.normalise(acc + from, by, x + from, out + from, count / cs, cs, relu);
+    return 0u;
+  });
 }
 
 void channel_moments(const Path& path, ThreadPool& pool, const std::int32_t* acc, int shift, const ChannelMoments& to,
@@ -189,10 +216,11 @@ void update_weight(const Path& path, ThreadPool& pool, std::int8_t* weight, cons
 }
 
 float descend(const Path& path, ThreadPool& pool, float* values, float* velocity, const std::int32_t* gradient,
-              const float* scale, std::size_t rows, int cs, const Descent& by) {
+              const float* scale, std::int8_t* out, std::size_t rows, int cs, const Descent& by) {
   std::vector<float> largest(pool.size(), 0.0f);
   over_chunks(pool, rows * cs, cs, [&](std::size_t from, std::size_t count, int thread) {
-    const float own = path.descend(values + from, at(velocity, from), gradient + from, scale, count / cs, cs, by);
+    const float own = path.descend(values + from, at(velocity, from), gradient + from, scale, at(out, from), count / cs,
+                                   cs, by);
     largest[thread] = std::max(largest[thread], own);
     return 0u;
   });
@@ -309,16 +337,7 @@ void quantise(const Path& path, ThreadPool& pool, const float* x, std::int8_t* o
 void round_by_channel_at_random(const Path& path, ThreadPool& pool, const std::int32_t* acc, const float* inverse,
                                 std::int8_t* out, std::size_t rows, int cs, const Dither& dither) {
   over_chunks(pool, rows * cs, cs, [&](std::size_t from, std::size_t count, int) {
-    constexpr int kAtOnce = 512;
-    alignas(64) float scaled[kAtOnce];
-    for (std::size_t at = from; at < from + count; at += cs) {
-      const std::uint32_t index = dither.index_of(at / cs, cs);
-      for (int c = 0; c < cs; c += kAtOnce) {
-        const int here = std::min(kAtOnce, cs - c);
-        for (int i = 0; i < here; ++i) scaled[i] = static_cast<float>(acc[at + c + i]) * inverse[c + i];
-        path.quantise_at_random(scaled, out + at + c, here, 1.0f, index + c, dither.seed);
-      }
-    }
+    path.round_at_random(acc + from, inverse, out + from, count / cs, cs, dither, from / cs);
     return 0u;
   });
 }
@@ -338,6 +357,20 @@ void quantise_by_channel(const Path& path, ThreadPool& pool, const float* x, con
     return 0u;
   });
 }
+
+template <typename T>
+std::int64_t sum_of_magnitudes(const T* x, std::size_t size) {
+  // Signs and magnitudes apart, so that the compiler vectorises: |x| = (x ^ sign) - sign.
+  std::int64_t sum = 0;
+  for (std::size_t i = 0; i < size; ++i) {
+    const std::int64_t value = x[i], sign = value >> 63;
+    sum += (value ^ sign) - sign;
+  }
+  return sum;
+}
+
+template std::int64_t sum_of_magnitudes(const std::int8_t*, std::size_t);
+template std::int64_t sum_of_magnitudes(const std::int32_t*, std::size_t);
 
 void largest_by_channel(const float* x, float* largest, std::size_t rows, int cs) {
   // As in max_magnitude, bit patterns in place of magnitudes.

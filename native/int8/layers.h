@@ -40,6 +40,8 @@ void channel_sums(const Path& path, ThreadPool& pool, const std::int8_t* a, cons
 std::size_t channel_sums_size(const ThreadPool& pool, int cs);
 void channel_largest(const Path& path, ThreadPool& pool, const std::int8_t* a, const std::int8_t* gate,
                      std::int32_t* largest, std::size_t rows, int cs);
+void channel_largest(const Path& path, ThreadPool& pool, const std::int32_t* acc, std::int32_t* largest,
+                     std::size_t rows, int cs);
 // sums: as for channel_sums.
 void channel_moments(const Path& path, ThreadPool& pool, const std::int32_t* acc, int shift, const ChannelMoments& to,
                      std::size_t rows, int cs, std::int64_t* sums);
@@ -47,7 +49,9 @@ void update_weight(const Path& path, ThreadPool& pool, std::int8_t* weight, cons
                    std::size_t size, int shift, Rounding rounding);
 
 float descend(const Path& path, ThreadPool& pool, float* values, float* velocity, const std::int32_t* gradient,
-              const float* scale, std::size_t rows, int cs, const Descent& by);
+              const float* scale, std::int8_t* out, std::size_t rows, int cs, const Descent& by);
+void normalise(const Path& path, ThreadPool& pool, const std::int32_t* acc, const Normalisation& by, std::int8_t* x,
+               std::int8_t* out, std::size_t rows, int cs, bool relu);
 
 // out (h,w,batch,cs) from float32 (batch,channels,h,w).
 void quantise_images(const Path& path, ThreadPool& pool, const float* x, std::int8_t* out, int batch, int channels,
@@ -70,6 +74,9 @@ void quantise_by_channel(const Path& path, ThreadPool& pool, const float* x, con
                          std::size_t rows, int cs);
 // Largest |x| of each channel; infinity if an element of the channel is not finite.
 void largest_by_channel(const float* x, float* largest, std::size_t rows, int cs);
+// Sum of |x|. T is std::int8_t or std::int32_t.
+template <typename T>
+std::int64_t sum_of_magnitudes(const T* x, std::size_t size);
 // Largest |x|; infinity if an element is not finite.
 float max_magnitude(const float* x, std::size_t size);
 

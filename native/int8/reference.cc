@@ -188,6 +188,40 @@ std::uint32_t affine_gradient_at_random(const std::int8_t* dy, const std::int8_t
   return largest;
 }
 
+namespace {
+
+// Nearest int8 of v * inverse, half to even, and after a ReLU at least 1 where v > 0.
+std::int8_t nearest_int8(float v, float inverse, bool relu) {
+  const float bounded = std::min(std::max(v * inverse, -127.0f), 127.0f);
+  const auto rounded = static_cast<std::int8_t>(std::nearbyint(bounded));
+  return relu && v > 0.0f && rounded == 0 ? std::int8_t{1} : rounded;
+}
+
+}  // namespace
+
+void normalise(const std::int32_t* acc, const Normalisation& by, std::int8_t* x, std::int8_t* out, std::size_t rows,
+               int cs, bool relu) {
+  for (std::size_t i = 0; i < rows * cs; ++i) {
+    const std::size_t c = i % cs;
+    const float value = static_cast<float>(acc[i]);
+    const float own = value * by.own_scale[c], made = value * by.scale[c];
+    x[i] = nearest_int8(own + by.own_offset[c], 1.0f, false);
+    const float v = made + by.offset[c];
+    out[i] = nearest_int8(relu && !(v > 0.0f) ? 0.0f : v, by.inverse, relu);
+  }
+}
+
+void round_at_random(const std::int32_t* acc, const float* inverse, std::int8_t* out, std::size_t rows, int cs,
+                     const Dither& dither, std::size_t row) {
+  for (std::size_t i = 0; i < rows * cs; ++i) {
+    const std::uint32_t c = static_cast<std::uint32_t>(i % cs);
+    const float v = std::min(std::max(static_cast<float>(acc[i]) * inverse[c], -127.0f), 127.0f);
+    const float down = std::floor(v);
+    const float chance = std::ldexp(float(random24(dither.index_of(row + i / cs, cs) + c, dither.seed)), -24);
+    out[i] = static_cast<std::int8_t>(down + (chance < v - down ? 1.0f : 0.0f));
+  }
+}
+
 template <typename T>
 void affine_real(const T* acc, const float* by_image, const float* scale, const float* offset,
                  const std::int8_t* other, const float* other_by_image, std::int8_t* out, const float* inverse,
@@ -205,9 +239,7 @@ void affine_real(const T* acc, const float* by_image, const float* scale, const 
     if (relu && !(v > 0.0f)) v = 0.0f;
     if (largest != nullptr) largest[image] = std::max(largest[image], std::fabs(v));
     if (out == nullptr) continue;
-    const float bounded = std::min(std::max(v * inverse[image], -127.0f), 127.0f);
-    out[i] = static_cast<std::int8_t>(std::nearbyint(bounded));
-    if (relu && v > 0.0f && out[i] == 0) out[i] = 1;
+    out[i] = nearest_int8(v, inverse[image], relu);
   }
 }
 
@@ -350,6 +382,11 @@ void channel_largest(const std::int8_t* a, const std::int8_t* gate, std::int32_t
   for (std::size_t i = 0; i < rows * cs; ++i) {
     if (gate == nullptr || gate[i] > 0) largest[i % cs] = std::max(largest[i % cs], std::abs(int(a[i])));
   }
+}
+
+void channel_largest32(const std::int32_t* acc, std::int32_t* largest, std::size_t rows, int cs) {
+  std::fill(largest, largest + cs, 0);
+  for (std::size_t i = 0; i < rows * cs; ++i) largest[i % cs] = std::max(largest[i % cs], std::abs(acc[i]));
 }
 
 void channel_moments(const std::int32_t* acc, int shift, const ChannelMoments& to, std::size_t rows, int cs) {

@@ -74,6 +74,16 @@ void affine_real(const T* acc, const float* by_image, const float* scale, const 
                  const std::int8_t* other, const float* other_by_image, std::int8_t* out, const float* inverse,
                  float* largest, std::size_t rows, int cs, int batch, bool relu);
 
+// x = nearest int8 of acc * own_scale[c] + own_offset[c]; out = that of (acc * scale[c] + offset[c]) * inverse, after ReLU
+// and at least 1 as above if `relu`. acc, x, out: (rows, cs).
+void normalise(const std::int32_t* acc, const Normalisation& by, std::int8_t* x, std::int8_t* out, std::size_t rows,
+               int cs, bool relu);
+
+// acc * inverse[c] in float32, rounded up if random24 of the element's number is below 2^24 times its fraction, else
+// down; saturated at +-127. Row r of the share is `row` + r.
+void round_at_random(const std::int32_t* acc, const float* inverse, std::int8_t* out, std::size_t rows, int cs,
+                     const Dither& dither, std::size_t row);
+
 // sum_a[r] = sum over channels of weight * a, sum_ab[r] = that of weight * a * b; whole weights below 2^21.
 void row_sums(const std::int8_t* a, const std::int8_t* b, const double* weight, double* sum_a, double* sum_ab,
               std::size_t rows, int cs);
@@ -117,6 +127,7 @@ void channel_sums(const std::int8_t* a, const std::int8_t* b, const std::int8_t*
 
 // largest = maximum of |a| over the rows of each channel, where gate (may be null) is positive.
 void channel_largest(const std::int8_t* a, const std::int8_t* gate, std::int32_t* largest, std::size_t rows, int cs);
+void channel_largest32(const std::int32_t* acc, std::int32_t* largest, std::size_t rows, int cs);
 
 // Of each channel: sum and sum of squares of acc / 2^shift, rounded to nearest (half up), of magnitude at most 2^21;
 // least and largest acc.

@@ -12,6 +12,13 @@ struct ChannelMoments {
   std::int32_t *least, *most;
 };
 
+// Two functions of an accumulator in channel c, both int8 in the end: acc * own_scale[c] + own_offset[c], and
+// (acc * scale[c] + offset[c]) * inverse.
+struct Normalisation {
+  const float *own_scale, *own_offset, *scale, *offset;
+  float inverse;
+};
+
 // Normalisation of each row by numbers of its own, as of a LayerNorm. gamma and beta: one for each of cs channels, 0
 // for those of padding. slope and mean: one for each row.
 struct RowAffine {

@@ -172,7 +172,50 @@ void largest(const Path& path, Checker& check) {
         }
 }
 
-const Register kAtRandom(at_random), kReal(real), kMoments(moments), kLargest(largest);
+void largest_accumulators(const Path& path, Checker& check) {
+  Random random(26);
+  for (const int cs : kColumns)
+    for (const int rows : {1, 2, 7, 64, 300})
+      for (int fill = 0; fill < kFills; ++fill) {
+        const auto acc = filled<std::int32_t>(random, std::size_t(rows) * cs, fill, -0x7fffffff, 0x7fffffff);
+        Buffer<std::int32_t> expected(cs, 99), got(cs, 99);
+        reference::channel_largest32(acc.data(), expected.data(), rows, cs);
+        path.channel_largest32(acc.data(), got.data(), rows, cs);
+        check.equal("channel_largest32", expected.data(), got.data(), cs, "rows %d, cs %d, fill %d", rows, cs, fill);
+      }
+}
+
+// What reads accumulators and writes int8: of one function of them at random, and of two.
+void rounded(const Path& path, Checker& check) {
+  Random random(27);
+  for (const int cs : kColumns)
+    for (const int rows : kRows)
+      for (int fill = 0; fill < kFills; ++fill) {
+        const std::size_t size = std::size_t(rows) * cs;
+        const auto acc = filled<std::int32_t>(random, size, fill, -127 * 127 * 600, 127 * 127 * 600);
+        const Buffer<float> one = scales(random, cs, -18, -12), other = scales(random, cs, -20, 2);
+        const Buffer<float> offset = scales(random, cs, -6, 6), shift = scales(random, cs, -6, 6);
+        const char* sizes = "rows %d, cs %d, relu %d, fill %d";
+        for (const bool relu : {false, true}) {
+          Buffer<std::int8_t> expected(2 * size, 99), got(2 * size, 99);
+          const Normalisation by{one.data(), offset.data(), other.data(), shift.data(), 0.75f};
+          reference::normalise(acc.data(), by, expected.data(), expected.data() + size, rows, cs, relu);
+          path.normalise(acc.data(), by, got.data(), got.data() + size, rows, cs, relu);
+          check.equal("normalise", expected.data(), got.data(), 2 * size, sizes, rows, cs, relu, fill);
+        }
+        for (const Share& share : kShares) {
+          Buffer<std::int8_t> expected(size, 99), got(size, 99);
+          const Dither dither{random.next(), share.batch, share.total, share.first};
+          const std::size_t row = random.next() % 1000;
+          reference::round_at_random(acc.data(), one.data(), expected.data(), rows, cs, dither, row);
+          path.round_at_random(acc.data(), one.data(), got.data(), rows, cs, dither, row);
+          check.equal("round_at_random", expected.data(), got.data(), size, sizes, rows, cs, share.total, fill);
+        }
+      }
+}
+
+const Register kAtRandom(at_random), kReal(real), kMoments(moments), kLargest(largest),
+    kLargestAccumulators(largest_accumulators), kRounded(rounded);
 
 }  // namespace
 }  // namespace socflower::int8::test

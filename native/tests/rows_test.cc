@@ -148,19 +148,22 @@ void descents(const Path& path, Checker& check, Random& random, ThreadPool& pool
       Buffer<float> got = want, got_velocity = want_velocity;
       Buffer<float> scale(kChannels);
       for (float& one : scale) one = static_cast<float>(random.between(1, 1000)) * 1e-9f;
-      const Descent by{1.0f / 48, 0.07f, momentum, decay};
+      const Descent by{1.0f / 48, 0.07f, momentum, decay, 96.0f};
       const bool moves = momentum != 0.0f;
       const float most =
           reference::descend(want.data(), moves ? want_velocity.data() : nullptr, gradient.data(), scale.data(), kRows,
                              kChannels, by);
+      Buffer<std::int8_t> rounded(kSize, 99), expected(kSize, 99);
       const float seen = descend(path, pool, got.data(), moves ? got_velocity.data() : nullptr, gradient.data(),
-                                 scale.data(), kRows, kChannels, by);
+                                 scale.data(), decay == 0.0f ? nullptr : rounded.data(), kRows, kChannels, by);
+      if (decay != 0.0f) path.quantise(want.data(), expected.data(), kSize, by.out_scale);
+      check.equal("descend, int8", expected.data(), rounded.data(), kSize, "momentum %g, decay %g", momentum, decay);
       check.equal("descend", want.data(), got.data(), kSize, "momentum %g, decay %g", momentum, decay);
       check.equal("descend velocity", want_velocity.data(), got_velocity.data(), kSize, "momentum %g", momentum);
       check.equal("descend largest", &most, &seen, 1, "momentum %g, decay %g", momentum, decay);
       want[7] = std::numeric_limits<float>::quiet_NaN();
-      const float lost = descend(path, pool, want.data(), nullptr, gradient.data(), scale.data(), kRows, kChannels,
-                                 by);
+      const float lost = descend(path, pool, want.data(), nullptr, gradient.data(), scale.data(), nullptr, kRows,
+                                 kChannels, by);
       const float infinite = std::numeric_limits<float>::infinity();
       check.equal("descend without a number", &infinite, &lost, 1, "momentum %g", momentum);
     }

@@ -1,12 +1,13 @@
 """Integer training algorithms: the four elements of Mandheling §3.2 as one dataclass.
 
 An algorithm is a value whose elements name rules of the engine. To add an algorithm of the same family, add a value
-here; a new rule is a function beside the ones in `updates.py`. Of Mandheling's Table 1, Octo and the MLS format are not
-here: Octo adds products in FP32 to every product in int8, and MLS scales the channels inside a product.
+here; a new rule is a function beside the ones in `updates.py`. Of Mandheling's Table 1 the MLS format is not here: it
+scales the channels inside a product.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -26,12 +27,17 @@ class Rounding(IntEnum):
     PSEUDO_STOCHASTIC = 1
 
 
+MOST_SHIFT = 30
+"""Kernels shift an int32 accumulator by at most so many bits."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorTranslation:
     """Forward: every FP32 operator becomes its int8 kernel, maximum search and rounding shift (F13, F14).
 
     With `real` scales a BatchNorm reads the int32 accumulators of the convolution before it, so that the two round
-    once, and its result and that of an addition have a real number as scale, with which the largest value is 127.
+    once, and its result and that of an addition have a real number as scale, with which the largest value is 127; with
+    a `reach` below 1 that part of the largest value is 127, and values beyond saturate.
 
     `replacements` translates modules of your own: by their class, a function that returns for such a module the torch
     module to train in its place, with state of the same names and shapes. It may hold operators that int8 has.
@@ -39,6 +45,7 @@ class OperatorTranslation:
 
     rounding: Rounding = Rounding.NEAREST
     scales: Literal["power-of-two", "real"] = "power-of-two"
+    reach: float = 1.0
     replacements: Mapping[type, Callable[[Any], Any]] = field(default_factory=dict, hash=False)
 
 
@@ -49,11 +56,18 @@ class BackwardRule:
     A pseudo-stochastic carry follows from the accumulator's low bits. BatchNorm's input gradient is a function of two
     int8 numbers in each channel, so equal ones are rounded equally and errors do not average out. With `dithered` its
     carry follows from a random number for each element.
+
+    With `wide_above` the gradient of a convolution's or a linear layer's result is int16 while int8 changes its mean
+    magnitude m by more than so much, as log2(1 + |change of m| / m), so that small gradients are not lost. The
+    gradient that a BatchNorm or a sum of gradients reads stays int8. Exponents fit the part `reach` of the largest
+    magnitude; values beyond saturate.
     """
 
     rounding: Rounding = Rounding.PSEUDO_STOCHASTIC
     loss: Literal["integer", "fp32"] = "integer"
     dithered: bool = False
+    wide_above: float | None = None
+    reach: float = 1.0
 
 
 @checked
@@ -62,14 +76,23 @@ class IntegerUpdate:
 
     The bits replace the learning rate: `bits[i]` applies from the fraction `starts[i]` of training on. With 0 bits
     or fewer, only the carry of the pseudo-stochastic rounding changes a weight.
+
+    With `relative`, and without bits, the step of each layer follows from its weights: the finest power of two at which
+    the magnitudes of the change sum up to at most so much of the weights', which falls linearly to 0 at the end of
+    training.
     """
 
     bits: tuple[Annotated[int, Field(ge=-8, le=7)], ...] = (5, 4, 3)
     starts: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], ...] = (0.0, 0.5, 0.75)
     rounding: Rounding = Rounding.PSEUDO_STOCHASTIC
+    relative: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
 
     def check(self) -> None:
-        """Raise `ConfigError` unless every number of bits has a start, rising from 0."""
+        """Raise `ConfigError` unless every number of bits has a start, rising from 0, or steps are `relative`."""
+        if self.relative is not None:
+            if self.bits or self.starts:
+                raise ConfigError(f"relative steps take no bits, got {self.bits} and {self.starts}")
+            return
         rises = list(self.starts) == sorted(self.starts)
         if not rises or self.starts[:1] != (0.0,) or len(self.bits) != len(self.starts):
             raise ConfigError(f"bits {self.bits} need as many starts, rising from 0: {self.starts}")
@@ -78,6 +101,16 @@ class IntegerUpdate:
         """Return the gradient bits at a fraction of training in [0, 1] (F18)."""
         num_begun = sum(progress >= start for start in self.starts)
         return self.bits[num_begun - 1]
+
+    def relative_shift(self, progress: float, gradient: int, weights: int) -> int:
+        """Return the shift of a relative step, from the sums of the magnitudes of gradient and weights."""
+        assert self.relative is not None
+        most = self.relative * (1.0 - progress) * weights
+        if gradient <= most:
+            return 0
+        # The least shift with gradient <= most * 2^shift; by the bits of the quotient, so that machines agree.
+        mantissa, exponent = math.frexp(gradient / most) if most else (1.0, MOST_SHIFT)
+        return min(MOST_SHIFT, exponent - (mantissa == 0.5))
 
 
 @checked
@@ -132,6 +165,26 @@ NITI = TrainingAlgorithm(
 )
 """Wang et al. 2020: all values are int8, weights included."""
 
+RELATIVE_NITI = replace(
+    NITI, name="niti-relative", update=IntegerUpdate(bits=(), starts=(), relative=0.02)
+)
+"""NITI with steps that follow from the weights, so that no gradient bits are to be chosen for a network."""
+
+OCTO = TrainingAlgorithm(
+    name="octo",
+    forward=OperatorTranslation(rounding=Rounding.NEAREST, scales="real", reach=0.95),
+    backward=BackwardRule(
+        rounding=Rounding.PSEUDO_STOCHASTIC, loss="fp32", dithered=True, reach=0.95
+    ),
+    weight="int8",
+    update=RELATIVE_NITI.update,
+)
+"""Zhou et al. 2021: values beyond 95 % of the largest saturate, in both passes; int8 weights.
+
+Of its compensation, which it learns beside the network for every element of a convolution's result, there is what a
+convolution's own bias can learn.
+"""
+
 ADAPTIVE_FIXED_POINT = TrainingAlgorithm(
     name="adaptive-fixed-point",
     forward=OperatorTranslation(rounding=Rounding.NEAREST),
@@ -141,8 +194,15 @@ ADAPTIVE_FIXED_POINT = TrainingAlgorithm(
 )
 """Zhang et al. 2020: int8 forward and backward pass, FP32 master weights.
 
-Theirs switches gradients to int16 where int8 is too coarse; this one does not.
+Theirs switches gradients to int16 where int8 is too coarse, as `ADAPTIVE_INT16` does.
 """
+
+ADAPTIVE_INT16 = replace(
+    ADAPTIVE_FIXED_POINT,
+    name="adaptive-int16",
+    backward=BackwardRule(rounding=Rounding.NEAREST, loss="fp32", wide_above=0.03),
+)
+"""Zhang et al. 2020 with their rounding to nearest, and int16 for gradients by their threshold."""
 
 WAGEUBN = TrainingAlgorithm(
     name="wageubn",
@@ -169,7 +229,16 @@ HANDED_OUT_GRADIENTS = replace(REAL_SCALES, name="handed-out-gradients", update=
 """The passes of `REAL_SCALES`, with an `OutsideUpdate`."""
 
 ALGORITHMS: dict[str, TrainingAlgorithm] = {
-    a.name: a for a in (REAL_SCALES, NITI, ADAPTIVE_FIXED_POINT, WAGEUBN)
+    a.name: a
+    for a in (
+        REAL_SCALES,
+        NITI,
+        RELATIVE_NITI,
+        OCTO,
+        ADAPTIVE_FIXED_POINT,
+        ADAPTIVE_INT16,
+        WAGEUBN,
+    )
 }
 
 

@@ -164,8 +164,9 @@ def _backend(scenario: Scenario) -> Callable[[], NativeInt8Backend]:
 
 def _algorithm(scenario: Scenario) -> TrainingAlgorithm:
     precision = scenario.precision
-    if precision.algorithm == "niti":
-        return int8_algorithm(precision.algorithm, gradient_bits=precision.gradient_bits)
+    if precision.has_int8_weights:
+        bits = precision.gradient_bits if precision.algorithm == "niti" else None
+        return int8_algorithm(precision.algorithm, gradient_bits=bits)
     return int8_algorithm(
         precision.algorithm, scenario.momentum, weight_decay=scenario.train.weight_decay
     )

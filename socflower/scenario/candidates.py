@@ -174,8 +174,8 @@ def _choices(scenario: Scenario) -> Iterator[dict[str, Any]]:
     if kind.is_pipeline:
         # When it is evaluated, and how many groups are quickest, follow from the others.
         keys = ["batch_size", "learning_rate"]
-    if scenario.precision.arithmetic == "int8" and scenario.precision.algorithm == "niti":
-        # Integer weights move by `gradient_bits`.
+    if scenario.precision.has_int8_weights:
+        # They move by `gradient_bits`, or relative to themselves.
         keys.remove("learning_rate")
     axes = {key: _around(scenario.value_of(key), _FACTORS[key]) for key in keys}
     if "socs" in start:

@@ -13,7 +13,14 @@ from socflower.precision import (
     Int8Model,
     RescalingPolicy,
 )
-from socflower.precision.algorithm import REAL_SCALES, WAGEUBN, Fp32Update
+from socflower.precision.algorithm import (
+    ADAPTIVE_INT16,
+    OCTO,
+    REAL_SCALES,
+    RELATIVE_NITI,
+    WAGEUBN,
+    Fp32Update,
+)
 from tests.seeded import built
 
 IMAGE = (3, 10, 10)
@@ -29,6 +36,9 @@ ALGORITHMS = {
     "momentum": MOMENTUM,
     "real-scales": REAL_SCALES,
     "wageubn": WAGEUBN,
+    "adaptive-int16": ADAPTIVE_INT16,
+    "niti-relative": RELATIVE_NITI,
+    "octo": OCTO,
 }
 
 

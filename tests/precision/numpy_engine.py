@@ -3,6 +3,7 @@
 It shares no arithmetic with the engine. Tensors are (height, width, batch, channels) without padding channels.
 """
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -26,8 +27,9 @@ def exponent_for(largest):
 class Tracker:
     """F16 from a list of the batches in which the exponent changed."""
 
-    def __init__(self, policy):
+    def __init__(self, policy, reach=1.0):
         self.policy = policy
+        self.reach = reach
         self.exponent = None
         self.batch = 0
         self.next_look = 0
@@ -38,6 +40,9 @@ class Tracker:
             return 1
         if not self.changes:
             return max(1, (self.batch + 1) // 2)
+        if self.policy.last_intervals:
+            ends = [0, *self.changes][-self.policy.last_intervals - 1 :]
+            return max(1, int(np.diff(ends).mean() / 2))
         closed = self.changes[-1] / len(
             self.changes
         )  # mean interval between changes, the first counted from 0
@@ -58,10 +63,10 @@ class Tracker:
         largest = nk.largest_magnitude(acc)
         if self.exponent is not None and self.batch < self.next_look:
             shift = self.exponent - acc_exponent
-            if 0 <= shift <= 30 and largest < 128 * 2**shift:
+            if 0 <= shift <= 30 and int(self.reach * largest) < 128 * 2**shift:
                 self.batch += 1
                 return rounded(shift), self.exponent
-        exponent = acc_exponent + nk.shift_for(largest)
+        exponent = acc_exponent + nk.shift_for(int(self.reach * largest))
         if largest == 0:
             self.batch += 1
             return np.zeros_like(acc), -7 if self.exponent is None else self.exponent
@@ -120,7 +125,8 @@ class NumpyTrainer:
                 self.vectors[name] = np.array(array, np.float32)
 
     def tracker(self, name, role):
-        return self.trackers.setdefault((name, role), Tracker(self.policy))
+        rule = self.algorithm.forward if role.startswith("forward") else self.algorithm.backward
+        return self.trackers.setdefault((name, role), Tracker(self.policy, rule.reach))
 
     def round_forward(self, node, acc, exponent):
         return self.tracker(node.name, "forward").round(
@@ -333,8 +339,7 @@ class NumpyTrainer:
     def update_weight(self, weight, gradient, exponent):
         rule = self.algorithm.update
         if isinstance(rule, IntegerUpdate):
-            begun = sum(start <= self.progress for start in rule.starts)
-            shift = min(30, nk.shift_for(nk.largest_magnitude(gradient), rule.bits[begun - 1]))
+            shift = self.integer_shift(rule, weight, gradient)
             weight.q = np.clip(weight.q - nk.round_shift(gradient, shift, rule.rounding), -127, 127)
             return
         if rule.gradient_bits:
@@ -350,6 +355,17 @@ class NumpyTrainer:
             weight.master = (whole / units).astype(np.float32)
         weight.exponent = max(-90, exponent_for(np.abs(weight.master).max()))
         weight.q = nk.quantise(weight.master, weight.exponent)
+
+    def integer_shift(self, rule, weight, gradient):
+        if rule.relative is None:
+            begun = sum(start <= self.progress for start in rule.starts)
+            return min(30, nk.shift_for(nk.largest_magnitude(gradient), rule.bits[begun - 1]))
+        channels = weight.q.shape[3]
+        least = 4 * weight.q.size // channels * nk.stride_of(channels)
+        most = rule.relative * (1 - self.progress) * max(int(np.abs(weight.q).sum()), least)
+        # Powers of two are exact, so that counting up finds what the quotient's bits say.
+        quotient = int(np.abs(gradient).sum()) / most if most else math.inf
+        return next((shift for shift in range(30) if quotient <= 2.0**shift), 30)
 
     def update_vector(self, name, gradient):
         momentum = getattr(self.algorithm.update, "momentum", 0.0)

@@ -52,11 +52,11 @@ def affine_real(acc, by_image, scale, offset, other=None, *, relu):
     return np.maximum(real, np.float32(0)) if relu else real
 
 
-def at_real_scale(real, largest, *, relu):
-    """Return float32 values at the scale at which `largest` is 127; a rectified value stays positive."""
+def at_real_scale(real, largest, reach, *, relu):
+    """Return float32 values at the scale at which `reach` of `largest` is 127; a rectified value stays positive."""
     if largest == 0.0:
         return np.zeros(real.shape, np.int64), -7, 1.0
-    factor, exponent = math.frexp(largest / 127.0)
+    factor, exponent = math.frexp(reach * largest / 127.0)
     inverse = np.float32(1.0 / math.ldexp(factor, exponent))
     q = np.rint(np.clip(real * inverse, -127, 127)).astype(np.int64)
     if relu:
@@ -80,6 +80,7 @@ class NumpyRealTrainer(NumpyTrainer):
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
+        self.reach = self.algorithm.forward.reach
         self.units = {}
         self.gradient_units = {}
         for node in self.graph.nodes:
@@ -94,6 +95,8 @@ class NumpyRealTrainer(NumpyTrainer):
     def is_scaled(self, node):
         """Return whether the node is a depthwise convolution that a BatchNorm reads."""
         if not isinstance(node, ir.Convolution) or not self.is_normalised(node):
+            return False
+        if self.algorithm.weight == "int8":
             return False
         channels = self.graph.shape_of(node.inputs[0])[0]
         return node.groups == channels == node.shape[0] > 1
@@ -141,7 +144,7 @@ class NumpyRealTrainer(NumpyTrainer):
             memory["sums of", node.name] = acc, scale * self.units_of(weight).astype(np.float64)
             return acc, 0, 1.0
         real = affine_real(acc, 1.0, scale, 0.0, relu=node.relu)
-        return at_real_scale(real, nk.largest_magnitude(acc) * scale, relu=node.relu)
+        return at_real_scale(real, nk.largest_magnitude(acc) * scale, self.reach, relu=node.relu)
 
     def track(self, node, mean, variance, rows):
         unbiased = variance * (rows / max(rows - 1, 1))
@@ -173,7 +176,7 @@ class NumpyRealTrainer(NumpyTrainer):
         ends = np.array([scale * most + offset, scale * least + offset])
         largest = (np.maximum(ends, 0.0) if node.relu else np.abs(ends)).max()
         real = affine_real(acc, 1.0, scale, offset, relu=node.relu)
-        return at_real_scale(real, float(largest), relu=node.relu)
+        return at_real_scale(real, float(largest), self.reach, relu=node.relu)
 
     def forward_batch_norm(self, node, memory, x):
         sums = memory.get(("sums of", node.inputs[0]))
@@ -229,7 +232,7 @@ class NumpyRealTrainer(NumpyTrainer):
 
     def forward_add(self, node, memory, a, b):
         real = affine_real(a[0], scale_of(a), 1.0, 0.0, (b[0], scale_of(b)), relu=node.relu)
-        return at_real_scale(real, float(np.abs(real).max()), relu=node.relu)
+        return at_real_scale(real, float(np.abs(real).max()), self.reach, relu=node.relu)
 
     def logits_gradient(self, logits, labels):
         """Return softmax - one-hot of real logits in float64, at the finest exponent."""
@@ -255,7 +258,10 @@ class NumpyRealTrainer(NumpyTrainer):
         gradient = nk.weight_gradient(x[0], dy, node.kernel, **geometry)
         units = self.unit_of_gradient(node.name)
         scale = (math.ldexp(scale_of(x), exponent) * np.asarray(units)).astype(np.float32)
-        self.update_weight(weight, gradient * scale.astype(np.float64), 0)
+        if self.algorithm.weight == "int8":
+            self.update_weight(weight, gradient, 0)
+        else:
+            self.update_weight(weight, gradient * scale.astype(np.float64), 0)
         if node.bias:
             self.update_vector(f"{node.name}.bias", dy.sum(axis=(0, 1, 2)) * units * 2.0**exponent)
         return [dx]

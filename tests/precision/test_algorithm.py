@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.precision import ADAPTIVE_FIXED_POINT, ALGORITHMS, NITI
-from socflower.precision.algorithm import Fp32Update, IntegerUpdate, Rounding, int8_algorithm
+from socflower.precision.algorithm import (
+    RELATIVE_NITI,
+    Fp32Update,
+    IntegerUpdate,
+    Rounding,
+    int8_algorithm,
+)
 from tests.one_line import refused
 
 
@@ -27,6 +33,15 @@ def test_gradient_bits_follow_niti(progress):
     """F18: 5, then 4 from half, then 3 from three quarters of training."""
     expected = 5 if progress < 0.5 else 4 if progress < 0.75 else 3
     assert NITI.update.bits_at(progress) == expected
+
+
+@given(st.floats(0.0, 1.0), st.integers(0, 2**53), st.integers(0, 2**40))
+def test_a_relative_step_is_the_finest_within_its_part_of_the_weights(progress, gradient, weights):
+    """By counting up, to 30 bits."""
+    most = RELATIVE_NITI.update.relative * (1 - progress) * weights
+    fits = [shift for shift in range(31) if gradient <= most * 2.0**shift]
+    shift = RELATIVE_NITI.update.relative_shift(progress, gradient, weights)
+    assert shift == min(fits, default=30)
 
 
 def test_gradient_bits_reach_from_minus_8_to_7():
@@ -58,7 +73,10 @@ def test_an_algorithm_takes_the_setting_that_its_update_has():
         (Fp32Update, {"gradient_bits": 8}, ("gradient_bits", 8)),
         (Fp32Update, {"weight_bits": 25}, ("weight_bits", 25)),
         *((Fp32Update, {"momentum": each}, ("momentum", each)) for each in (-0.1, 1.0, math.nan)),
-        (int8_algorithm, {"name": "octo"}, ("octo", *ALGORITHMS)),
+        (IntegerUpdate, {"relative": 0.01}, ("relative", (5, 4, 3))),
+        (IntegerUpdate, {"relative": 0.0, "bits": (), "starts": ()}, ("relative", 0.0)),
+        (int8_algorithm, {"name": "mls"}, ("mls", *ALGORITHMS)),
+        (int8_algorithm, {"name": "niti-relative", "gradient_bits": (5, 4, 3)}, ("(5, 4, 3)",)),
         (int8_algorithm, {"name": "niti", "gradient_bits": (5,)}, ("(5,)",)),
         (int8_algorithm, {"name": "niti", "momentum": 0.9}, ("0.9", "momentum", "niti")),
         (

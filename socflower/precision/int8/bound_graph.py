@@ -465,4 +465,20 @@ def _tensors(graph: ir.Graph, batch: int, patched: ir.Convolution | None) -> dic
                     tensor.masked = True
                     x.masked = False
     tensors[graph.output].is_result = True
+    for node in graph.nodes:
+        tensors[node.name].reads_int16 = _reads_int16(graph, node, tensors)
     return tensors
+
+
+def _reads_int16(graph: ir.Graph, node: ir.Node, tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether an operator takes an int16 gradient: a convolution, or a max-pool without overlap behind one."""
+    is_rectified_result = node.name == graph.output and tensors[node.name].masked
+    if len(graph.consumers(node.name)) > 1 or is_rectified_result:
+        return False
+    match node:
+        case ir.Convolution():
+            return not is_wide(graph, node)
+        case ir.MaxPool():
+            is_disjoint = all(s >= k for s, k in zip(node.stride, node.kernel, strict=True))
+            return is_disjoint and node.inputs[0] in tensors and tensors[node.inputs[0]].reads_int16
+    return False

@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,6 +32,7 @@ from socflower.precision.algorithm import (
 )
 from socflower.precision.int8 import saving
 from socflower.precision.int8.batch_share import BatchPeers, BatchShare, JointShare, gather
+from socflower.precision.int8.batch_splitting import best_blocks, profile_batch_blocks
 from socflower.precision.int8.bound_graph import BoundGraph, Fp32Factory
 from socflower.precision.int8.fixed_point import (
     AnyArray,
@@ -43,7 +44,7 @@ from socflower.precision.int8.fixed_point import (
     to_real,
 )
 from socflower.precision.int8.network import Convolution, Fp32, Graph, Shape
-from socflower.precision.int8.operators.base import StepContext
+from socflower.precision.int8.operators.base import StepContext, Tensor
 from socflower.precision.int8.operators.embedding import Embedding
 from socflower.precision.int8.operators.weighted import scaled_by_channel
 from socflower.precision.int8.parameters import (
@@ -57,6 +58,7 @@ from socflower.precision.int8.requantisation import (
     MAX_EXPONENT,
     RescalingPolicy,
     ScaleTrackers,
+    changes_mean,
     exponent_within_float32,
 )
 from socflower.precision.int8.stalling import guards
@@ -76,14 +78,15 @@ class EngineSettings:
 
     `cores` (one per thread) pins the threads. `kernel` is one of `_int8.available_kernels()`; "" is the best one,
     or the value of SOCFLOWER_KERNEL. `batch_blocks` maps convolutions to the images they work on at a time
-    (batch splitting, F15). `memory_budget_bytes` limits the memory held during and between steps.
+    (batch splitting, F15); with None, trainers split those that a profile finds if the training is long enough to pay
+    for it (`Int8Model.split_batches`). `memory_budget_bytes` limits the memory held during and between steps.
     """
 
     num_threads: int = 1
     cores: tuple[int, ...] = ()
     kernel: str = ""
     rescaling: RescalingPolicy = field(default_factory=RescalingPolicy)
-    batch_blocks: Mapping[str, int] = field(default_factory=dict)
+    batch_blocks: Mapping[str, int] | None = None
     memory_budget_bytes: int | None = None
     reuse_graph: bool = True
 
@@ -160,7 +163,7 @@ class Int8Model:
         made = graph.shape_of(graph.output)
         if head and made[1:] != (1, 1):
             raise ConfigError(f"{graph.output}: the last operator makes {made}, not logits")
-        for name, block in settings.batch_blocks.items():
+        for name, block in (settings.batch_blocks or {}).items():
             if block < 0 or not any(
                 isinstance(n, Convolution) and n.name == name for n in graph.nodes
             ):
@@ -260,6 +263,15 @@ class Int8Model:
         other._clear_memory()
         return other
 
+    def split_batches(self, batch: int) -> None:
+        """Let convolutions work on fewer images at a time where a profile of this batch size says that it pays (F15).
+
+        Equal geometries are timed once in a process, for a kernel path and number of threads.
+        """
+        blocks = best_blocks(profile_batch_blocks(self.graph, batch, self.engine))
+        self.settings = replace(self.settings, batch_blocks=blocks)
+        self._clear_memory()
+
     @property
     def islands(self) -> dict[str, str]:
         """The operators that run in torch FP32, by name: what each of them computes."""
@@ -335,11 +347,13 @@ class Int8Model:
     ) -> tuple[float, float, int]:
         """Return learning rate, progress and seed of a step, checked."""
         update = self.algorithm.update
-        if progress is None and isinstance(update, IntegerUpdate) and len(update.bits) > 1:
+        if progress is None and isinstance(update, IntegerUpdate) and len(update.bits) != 1:
             bits = ", ".join(map(str, update.bits))
+            takes = (
+                f"takes its gradient bits {bits} in turn" if bits else "takes ever smaller steps"
+            )
             raise ConfigError(
-                f"train_step: {self.algorithm.name} takes its gradient bits {bits} in turn; pass "
-                "progress=step / num_steps"
+                f"train_step: {self.algorithm.name} {takes}; pass progress=step / num_steps"
             )
         progress = progress or 0.0
         seed = self.parameters.num_steps if seed is None else seed
@@ -374,8 +388,7 @@ class Int8Model:
                 self.algorithm.backward,
                 share,
                 real,
-                logits.data,
-                logits.exponent,
+                logits,
                 labels,
                 self.graph.num_classes,
                 gradient,
@@ -395,7 +408,7 @@ class Int8Model:
         if step.largest_input:
             stalls.require_reach(self._guards, step.reached, num_samples, remedy)
         update = self.algorithm.update
-        if isinstance(update, IntegerUpdate) and step.reached:
+        if isinstance(update, IntegerUpdate) and update.bits and step.reached:
             bits = update.bits_at(step.progress)
             # Later bits may be few on purpose.
             if bits == max(update.bits):
@@ -639,7 +652,7 @@ class Int8Model:
                 batch,
                 self.engine,
                 self.regions,
-                batch_blocks=self.settings.batch_blocks,
+                batch_blocks=self.settings.batch_blocks or {},
                 fp32_factory=self._fp32_factory,
                 input_gradient=self._input_gradient,
             )
@@ -747,8 +760,7 @@ def write_logits_gradient(
     rule: BackwardRule,
     share: BatchShare,
     real: DoubleArray,
-    logits: Int8Array,
-    exponent: int,
+    logits: Tensor,
     labels: Int32Array,
     num_classes: int,
     out: Int8Array,
@@ -756,16 +768,27 @@ def write_logits_gradient(
     """Write softmax(logits) - one-hot(labels), per sample, as int8 and return its exponent.
 
     The `integer` rule uses only integer arithmetic (NITI §3.3); `fp32` computes in float64 from the `real` logits and
-    rounds to the nearest int8 of the finest exponent.
+    rounds to the nearest int8 of the finest exponent, or to int16 where the rule has it.
     """
     if rule.loss == "integer":
-        _int8.softmax_gradient(logits, exponent, labels, out, num_classes, rule.rounding)
+        _int8.softmax_gradient(
+            logits.data, logits.exponent, labels, out, num_classes, rule.rounding
+        )
         return GRADIENT_EXPONENT
     powers = np.exp(real - real.max(axis=1, keepdims=True))
     gradient = powers / powers.sum(axis=1, keepdims=True)
     gradient[np.arange(len(labels)), labels] -= 1.0
     out[...] = 0
     exponent = max(exponent_for(share.most(float(np.abs(gradient).max()))), -MAX_EXPONENT)
-    rounded = np.clip(np.rint(np.ldexp(gradient, -exponent)), -127, 127)
-    out[0, 0, :, :num_classes] = rounded.astype(np.int8)
+    scaled = np.ldexp(gradient, -exponent)
+    rounded = np.clip(np.rint(scaled), -127, 127).astype(np.int8)
+    out[0, 0, :, :num_classes] = rounded
+    logits.gradient_low = None
+    if logits.reads_int16 and rule.wide_above is not None:
+        # Whole numbers, whose sums over the shares are exact.
+        fine = np.rint(np.ldexp(scaled, 16)).astype(np.int64)
+        if changes_mean(share, fine, rounded, 16, rule.wide_above):
+            logits.gradient_low = np.zeros_like(out)
+            left = np.clip(np.rint(256.0 * (scaled - rounded)), -127, 127)
+            logits.gradient_low[0, 0, :, :num_classes] = left.astype(np.int8)
     return exponent

@@ -7,6 +7,7 @@ leading zeros, which is that of the smallest. Rounding can carry a value to 128,
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ from pydantic import Field
 from socflower import _int8
 from socflower.errors import TrainingFailed
 from socflower.field_rules import checked
-from socflower.precision.algorithm import Rounding
+from socflower.precision.algorithm import MOST_SHIFT, Rounding
 from socflower.precision.int8.batch_share import BatchShare
 from socflower.precision.int8.fixed_point import Int8Array, Int32Array, exponent_for, shift_for
 
@@ -26,19 +27,22 @@ from socflower.precision.int8.fixed_point import Int8Array, Int32Array, exponent
 class RescalingPolicy:
     """When the exponent of a tensor is searched again (F16).
 
-    It is searched in each of the first `warm_up_batches`, and then at intervals that follow from its changes. With
-    `adaptive` False it is searched in every batch.
+    It is searched in each of the first `warm_up_batches`, and then at intervals that follow from all its changes, or
+    from its `last_intervals` between changes as in Mandheling §3.4. With `adaptive` False it is searched in every
+    batch.
     """
 
     adaptive: bool = True
     warm_up_batches: Annotated[int, Field(ge=1)] = 100
+    last_intervals: Annotated[int, Field(ge=1)] | None = None
 
 
 class ScaleTracker:
     """The exponent of one tensor, and the batch of the next search for it (F16).
 
-    The period is max(1, half the mean interval between the changes seen so far); before a first change, half the
-    batches since the beginning. Saturation causes a search at once.
+    The period is max(1, half the mean interval between changes); before a first change, half the batches since the
+    beginning. The mean is that of the last intervals that the policy names, or of all of them; then the time since the
+    last change counts too, once it makes the mean longer. Saturation causes a search at once.
     """
 
     __slots__ = (
@@ -47,8 +51,11 @@ class ScaleTracker:
         "_last_change",
         "_num_changes",
         "_policy",
+        "_recent_changes",
         "exponent",
+        "is_wide",
         "num_looks",
+        "reach",
     )
 
     def __init__(self, policy: RescalingPolicy) -> None:
@@ -57,15 +64,21 @@ class ScaleTracker:
         self._due = 0
         self._last_change = 0
         self._num_changes = 0
+        # Batches of the last changes, if the policy counts some intervals only; the first interval began with 0.
+        self._recent_changes = [0]
         self.exponent: int | None = None
+        # Whether the tensor was int16 after the last search (`round_gradient16`).
+        self.is_wide = False
+        # The exponent fits this part of the largest magnitude.
+        self.reach = 1.0
         self.num_looks = 0
 
-    def to_json(self) -> list[int | None]:
+    def to_json(self) -> list[Any]:
         """Return the state as plain values."""
         return [getattr(self, name) for name in _SAVED]
 
     @classmethod
-    def from_json(cls, policy: RescalingPolicy, values: list[int]) -> ScaleTracker:
+    def from_json(cls, policy: RescalingPolicy, values: list[Any]) -> ScaleTracker:
         """Return the tracker that `to_json` described."""
         tracker = cls(policy)
         for name, value in zip(_SAVED, values, strict=True):
@@ -85,6 +98,9 @@ class ScaleTracker:
         if self.exponent is not None and exponent != self.exponent:
             self._num_changes += 1
             self._last_change = self._batch
+            if (num_intervals := self._policy.last_intervals) is not None:
+                changes = [*self._recent_changes, self._batch]
+                self._recent_changes = changes[-num_intervals - 1 :]
         self.exponent = exponent
         self.num_looks += 1
         is_warm = self._policy.adaptive and self._batch + 1 >= self._policy.warm_up_batches
@@ -94,13 +110,25 @@ class ScaleTracker:
     def _period(self) -> int:
         if self._num_changes == 0:
             return max(1, (self._batch + 1) // 2)
+        if self._policy.last_intervals is not None:
+            first, *later = self._recent_changes
+            return max(1, (self._last_change - first) // (2 * len(later)))
         closed = self._last_change / self._num_changes
         # The time since the last change is an open interval: it counts once it makes the mean longer.
         with_open = (self._batch - self._last_change) / (self._num_changes + 1)
         return max(1, int(max(closed, with_open) / 2))
 
 
-_SAVED = ("exponent", "num_looks", "_batch", "_due", "_last_change", "_num_changes")
+_SAVED = (
+    "exponent",
+    "is_wide",
+    "num_looks",
+    "_batch",
+    "_due",
+    "_last_change",
+    "_num_changes",
+    "_recent_changes",
+)
 
 
 class ScaleTrackers:
@@ -136,7 +164,6 @@ class ScaleTrackers:
 
 
 _INT32_MAX = 2**31 - 1
-MAX_SHIFT = 30
 MAX_EXPONENT = 90
 """Beyond 2^90 float32 arithmetic on the scales would overflow; networks that converge stay far below."""
 
@@ -178,10 +205,10 @@ def round_elementwise(
     compute twice, so nothing wider than int8 is ever stored.
     """
     known = _known_shift(tracker, acc_exponent)
-    if known is not None and not share.saturates(_saturates(run(out, known), known)):
+    if known is not None and not share.saturates(_saturates(tracker, run(out, known), known)):
         return _use_known_exponent(tracker, acc_exponent + known)
     largest = int(share.most(run(None, 0)))
-    shift = shift_for(largest)
+    shift = shift_for(_reached(tracker, largest))
     run(out, shift)
     return _record_exponent(name, tracker, acc_exponent + shift, largest)
 
@@ -203,12 +230,62 @@ def round_product(
     (shaped as `out`); this is the cost of the search for a new exponent (Mandheling §3.4).
     """
     known = _known_shift(tracker, acc_exponent)
-    if known is not None and not share.saturates(_saturates(run(out, known), known)):
+    if known is not None and not share.saturates(_saturates(tracker, run(out, known), known)):
         return _use_known_exponent(tracker, acc_exponent + known)
     largest = int(share.most(run(accumulators, 0)))
-    shift = shift_for(largest)
+    shift = shift_for(_reached(tracker, largest))
     _int8.requantise(engine, accumulators, out, shift, rounding)
     return _record_exponent(name, tracker, acc_exponent + shift, largest)
+
+
+def round_gradient16(
+    name: str,
+    engine: _int8.Engine,
+    share: BatchShare,
+    tracker: ScaleTracker | None,
+    acc_exponent: int,
+    accumulators: Int32Array,
+    out: Int8Array,
+    wide_above: float,
+) -> tuple[int, Int8Array | None]:
+    """Store a gradient's accumulators to the nearest int8; return its exponent and, for int16, 256 times what is left.
+
+    The width changes when the exponent is searched (`BackwardRule.wide_above`).
+    """
+
+    def run(into: Int8Array | None, shift: int) -> int:
+        return _int8.requantise(engine, accumulators, into, shift, Rounding.NEAREST)
+
+    num_looks = 0 if tracker is None else tracker.num_looks
+    exponent = round_elementwise(name, share, tracker, acc_exponent, run, out)
+    shift = max(0, exponent - acc_exponent)
+    is_wide = tracker is not None and tracker.is_wide
+    if tracker is None or tracker.num_looks != num_looks:
+        is_wide = changes_mean(share, accumulators, out, shift, wide_above)
+        if tracker is not None:
+            tracker.is_wide = is_wide
+    return exponent, low_half(engine, accumulators, out, shift) if is_wide else None
+
+
+def changes_mean(
+    share: BatchShare, exact: npt.NDArray[Any], rounded: Int8Array, shift: int, above: float
+) -> bool:
+    """Return whether log2(1 + |change| / mean) of the mean magnitude is above a threshold (Zhang et al. 2020, QEM)."""
+    own = [np.abs(each, dtype=np.int64).sum() for each in (exact, rounded)]
+    mean, rounded_mean = share.total(np.array(own, dtype=np.int64))
+    return bool(abs(mean - math.ldexp(rounded_mean, shift)) > (2.0**above - 1.0) * mean)
+
+
+def low_half(
+    engine: _int8.Engine, accumulators: Int32Array, high: Int8Array, shift: int
+) -> Int8Array:
+    """Return int8 in units of 2^(shift - 8), nearest to what rounding to units of 2^shift has left."""
+    left = accumulators - (high.astype(np.int32) << shift)
+    low = np.empty_like(high)
+    if shift < 8:
+        left <<= 8 - shift
+    _int8.requantise(engine, left, low, max(0, shift - 8), Rounding.NEAREST)
+    return low
 
 
 def fit_int32(
@@ -234,13 +311,17 @@ def fit_int32(
 
 def _known_shift(tracker: ScaleTracker | None, acc_exponent: int) -> int | None:
     known = None if tracker is None else tracker.known()
-    if known is None or not 0 <= known - acc_exponent <= MAX_SHIFT:
+    if known is None or not 0 <= known - acc_exponent <= MOST_SHIFT:
         return None
     return known - acc_exponent
 
 
-def _saturates(largest: int, shift: int) -> bool:
-    return largest >> shift > 127
+def _saturates(tracker: ScaleTracker | None, largest: int, shift: int) -> bool:
+    return _reached(tracker, largest) >> shift > 127
+
+
+def _reached(tracker: ScaleTracker | None, largest: int) -> int:
+    return largest if tracker is None else int(tracker.reach * largest)
 
 
 def _use_known_exponent(tracker: ScaleTracker | None, exponent: int) -> int:

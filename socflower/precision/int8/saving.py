@@ -132,6 +132,7 @@ def _algorithm(document: dict[str, Any]) -> TrainingAlgorithm:
     rule: IntegerUpdate | Fp32Update
     if update.pop("kind") == "int8":
         rule = IntegerUpdate(
+            relative=update["relative"],
             bits=update["bits"],
             starts=update["starts"],
             rounding=Rounding(update["rounding"]),
@@ -142,12 +143,16 @@ def _algorithm(document: dict[str, Any]) -> TrainingAlgorithm:
     return TrainingAlgorithm(
         name=document["name"],
         forward=OperatorTranslation(
-            rounding=Rounding(forward["rounding"]), scales=forward["scales"]
+            rounding=Rounding(forward["rounding"]),
+            scales=forward["scales"],
+            reach=forward["reach"],
         ),
         backward=BackwardRule(
             rounding=Rounding(backward["rounding"]),
             loss=backward["loss"],
             dithered=bool(backward["dithered"]),
+            wide_above=backward["wide_above"],
+            reach=backward["reach"],
         ),
         weight=document["weight"],
         update=rule,

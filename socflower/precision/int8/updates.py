@@ -8,6 +8,7 @@ import numpy as np
 
 from socflower import _int8
 from socflower.precision.algorithm import (
+    MOST_SHIFT,
     Fp32Update,
     IntegerUpdate,
     OutsideUpdate,
@@ -16,8 +17,14 @@ from socflower.precision.algorithm import (
 )
 from socflower.precision.int8.fixed_point import FloatArray, Int32Array, shift_for
 from socflower.precision.int8.parameters import Vector, Weight, largest_by_channel
-from socflower.precision.int8.requantisation import MAX_SHIFT, exponent_within_float32
+from socflower.precision.int8.requantisation import (
+    MAX_EXPONENT,
+    exponent_within_float32,
+)
 from socflower.precision.int8.stalling import StallWatch
+
+_PLAIN_SGD = Fp32Update()
+"""The update of vectors beside int8 weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +62,8 @@ def update_weight(
     """
     rule = algorithm.update
     if isinstance(rule, IntegerUpdate):
-        bits = rule.bits_at(progress)
-        shift = min(MAX_SHIFT, shift_for(largest, bits))
-        # With one bit or more, the largest gradient changes its weight.
-        in_doubt = bits < 1 and not stalls.has_moved
+        shift, is_certain = _integer_step(rule, weight, gradient, largest, progress)
+        in_doubt = not is_certain and not stalls.has_moved
         before = weight.data.copy() if in_doubt else None
         _int8.update_weight(engine, weight.data, gradient, shift, rule.rounding)
         stalls.has_moved |= largest > 0 if before is None else bool((before != weight.data).any())
@@ -92,6 +97,10 @@ def _update_master(
     inverse, learning_rate = (
         (rate.of_sum, 1.0) if is_plain else (1.0 / rate.num_samples, rate.learning_rate)
     )
+    # Exponents seldom change, so the weights are rounded at the one that they have, in the same pass.
+    exponent = weight.exponent
+    has_unit = weight.channel_units is None and rule.weight_bits is None
+    is_rounded = has_unit and abs(exponent) <= MAX_EXPONENT
     largest_weight = _int8.descend(
         engine,
         weight.master,
@@ -102,6 +111,8 @@ def _update_master(
         learning_rate,
         rule.momentum,
         rule.weight_decay,
+        weight.data if is_rounded else None,
+        exponent if is_rounded else 0,
     )
     if weight.channel_units is not None:
         per_real = weight.fit(name, largest_by_channel(weight.master))
@@ -112,14 +123,31 @@ def _update_master(
     if rule.weight_bits is not None:
         largest_weight = _in_fixed_point(weight.master, rule.weight_bits)
         weight.exponent = exponent_within_float32(name, largest_weight)
-    _int8.quantise(engine, weight.master, weight.data, weight.exponent)
+    if not is_rounded or weight.exponent != exponent:
+        _int8.quantise(engine, weight.master, weight.data, weight.exponent)
+
+
+# Weights count as if their mean magnitude, over padded channels too, were this at least: zeros have to begin.
+_LEAST_MEAN = 4
+
+
+def _integer_step(
+    rule: IntegerUpdate, weight: Weight, gradient: Int32Array, largest: int, progress: float
+) -> tuple[int, bool]:
+    """Return how far the gradient is shifted, and whether its largest element then changes its weight."""
+    if rule.relative is None:
+        bits = rule.bits_at(progress)
+        return min(MOST_SHIFT, shift_for(largest, bits)), bits >= 1
+    weights = max(_int8.sum_of_magnitudes(weight.data), _LEAST_MEAN * weight.data.size)
+    shift = rule.relative_shift(progress, _int8.sum_of_magnitudes(gradient), weights)
+    return shift, largest >> shift > 0
 
 
 def _rounded(
     engine: _int8.Engine, gradient: Int32Array, largest: int, bits: int
 ) -> tuple[Int32Array, int]:
     """Return a gradient rounded to `bits` bits of magnitude, in units of 2^shift, and the shift."""
-    shift = min(MAX_SHIFT, shift_for(largest, bits))
+    shift = min(MOST_SHIFT, shift_for(largest, bits))
     rounded = np.empty(gradient.shape, dtype=np.int8)
     _int8.requantise(engine, gradient, rounded, shift, Rounding.PSEUDO_STOCHASTIC)
     return rounded.astype(np.int32), shift
@@ -145,7 +173,7 @@ def update_vector(
         assert vector.gradient is not None
         np.multiply(gradient, np.float32(rate.of_sum), out=vector.gradient)
         return
-    sgd = rule if isinstance(rule, Fp32Update) else Fp32Update()
+    sgd = rule if isinstance(rule, Fp32Update) else _PLAIN_SGD
     vector.velocity = descend(vector.data, vector.velocity, gradient, rate, sgd)
 
 

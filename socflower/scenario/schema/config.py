@@ -297,8 +297,10 @@ class PrecisionConfig(Table):
         "real-scales",
         description=(
             "of int8 training: `real-scales` (FP32 master weights, FP32's learning rates), `niti` (int8 weights, "
-            "integer update), `adaptive-fixed-point` (FP32 master weights, powers of two as scales) or `wageubn` (the "
-            "same with masters of 24 bits between -1 and 1 and gradients of weights in int8)"
+            "integer update), `niti-relative` (steps that follow from the weights), `octo` (the same steps, values "
+            "beyond 95 % saturate), `adaptive-fixed-point` (FP32 master weights, powers of two as scales), "
+            "`adaptive-int16` (the same, gradients int16 where int8 is too coarse) or `wageubn` (the same with "
+            "masters of 24 bits between -1 and 1 and gradients of weights in int8)"
         ),
     )
     gradient_bits: tuple[Annotated[int, Field(ge=0, le=7)], ...] = Field(
@@ -348,6 +350,11 @@ class PrecisionConfig(Table):
             require_reader(self, "merge", {"gradient_bits": ("weights",)})
         else:
             require_reader(self, "algorithm", {"gradient_bits": ("niti",)})
+
+    @property
+    def has_int8_weights(self) -> bool:
+        """Whether training updates int8 weights, without a learning rate and momentum of theirs."""
+        return self.arithmetic == "int8" and ALGORITHMS[self.algorithm].weight == "int8"
 
     def under(self, arithmetic: str) -> "PrecisionConfig":
         """Return the table with another arithmetic, without the keys that only the present one reads."""

@@ -254,7 +254,7 @@ def _rules_of_arithmetic(file: "ScenarioFile") -> Iterator[Rule]:
     for broken, key, instead in (
         (in_integers and file.optimizer != "sgd", "optimizer", "'sgd'"),
         (in_integers and train.device not in ("auto", "cpu"), "device", "'cpu'"),
-        (file.trains_by_niti and train.weight_decay, "weight_decay", "0"),
+        (file.precision.has_int8_weights and train.weight_decay, "weight_decay", "0"),
         (in_int8 and train.reduction != "auto", "reduction", "'auto'"),
     ):
         yield broken, file.at("train", key), f"{said} does not know it; use {instead}"
@@ -274,7 +274,7 @@ def _rules_of_arithmetic(file: "ScenarioFile") -> Iterator[Rule]:
         f"{_name(file)} is 'diloco' with 'muon'; use name = 'diloco'",
     )
     yield (
-        train.momentum and file.trains_by_niti and not file.is_split,
+        train.momentum and file.precision.has_int8_weights and not file.is_split,
         file.at("train", "momentum"),
         f"{file.at('precision', 'algorithm')} has none; leave it out, or use 'real-scales'",
     )

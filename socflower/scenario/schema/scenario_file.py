@@ -121,8 +121,7 @@ class ScenarioFile(ClusterFile):
     def in_arithmetic(self, arithmetic: str) -> Self:
         """Return the scenario with another arithmetic; without its momentum where integer updates have none."""
         precision = self.precision.under(arithmetic)
-        without = precision.arithmetic == "int8" and precision.algorithm == "niti"
-        momentum = None if without else self.train.momentum
+        momentum = None if precision.has_int8_weights else self.train.momentum
         return self.replaced(precision=precision, train=self.train.replaced(momentum=momentum))
 
     def value_of(self, key: str) -> Any:
@@ -130,17 +129,12 @@ class ScenarioFile(ClusterFile):
         return getattr(self.train if key in TrainConfig.model_fields else self.strategy, key)
 
     @property
-    def trains_by_niti(self) -> bool:
-        """Whether training is in int8 by NITI, whose updates have neither momentum nor weight decay."""
-        return self.precision.arithmetic == "int8" and self.precision.algorithm == "niti"
-
-    @property
     def momentum(self) -> float:
         """The momentum of `[train]`, by default 0.9; 0 for updates without momentum."""
         if self.train.momentum is not None:
             return self.train.momentum
         # In a split training momentum is that of the cloud's half, which trains in FP32.
-        without = self.trains_by_niti and not self.is_split
+        without = self.precision.has_int8_weights and not self.is_split
         return 0.0 if without or self.optimizer != "sgd" else 0.9
 
     @property

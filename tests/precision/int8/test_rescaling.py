@@ -59,12 +59,16 @@ def test_without_adaptation_every_batch_is_looked_at(exponents):
     )
 
 
-@given(st.integers(1, 9), st.integers(3, 30))
-def test_the_period_is_half_the_mean_interval_between_changes(interval, num_changes):
+numbers_of_intervals = st.none() | st.integers(1, 6)
+
+
+@given(st.integers(1, 9), st.integers(3, 30), numbers_of_intervals)
+def test_the_period_is_half_the_mean_interval_between_changes(interval, num_changes, last):
     """With a change every `interval` batches the trackers' looks are max(1, interval / 2) apart (F16)."""
     warm_up = interval * num_changes + 1
     rights = [batch // interval for batch in range(warm_up)]
-    seen = looks(RescalingPolicy(warm_up_batches=warm_up), rights + rights[-1:] * 2 * interval)
+    policy = RescalingPolicy(warm_up_batches=warm_up, last_intervals=last)
+    seen = looks(policy, rights + rights[-1:] * 2 * interval)
     after = [batch for batch in seen if batch >= warm_up - 1]
     assert after[1] - after[0] == max(1, interval // 2)
 
@@ -82,14 +86,25 @@ def test_a_change_is_found_again_after_it_stopped_for_long():
     assert len([batch for batch in seen if batch > 1000]) < 300
 
 
+def test_only_the_last_intervals_count_if_the_policy_says_so():
+    """After a change in each of 40 batches, changes every 20 batches make looks rare at once, not in the end."""
+    rights = [*range(40), *(40 + batch // 20 for batch in range(400))]
+    numbers = {}
+    for last in (2, None):
+        seen = looks(RescalingPolicy(warm_up_batches=10, last_intervals=last), rights)
+        numbers[last] = sum(batch > 120 for batch in seen)
+    assert numbers[2] < 0.5 * numbers[None]
+
+
 @settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(0, 2**26), st.integers(-3, 3)), min_size=1, max_size=60),
     st.integers(1, 8),
+    numbers_of_intervals,
 )
-def test_rounding_out_follows_the_model_of_the_tracker(values, warm_up):
+def test_rounding_out_follows_the_model_of_the_tracker(values, warm_up, last):
     """round_product and round_elementwise give the integers and exponents of F14 and F16, whatever comes."""
-    policy = RescalingPolicy(warm_up_batches=warm_up)
+    policy = RescalingPolicy(warm_up_batches=warm_up, last_intervals=last)
     rounding = Rounding.PSEUDO_STOCHASTIC
     model = Tracker(policy)
     product = ScaleTracker(policy)
@@ -189,3 +204,4 @@ def test_an_exponent_out_of_bounds_is_failed_training(exponent):
     )
     refused(call, "conv1", f"100 * 2^{exponent}", error=TrainingFailed)
     refused(lambda: RescalingPolicy(warm_up_batches=0), "warm_up_batches", 0)
+    refused(lambda: RescalingPolicy(last_intervals=0), "last_intervals", 0)

@@ -12,7 +12,7 @@ from torch import nn
 
 from socflower import _int8
 from socflower.precision import NITI
-from socflower.precision.algorithm import REAL_SCALES, IntegerUpdate
+from socflower.precision.algorithm import ADAPTIVE_INT16, REAL_SCALES, IntegerUpdate
 from socflower.precision.int8.from_torch import capture_network
 from tests.one_line import refused
 from tests.precision import numpy_kernels as nk
@@ -33,6 +33,7 @@ from tests.precision.networks import (
     train,
 )
 from tests.precision.numpy_engine import NumpyTrainer
+from tests.precision.numpy_int16_engine import NumpyInt16Trainer
 from tests.precision.numpy_real_engine import NumpyRealTrainer
 
 STEPS = 5
@@ -79,11 +80,25 @@ def blocks_of(name):
     return {name: block for name, block in BLOCKS.items() if name in names}
 
 
-@pytest.mark.parametrize("policy", [ALWAYS, SELDOM], ids=["always", "seldom"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_steps_equal_numpy_bit_for_bit(name, algorithm, policy):
-    assert_steps_equal_numpy(name, algorithm, policy, batches(8 if policy is SELDOM else STEPS))
+def test_steps_equal_numpy_bit_for_bit(name, algorithm):
+    assert_steps_equal_numpy(name, algorithm, SELDOM, batches(8))
+
+
+@pytest.mark.parametrize("algorithm", [NITI, REAL_SCALES], ids=["niti", "real-scales"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_steps_that_always_search_equal_numpy_bit_for_bit(name, algorithm):
+    assert_steps_equal_numpy(name, algorithm, ALWAYS, batches(STEPS))
+
+
+@pytest.mark.parametrize("name", [*NETWORKS, "rectified"])
+def test_gradients_that_are_always_int16_equal_numpy(name):
+    """Above a threshold of 0 is almost every gradient that may be wide, at exponents that are known too."""
+    backward = dataclasses.replace(ADAPTIVE_INT16.backward, wide_above=0.0)
+    algorithm = dataclasses.replace(ADAPTIVE_INT16, backward=backward)
+    trainer = assert_steps_equal_numpy(name, algorithm, SELDOM, batches(6))
+    assert (trainer.num_wide > 0) == (name != "rectified")
 
 
 @pytest.mark.parametrize("algorithm", THREE.values(), ids=THREE)
@@ -172,13 +187,18 @@ def initialise(module, seed):
             parameter.uniform_(-spread, spread, generator=generator)
 
 
+def numpy_trainer_of(algorithm):
+    if algorithm.backward.wide_above is not None:
+        return NumpyInt16Trainer
+    return NumpyRealTrainer if algorithm.forward.scales == "real" else NumpyTrainer
+
+
 def assert_steps_equal_numpy(module, algorithm, policy, data, image=IMAGE):
-    """Train a module, or a network by its name, both ways."""
+    """Train a module, or a network by its name, both ways; return NumPy's trainer."""
     module = build(module) if isinstance(module, str) else module
     model = int8(module, algorithm, rescaling=policy, shape=image)
     state = {name: array.numpy().copy() for name, array in module.state_dict().items()}
-    in_numpy = NumpyRealTrainer if algorithm is REAL_SCALES else NumpyTrainer
-    trainer = in_numpy(model.graph, state, algorithm, policy)
+    trainer = numpy_trainer_of(algorithm)(model.graph, state, algorithm, policy)
     for index, (images, labels) in enumerate(data):
         progress = index / len(data)
         result = model.train_step(images, labels, learning_rate=0.05, progress=progress)
@@ -190,6 +210,7 @@ def assert_steps_equal_numpy(module, algorithm, policy, data, image=IMAGE):
         assert result.loss == pytest.approx(expected, rel=1e-12)
         assert result.num_correct == int((real.argmax(axis=1) == labels).sum())
         assert_numpys_parameters(model, trainer)
+    return trainer
 
 
 @pytest.mark.parametrize("algorithm", [NITI, REAL_SCALES], ids=["niti", "real-scales"])

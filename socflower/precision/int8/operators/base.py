@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -36,6 +36,7 @@ from socflower.precision.int8.requantisation import (
     fit_int32,
     require_exponent,
     round_elementwise,
+    round_gradient16,
 )
 from socflower.precision.int8.updates import Rate, update_vector, update_weight
 
@@ -53,6 +54,8 @@ class Tensor:
     Around a depthwise convolution (`scaled_by_channel`) accumulators and gradients have `channel_units` and
     `gradient_units`, by which a channel's values are multiplied. A gradient gets them if its reader is a BatchNorm that
     only such a convolution follows (`takes_gradient_units`), or such a convolution itself.
+
+    The gradient of one that `reads_int16` may be int16: `gradient` + `gradient_low` / 256.
 
     In evaluation a value is `by_image` times its int8, one float32 for each image, so that no image depends on the
     others; accumulators are in the same units, without `bias`. The last value of a pass has `exact` real values
@@ -76,9 +79,11 @@ class Tensor:
     by_image: FloatArray = field(init=False)
     bias: FloatArray | None = None
     is_result: bool = False
+    reads_int16: bool = False
     exact: FloatArray | None = None
     gradient: Int8Array | None = None
     gradient_exponent: int = 0
+    gradient_low: Int8Array | None = None
     # Of the input only, (batch, channels, h, w): what an embedding reads.
     images: FloatArray | None = None
 
@@ -145,11 +150,20 @@ class StepContext:
 
     def tracker(self, name: str, role: str) -> ScaleTracker | None:
         """Return the tracker of a tensor's exponent; None in a pass that always searches the maximum."""
-        return self.trackers.tracker(name, role) if self.differentiated else None
+        if not self.differentiated:
+            return None
+        tracker = self.trackers.tracker(name, role)
+        is_forward = role.startswith("forward")
+        tracker.reach = (self.algorithm.forward if is_forward else self.algorithm.backward).reach
+        return tracker
 
     def wide(self, shape: Sequence[int]) -> Int32Array:
         """Return accumulators of that shape."""
         return self.accumulators[: math.prod(shape)].reshape(shape)
+
+    def may_widen(self, tensor: Tensor) -> bool:
+        """Return whether the gradient of a tensor may be int16."""
+        return tensor.reads_int16 and self.algorithm.backward.wide_above is not None
 
     @property
     def has_real_scales(self) -> bool:
@@ -205,6 +219,22 @@ class Operator(ABC, Generic[NodeT]):
         name = self.node.name
         return round_elementwise(name, step.share, step.tracker(name, role), acc_exponent, run, out)
 
+    def _round_gradient16(
+        self, step: StepContext, acc_exponent: int, accumulators: Int32Array, into: Int8Array
+    ) -> int:
+        """Store the gradient of the input, as int16 if it may be and has to; return its exponent."""
+        name = self.node.name
+        x = self.inputs[0]
+        tracker = step.tracker(name, "backward")
+        wide_above = step.algorithm.backward.wide_above
+        assert wide_above is not None
+        # Nothing is above infinity.
+        threshold = wide_above if x.reads_int16 else math.inf
+        exponent, x.gradient_low = round_gradient16(
+            name, step.engine, step.share, tracker, acc_exponent, accumulators, into, threshold
+        )
+        return exponent
+
     def _affine_real(
         self,
         step: StepContext,
@@ -258,15 +288,16 @@ class Operator(ABC, Generic[NodeT]):
         output.by_image, inverse = image_scales(self.node.name, largest)
         run(output.data, inverse, None)
 
-    def _set_real_scale(self, largest: float) -> bool:
-        """Give the output the scale at which this magnitude is 127; return False for 0, and set the output to zeros."""
+    def _set_real_scale(self, step: StepContext, largest: float) -> bool:
+        """Give the output the scale that fits this magnitude; return False for 0, and set the output to zeros."""
         output = self.output
         if largest == 0.0:
             output.data[...] = 0
             output.factor = 1.0
             output.exponent = ZERO_EXPONENT
             return False
-        output.factor, output.exponent = math.frexp(largest / 127.0)
+        reach = step.algorithm.forward.reach
+        output.factor, output.exponent = math.frexp(reach * largest / 127.0)
         require_exponent(self.node.name, f"{largest:.3g}", output.exponent)
         return True
 
@@ -401,13 +432,17 @@ class WeightedOperator(Operator[WeightedT]):
         exponent = self.output.gradient_exponent
         units = self.output.gradient_units
         _int8.channel_sums(step.engine, dy, dy, None, self._sums[0], self._sums[1])
+        own = self._sums[0].astype(np.float64)
+        if (low := self.output.gradient_low) is not None:
+            _int8.channel_sums(step.engine, low, low, None, self._sums[0], self._sums[1])
+            own += self._sums[0] / 256.0
         bias = step.parameters.vectors[f"{self.node.name}.bias"]
 
         def update(sums: DoubleArray) -> None:
             gradient = np.ldexp(sums if units is None else sums * units, exponent)
             update_vector(step.algorithm, bias, gradient.astype(np.float32), step.rate)
 
-        step.share.add(self._sums[0].astype(np.float64), update)
+        step.share.add(own, update)
 
     def _update_weight(
         self, step: StepContext, compute: Callable[[Int32Array], tuple[int, int]]
@@ -445,6 +480,39 @@ class WeightedOperator(Operator[WeightedT]):
             )
 
         step.share.add_integers(gradient, own_largest, update)
+
+    def _update_weight16(
+        self, step: StepContext, compute: Callable[[Int8Array, Int32Array], int]
+    ) -> None:
+        """Update by the gradient of an int16 gradient of the output; `compute` writes that of an int8 one.
+
+        It returns the largest magnitude. The shares are summed by halves, so that their sums are exact.
+        """
+        halves: list[npt.NDArray[np.int64]] = []
+
+        def update(total: Int32Array, _: int) -> None:
+            halves.append(total.astype(np.int64))
+            if len(halves) < 2:
+                return
+            fitted = np.empty_like(total)
+            whole = BatchShare(step.share.num_samples)
+            drop = fit_int32(whole, 256 * halves[0] + halves[1], 2**62, fitted)
+
+            def write(gradient: Int32Array) -> tuple[int, int]:
+                gradient[...] = fitted
+                return int(np.abs(fitted).max(initial=0)), drop - 8
+
+            self._update_weight(replace(step, share=whole), write)
+
+        assert self.output.gradient is not None
+        assert self.output.gradient_low is not None
+        for half in (self.output.gradient, self.output.gradient_low):
+            gradient = np.empty(self._weight_shape, dtype=np.int32)
+            try:
+                own_largest = compute(half, gradient)
+            except OverflowError as error:
+                own_largest = step.share.overflowed(error)
+            step.share.add_integers(gradient, own_largest, update)
 
 
 def product_scale(one: Tensor, other: Tensor) -> tuple[float, int]:

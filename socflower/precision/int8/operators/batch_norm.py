@@ -112,36 +112,25 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
         inverse_deviation = 1.0 / np.sqrt(variance * unit**2 + self.node.eps)
         # Normalised values are slope * (accumulator - mean).
         slope = unit * inverse_deviation
-        self._keep_normalised(
-            step, accumulators, slope, mean, np.maximum(most - mean, mean - least)
-        )
+        # A channel that is constant has no unit; its values are 0 in any.
+        per_step = 127.0 / np.maximum(np.maximum(most - mean, mean - least), 0.5)
+        own = per_step.astype(np.float32), (-mean * per_step).astype(np.float32)
+        self._mean = np.zeros_like(mean)
+        self._slope = slope / per_step
         self._inverse_deviation = inverse_deviation
         vectors = step.parameters.vectors
         scale = vectors[f"{self.node.name}.weight"].data * slope
         offset = vectors[f"{self.node.name}.bias"].data - scale * mean
         ends = np.array([scale * most + offset, scale * least + offset])
         largest = float((np.maximum(ends, 0.0) if relu else np.abs(ends)).max())
-        if self._set_real_scale(largest):
-            out, out_unit = self.output.data, self.output.scale
-            by_channel = scale.astype(np.float32), offset.astype(np.float32)
-            self._affine_real(step, accumulators, *by_channel, out, out_unit, relu=relu)
-
-    def _keep_normalised(
-        self,
-        step: StepContext,
-        accumulators: Int32Array,
-        slope: DoubleArray,
-        mean: DoubleArray,
-        farthest: DoubleArray,
-    ) -> None:
-        """Write slope * (accumulator - mean) to the input's data; `farthest` is the largest |accumulator - mean|."""
-        # A channel that is constant has no unit; its values are 0 in any.
-        per_step = 127.0 / np.maximum(farthest, 0.5)
-        scale, offset = per_step.astype(np.float32), (-mean * per_step).astype(np.float32)
-        data = self.inputs[0].data
-        self._affine_real(step, accumulators, scale, offset, data, 1.0, relu=False)
-        self._mean = np.zeros_like(mean)
-        self._slope = slope / per_step
+        if self._set_real_scale(step, largest):
+            made = scale.astype(np.float32), offset.astype(np.float32)
+            inverse = 1.0 / self.output.scale
+            _int8.normalise(
+                step.engine, accumulators, *own, *made, inverse, x.data, self.output.data, relu
+            )
+        else:
+            self._affine_real(step, accumulators, *own, x.data, 1.0, relu=False)
 
     def _accumulator_statistics(
         self, step: StepContext, accumulators: Int32Array
@@ -254,8 +243,23 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
         x.gradient_units = None
         if x.channel_units is not None:
             return self._input_gradient_by_channel(step, into, gate, coefficients, seed)
+        if step.may_widen(x):
+            acc_exponent, sums = self._gradient_sums(gate, coefficients)
+            return self._round_gradient16(step, acc_exponent, sums, into)
         acc_exponent, run = self._rounded_gradient(step, gate, coefficients, seed)
         return self._round(step, "backward", acc_exponent, run, into)
+
+    def _gradient_sums(
+        self, gate: Int8Array | None, coefficients: tuple[DoubleArray, DoubleArray, DoubleArray]
+    ) -> tuple[int, Int32Array]:
+        """Return the exponent of scale_dy * dy + scale_x * x + offset, and these integers."""
+        scale_dy, scale_x, offset = coefficients
+        exponent, integers = scaled_integers(21, (scale_dy, 0), (scale_x, 0), (offset, 7))
+        int_dy, int_x, int_offset = integers
+        dy = self.gradient if gate is None else self.gradient * (gate > 0)
+        sums: Int32Array = int_dy * dy + int_x * self.inputs[0].data
+        sums += int_offset
+        return exponent, sums
 
     def _rounded_gradient(
         self,

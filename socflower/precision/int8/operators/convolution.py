@@ -131,7 +131,7 @@ class ConvolutionOperator(WeightedOperator[ir.Convolution]):
         relu: bool,
     ) -> None:
         """Round accumulators, in units of `acc_scale`, at the scale that fits them best."""
-        if self._set_real_scale(step.share.most(own_largest) * acc_scale):
+        if self._set_real_scale(step, step.share.most(own_largest) * acc_scale):
             channels = self.output.array_shape[3]
             scale = np.full(channels, acc_scale, dtype=np.float32)
             zeros = np.zeros(channels, dtype=np.float32)
@@ -142,7 +142,15 @@ class ConvolutionOperator(WeightedOperator[ir.Convolution]):
         """Compute the input gradient with the weights of the forward pass, then the weight gradient, then update."""
         x = self.inputs[0]
         exponent = 0 if into[0] is None else self._input_gradient(step, self._weight(step), into[0])
-        if "weight" in self.node.trained:
+        if "weight" in self.node.trained and self.output.gradient_low is not None:
+
+            def compute_half(half: Int8Array, gradient: Int32Array) -> int:
+                return self._plan.weight_gradient(
+                    step.engine, x.data, half, gradient, step.workspace, x.activations
+                )
+
+            self._update_weight16(step, compute_half)
+        elif "weight" in self.node.trained:
 
             def compute(gradient: Int32Array) -> tuple[int, int]:
                 try:
@@ -195,11 +203,13 @@ class ConvolutionOperator(WeightedOperator[ir.Convolution]):
             return self._input_gradient_by_channel(step, weight, into)
         rounding = step.algorithm.backward.rounding
         weight_data = weight.data.reshape(self._weight_shape)
+        acc_exponent = self.output.gradient_exponent + weight.exponent
+        gradient = self.gradient
 
         def run(destination: Int8Array | Int32Array, shift: int) -> int:
             return self._plan.input_gradient(
                 step.engine,
-                self.gradient,
+                gradient,
                 weight_data,
                 destination,
                 step.workspace,
@@ -208,17 +218,28 @@ class ConvolutionOperator(WeightedOperator[ir.Convolution]):
                 x.mask,
             )
 
-        return round_product(
-            node.name,
-            step.engine,
-            step.share,
-            step.tracker(node.name, "backward"),
-            self.output.gradient_exponent + weight.exponent,
-            run,
-            into,
-            step.wide(x.array_shape),
-            rounding,
-        )
+        accumulators = step.wide(x.array_shape)
+        low = self.output.gradient_low
+        if low is None and not step.may_widen(x):
+            return round_product(
+                node.name,
+                step.engine,
+                step.share,
+                step.tracker(node.name, "backward"),
+                acc_exponent,
+                run,
+                into,
+                accumulators,
+                rounding,
+            )
+        run(accumulators, 0)
+        if low is not None:
+            sums = 256 * accumulators.astype(np.int64)
+            gradient = low
+            run(accumulators, 0)
+            sums += accumulators
+            acc_exponent += fit_int32(step.share, sums, 2**62, accumulators) - 8
+        return self._round_gradient16(step, acc_exponent, accumulators, into)
 
     def _input_gradient_by_channel(self, step: StepContext, weight: Weight, into: Int8Array) -> int:
         """Write the gradient of a depthwise convolution's input from one with channel units; return its exponent.
@@ -230,7 +251,7 @@ class ConvolutionOperator(WeightedOperator[ir.Convolution]):
         assert weight.channel_units is not None
         assert self.output.gradient_units is not None
         accumulators = step.wide(x.array_shape)
-        own_largest = self._plan.input_gradient(
+        self._plan.input_gradient(
             step.engine,
             self.gradient,
             weight.data.reshape(self._weight_shape),
@@ -240,13 +261,9 @@ class ConvolutionOperator(WeightedOperator[ir.Convolution]):
             step.algorithm.backward.rounding,
             x.mask,
         )
-        ends = np.empty((2, self._sums.shape[1]), dtype=np.int32)
-        # Of the moments only the ends count.
-        shift = max(0, own_largest.bit_length() - 20)
-        _int8.channel_moments(step.engine, accumulators, shift, *self._sums, *ends)
-        # Of integers, which have no negative zero: the seed below follows from their bits.
-        magnitudes = np.maximum(-ends[0].astype(np.int64), ends[1])
-        largest = share.each_most(magnitudes.astype(np.float64))
+        own_largest = np.empty(self._sums.shape[1], dtype=np.int32)
+        _int8.channel_largest(step.engine, accumulators, None, own_largest)
+        largest = share.each_most(own_largest.astype(np.float64))
         unit = weight.channel_units * self.output.gradient_units
         top = float((largest * unit).max())
         if top == 0.0:

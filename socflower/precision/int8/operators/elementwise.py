@@ -220,7 +220,7 @@ class AddOperator(Operator[ir.Add]):
         operands = (step.engine, a.data, scale_a, ones, zeros, b.data, scale_b)
         largest = np.empty(a.batch, dtype=np.float32)
         _int8.affine_real(*operands, None, None, largest, self.node.relu)
-        if self._set_real_scale(step.share.most(float(largest.max()))):
+        if self._set_real_scale(step, step.share.most(float(largest.max()))):
             inverse = np.full(a.batch, 1.0 / self.output.scale, dtype=np.float32)
             _int8.affine_real(*operands, self.output.data, inverse, None, self.node.relu)
 

@@ -265,7 +265,7 @@ class ConcatOperator(WideOperator[Concat]):
         largest = max(
             x.scale * float(np.abs(part).max()) for x, part in zip(self.inputs, parts, strict=True)
         )
-        if not self._set_real_scale(step.share.most(largest)):
+        if not self._set_real_scale(step, step.share.most(largest)):
             return
         rounded = [
             np.clip(np.rint(part * (x.scale / output.scale)), -127, 127)

@@ -58,6 +58,12 @@ class MaxPoolOperator(Operator[ir.MaxPool]):
 
         if not self._plan.overlapping:
             run(target, 0)
+            x.gradient_low = None
+            if (low := self.output.gradient_low) is not None:
+                x.gradient_low = np.empty_like(target)
+                self._plan.max_gradient(
+                    step.engine, low, self._argmax, x.gradient_low, 0, rounding, x.mask
+                )
             return [exponent]
         return [self._round(step, "backward", exponent, run, target)]
 

@@ -88,7 +88,8 @@ def scaled_by_channel(graph: ir.Graph, algorithm: TrainingAlgorithm) -> frozense
     These are the depthwise convolutions that a BatchNorm reads. Their channels never mix, so any unit of a channel
     costs nothing; and they have few weights, whose magnitudes differ from channel to channel.
     """
-    if algorithm.forward.scales != "real":
+    # The step of an int8 weight is one shift for all channels.
+    if algorithm.forward.scales != "real" or algorithm.weight == "int8":
         return frozenset()
     return frozenset(name for name in read_by_batch_norm(graph) if is_depthwise(graph, name))
 
