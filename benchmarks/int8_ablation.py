@@ -44,7 +44,8 @@ def run(quick: bool) -> list[Row]:
     torch.set_num_threads(1)
     rows = []
     for workload in QUICK if quick else FULL:
-        rows += [rescaling(workload), batch_splitting(workload), graph_reuse(workload)]
+        rows += [rescaling(workload), seldom_rescaling(workload)]
+        rows += [batch_splitting(workload), graph_reuse(workload)]
     rows.append(placement(batch=16 if quick else 64, steps=3 if quick else 9))
     return rows
 
@@ -57,9 +58,21 @@ def rescaling(workload: StepWorkload) -> Row:
     )
 
 
+def seldom_rescaling(workload: StepWorkload) -> Row:
+    """Compare the same by the last eight intervals between changes, as Mandheling has it."""
+    last = replace(SETTLED, last_intervals=8)
+    always = RescalingPolicy(adaptive=False)
+    return compare(
+        workload,
+        "Mandheling's rescaling, by the last 8 intervals",
+        EngineSettings(rescaling=last),
+        EngineSettings(rescaling=always),
+    )
+
+
 def batch_splitting(workload: StepWorkload) -> Row:
     """Compare micro-batches chosen from a profile with whole batches."""
-    model = int8(workload, EngineSettings())
+    model = int8(workload, EngineSettings(batch_blocks={}))
     blocks = best_blocks(profile_batch_blocks(model.graph, workload.batch, model.engine))
     with_blocks = EngineSettings(rescaling=SETTLED, batch_blocks=blocks)
     name = f"batch splitting ({len(blocks)} layers split)"
@@ -82,7 +95,7 @@ def compare(workload: StepWorkload, technique: str, on: EngineSettings, off: Eng
             step()
     timings = measure_interleaved(steps, repeats=workload.steps)
     with_s, without_s = (timing.median_s for timing in timings)
-    same = technique == "rescaling" or equal(*models)
+    same = "rescaling" in technique or equal(*models)
     return less_is_better(
         f"{technique}, {workload.model}, batch {workload.batch}, {models[0].engine.kernel}",
         1e3 * with_s,

@@ -2,11 +2,11 @@
 
     socflower bench mixed --json
 
-Peers are torch FP32 on one core and on both, in the same run, step by step in turn. Batch 64, SGD with momentum. The
-answer that is checked is the accuracy: each of them trains the network on the embedded digits (padded to the network's
-image size), from the same weights in the same order, and mixed precision may lose at most 3 points against FP32. These
-trainings have one to four epochs; benchmarks/mixed_accuracy.py has whole trainings. On one core the two workers take
-turns, so the gain is smaller.
+Peers are torch FP32 on one core and on both, and the same two parts one after the other (the gain of the overlap
+alone), in the same run, step by step in turn. Batch 64, SGD with momentum. The answer that is checked is the accuracy:
+each of them trains the network on the embedded digits (padded to the network's image size), from the same weights in
+the same order, and mixed precision may lose at most 3 points against FP32. These trainings have one to four epochs;
+benchmarks/mixed_accuracy.py has whole trainings. On one core the two workers take turns, so the gain is smaller.
 """
 
 from collections.abc import Callable
@@ -63,26 +63,33 @@ def _rows_of(case: StepCase, repeats: int, epochs: int) -> list[Row]:
     single = case.model == "lenet5"
     fp32 = FP32Trainer(optimizer=sgd(case.learning_rate), channels_last=True)
     steps = [_stepper(case, fp32, num_threads=1), _stepper(case, fp32, num_threads=2)]
-    steps += [
-        _stepper(case, MixedPrecisionTrainer(fp32=fp32, rule=rule), num_threads=1) for rule in RULES
-    ]
+    for parallel in (True, False):
+        for rule in RULES:
+            trainer = MixedPrecisionTrainer(fp32=fp32, rule=rule, parallel=parallel)
+            steps.append(_stepper(case, trainer, num_threads=1))
     # A step of a small network is shorter than a time slice of the system, so a turn has many steps.
     turn = 20 if single else 1
     functions = [repeated(step, turn) for step in steps]
-    one, two, *mixed = (
+    one, two, *both = (
         timing.median_s / turn
         for timing in measure_interleaved(functions, repeats=repeats, warmup=2)
     )
     reference = _accuracy(case, None, epochs)
     found = []
-    for rule, seconds in zip(RULES, mixed, strict=True):
+    mixed, in_turn = both[: len(RULES)], both[len(RULES) :]
+    for rule, seconds, in_turn_s in zip(RULES, mixed, in_turn, strict=True):
         accuracy = _accuracy(case, rule, epochs)
         ok = accuracy >= reference - TOLERANCE
         name = (
             f"{case.model}, {rule} ({100 * accuracy:.1f} % after {epochs} epochs of digits, FP32 "
             f"{100 * reference:.1f} %)"
         )
-        for peer, peer_s in (("torch fp32, one core", one), ("torch fp32, two cores", two)):
+        peers = {
+            "torch fp32, one core": one,
+            "torch fp32, two cores": two,
+            "the same parts, one after the other": in_turn_s,
+        }
+        for peer, peer_s in peers.items():
             found.append(less_is_better(name, seconds, peer, peer_s, "s per step", ok=ok))
     return found
 

@@ -12,6 +12,8 @@ from socflower.precision import (
     RescalingPolicy,
     int8_algorithm,
 )
+from socflower.precision.int8 import model as int8_model
+from socflower.precision.int8.batch_splitting import BlockProfile
 from socflower.training.int8 import Int8Trainer
 from socflower.training.trainer import Part, TrainingSpan
 from tests.seeded import built
@@ -62,6 +64,25 @@ def test_a_group_of_three_trains_as_one_device_bit_for_bit() -> None:
     alone, _, _ = train(Int8Trainer(), [[batch] for batch in data])
     group, _, _ = train(Int8Trainer(), [in_three(batch) for batch in data])
     assert_equal(alone, group)
+
+
+def test_a_long_training_splits_batches_where_it_pays_and_trains_the_same_bits(monkeypatch) -> None:
+    data = [[batch] for batch in batches(3)]
+    found = []
+
+    def profiled(graph, batch, engine):
+        found.append(batch)
+        return [BlockProfile(name="0", seconds={0: 1.0, 8: 0.5})]
+
+    monkeypatch.setattr(int8_model, "profile_batch_blocks", profiled)
+    long, _, losses = train(Int8Trainer(schedule="constant"), data, total_steps=10_000)
+    assert found == [12]
+    whole = Int8Trainer(schedule="constant", settings=EngineSettings(batch_blocks={}))
+    for trainer, steps in ((whole, 10_000), (Int8Trainer(schedule="constant"), 100)):
+        other, _, same = train(trainer, data, total_steps=steps)
+        assert same == losses
+        assert_equal(long, other)
+    assert found == [12]
 
 
 def test_the_model_that_comes_back_holds_int8_values() -> None:

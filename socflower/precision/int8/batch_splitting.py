@@ -44,24 +44,30 @@ class BlockProfile:
 def profile_batch_blocks(
     graph: Graph, batch: int, engine: _int8.Engine, *, repeats: int = 3
 ) -> list[BlockProfile]:
-    """Time every convolution of the graph, on random values, for every candidate smaller than the batch (F15)."""
-    # Convolutions of one geometry are timed once.
-    timed: dict[tuple[int, ...], dict[int, float]] = {}
+    """Time every convolution of the graph, on random values, for every candidate smaller than the batch (F15).
+
+    Convolutions of one geometry are timed once in a process.
+    """
     result = []
     for node in graph.nodes:
         if not isinstance(node, Convolution):
             continue
-        geometry = (*convolution_geometry(graph, node, batch), *node.dilation)
         if is_wide(graph, node):
             continue
-        if geometry not in timed:
-            timed[geometry] = {}
-            for block in CANDIDATES:
-                if block < batch:
-                    plan = convolution_plan(graph, node, batch, block)
-                    timed[geometry][block] = _step_seconds(plan, engine, repeats)
-        result.append(BlockProfile(name=node.name, seconds=timed[geometry]))
+        geometry = (*convolution_geometry(graph, node, batch), *node.dilation)
+        key = (engine.kernel, engine.num_threads, repeats, geometry)
+        if key not in _TIMED:
+            _TIMED[key] = {
+                block: _step_seconds(convolution_plan(graph, node, batch, block), engine, repeats)
+                for block in CANDIDATES
+                if block < batch
+            }
+        result.append(BlockProfile(name=node.name, seconds=_TIMED[key]))
     return result
+
+
+# By kernel path, threads, repeats and geometry, for the whole process.
+_TIMED: dict[tuple[str, int, int, tuple[int, ...]], dict[int, float]] = {}
 
 
 def best_blocks(profiles: list[BlockProfile]) -> dict[str, int]:

@@ -79,7 +79,7 @@ class EngineSettings:
     `cores` (one per thread) pins the threads. `kernel` is one of `_int8.available_kernels()`; "" is the best one,
     or the value of SOCFLOWER_KERNEL. `batch_blocks` maps convolutions to the images they work on at a time
     (batch splitting, F15); with None, trainers split those that a profile finds if the training is long enough to pay
-    for it (`Int8Model.split_batches`). `memory_budget_bytes` limits the memory held during and between steps.
+    for it (`split_batches`). `memory_budget_bytes` limits the memory held during and between steps.
     """
 
     num_threads: int = 1
@@ -262,15 +262,6 @@ class Int8Model:
         vars(other).update(vars(self))
         other._clear_memory()
         return other
-
-    def split_batches(self, batch: int) -> None:
-        """Let convolutions work on fewer images at a time where a profile of this batch size says that it pays (F15).
-
-        Equal geometries are timed once in a process, for a kernel path and number of threads.
-        """
-        blocks = best_blocks(profile_batch_blocks(self.graph, batch, self.engine))
-        self.settings = replace(self.settings, batch_blocks=blocks)
-        self._clear_memory()
 
     @property
     def islands(self) -> dict[str, str]:
@@ -700,6 +691,13 @@ def _warn_of_islands(model: Int8Model, asked: Sequence[str]) -> None:
             # The caller of `from_module`.
             stacklevel=3,
         )
+
+
+def split_batches(model: Int8Model, batch: int) -> None:
+    """Let convolutions work on fewer images at a time where a profile of this batch size says that it pays (F15)."""
+    blocks = best_blocks(profile_batch_blocks(model.graph, batch, model.engine))
+    model.settings = replace(model.settings, batch_blocks=blocks)
+    model._clear_memory()
 
 
 def _engine(settings: EngineSettings) -> _int8.Engine:
