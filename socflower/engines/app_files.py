@@ -11,6 +11,8 @@ NUM_NODES_KEY = "num-nodes"
 CHECKPOINT_FOLDER_KEY = "checkpoint-folder"
 FRESH_KEY = "fresh"
 SEND_MODEL_KEY = "send-model"
+SERIES_KEY = "series"
+"""On a remote SuperLink: the id of the submissions of which one trains and the others stand by."""
 
 _PROJECT = """[build-system]
 requires = ["hatchling"]

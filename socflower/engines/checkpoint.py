@@ -80,10 +80,17 @@ class RunStore:
         """Return the name of the newest state, such as "round 3"; empty if there is none."""
         return f"{self.unit} {numbers[0]}" if (numbers := self.numbers()) else ""
 
+    def clear(self) -> None:
+        """Remove everything; a store that is open stays so."""
+        self._states.remove()
+        for path in self.path.glob(".*.part"):
+            path.unlink(missing_ok=True)
+
     def remove(self) -> None:
         """Remove everything, and the folder unless it contains other files."""
-        self._states.remove()
-        for path in (*self.path.glob(".*.part"), *self.path.glob(".*-lock")):
+        self.clear()
+        # Before the lock is released, after which its file may be another process's.
+        for path in self.path.glob(".*-lock"):
             path.unlink(missing_ok=True)
         self._states.close()
         with suppress(OSError):
@@ -115,14 +122,27 @@ class CheckpointFolder(RunStore):
         """Keep other processes from writing here, until `remove` or the end of this one."""
         self._states.open(what, wait_s=wait_s, on_wait=on_wait)
 
-    def remove(self) -> None:
-        """Remove all checkpoints and states of clients, and the folder unless it contains other files."""
+    @property
+    def is_open(self) -> bool:
+        """Whether this process keeps others from writing here."""
+        return self._states.is_open
+
+    def close(self) -> None:
+        """Let other processes write here."""
+        self._states.close()
+
+    def clear(self) -> None:
+        """Remove all checkpoints and states of clients; an open folder stays open."""
         # First what refers to the rest: a process may be killed in between.
-        self._states.remove()
+        super().clear()
         self._spans.remove()
         for pattern in ("*.state", ".*.part", ".*-lock"):
             for path in self.clients.glob(pattern):
                 path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove all checkpoints and states of clients, and the folder unless it contains other files."""
+        self.clear()
         with suppress(OSError):
             self.clients.rmdir()
         super().remove()

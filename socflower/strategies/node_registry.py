@@ -11,6 +11,7 @@ from flwr.serverapp import Grid
 from socflower.cluster import Cluster
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.flower_adapter import log
+from socflower.quantities import counted
 from socflower.wire.message_keys import (
     ASK,
     ASK_MODEL,
@@ -59,6 +60,11 @@ class _Answers:
     failed: set[int] = field(default_factory=set)  # by an error of the app
 
 
+def half_of(num_nodes: int) -> int:
+    """Return the default of `min_nodes`: half of a plan's nodes, rounded up."""
+    return (num_nodes + 1) // 2
+
+
 class NodeRegistry:
     """The nodes of a training run, by SoC.
 
@@ -68,8 +74,11 @@ class NodeRegistry:
 
     def __init__(self, cluster: Cluster, socs: Sequence[int], min_nodes: int | None = None) -> None:
         self._cluster, self._socs = cluster, tuple(socs)
-        # With fewer nodes training does not start.
-        self._min_nodes = len(self._socs) if min_nodes is None else min_nodes
+        # With fewer nodes training does not start. A model of less than half of the data is of no use, and a rack that
+        # starts up should not begin with its first node.
+        self._min_nodes = half_of(len(self._socs)) if min_nodes is None else min_nodes
+        # Nodes may be missing whatever they say of themselves.
+        self._is_elastic = min_nodes is not None
         self._round = 0
         # By SoC, the losses that are not forgotten, and the round in which it came back after the latest one.
         self._num_losses: dict[int, int] = {}
@@ -123,13 +132,12 @@ class NodeRegistry:
         Nodes that do not answer in time are left out, and their SoCs are away until they do.
         """
         nodes = sorted(grid.get_node_ids())
-        if len(nodes) < min(self._min_nodes, len(self._socs)):
-            raise InfeasiblePlan(
-                f"SoCFlow: the plan needs {self._min_nodes} nodes and Flower has {len(nodes)}; start "
-                f"more SuperNodes, or plan with num_socs={len(nodes)}, or with fewer min_nodes"
-            )
+        self._require_nodes(nodes, self._min_nodes if query else len(self._socs))
         statuses, lost = self._first_answers(grid, nodes) if query else ({}, {})
         placed = {node: status for node, status in statuses.items() if _is_placed(status)}
+        if not (placed or self._is_elastic or any(each.ring for each in statuses.values())):
+            # As in a simulation, in which no node comes later.
+            self._require_nodes(nodes, len(self._socs))
         if placed:
             self._match_by_slot(
                 [node for node in nodes if node not in lost], placed, num_lost=len(lost)
@@ -157,6 +165,15 @@ class NodeRegistry:
                 f"SoCFlow: several nodes have the ring address {min(twice)}; give each its own"
             )
         self._away |= {soc for soc, status in self._status.items() if status.preempted}
+
+    def _require_nodes(self, nodes: Sequence[int], needed: int) -> None:
+        """Raise `InfeasiblePlan` for too few nodes."""
+        needed = min(needed, len(self._socs))
+        if len(nodes) < needed:
+            raise InfeasiblePlan(
+                f"SoCFlow: the plan needs {needed} nodes and Flower has {len(nodes)}; start more "
+                f"SuperNodes, or plan with num_socs={len(nodes)}, or with fewer min_nodes"
+            )
 
     def _first_answers(
         self, grid: Grid, nodes: Sequence[int]
@@ -192,9 +209,11 @@ class NodeRegistry:
         socs = [soc for soc in self._socs if soc not in self._node_of or self._node_of[soc] in lost]
         self._away.update(socs)
         self.lost = set(socs)
-        if lost:
-            nodes = ", ".join(f"node {node} {reason}" for node, reason in sorted(lost.items()))
-            self.left_out = f"{nodes}: left out" + (
+        reasons = [f"node {node} {reason}" for node, reason in sorted(lost.items())]
+        if (missing := len(self._socs) - len({*self._node_of.values(), *lost})) > 0:
+            reasons.append(f"{counted(missing, 'node')} of {len(self._socs)} not connected")
+        if reasons:
+            self.left_out = f"{', '.join(reasons)}: left out" + (
                 f" with SoC {', '.join(map(str, socs))}, until it answers"
                 if socs
                 else "; the plan does not need it"
@@ -419,8 +438,9 @@ class NodeRegistry:
                 )
             self._node_of[soc] = node
         missing = [soc for soc in self._socs if soc not in self._node_of]
-        # Fewer may be the places of the nodes that are lost.
-        may_be_missing = max(num_lost, len(self._socs) - self._min_nodes)
+        # As many as there are nodes that are lost or not connected; more are a node that says a wrong place.
+        num_there = self._min_nodes if self._is_elastic else len(nodes)
+        may_be_missing = max(num_lost, len(self._socs) - num_there)
         if len(missing) > may_be_missing:
             raise InfeasiblePlan(
                 f"SoCFlow: the plan needs SoCs {', '.join(map(str, missing))} and no node says that "

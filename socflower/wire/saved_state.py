@@ -269,6 +269,11 @@ class StateStore:
         if self._lock is None:
             self._lock = self._new_lock(what, wait_s, on_wait)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this store holds its lock."""
+        return self._lock is not None
+
     def close(self) -> None:
         """Let others write."""
         if self._lock is not None:

@@ -135,7 +135,7 @@ def test_contradictions_are_named(statuses: list[NodeStatus | None], says: str) 
 
 
 def test_too_few_nodes_are_refused_with_both_numbers() -> None:
-    refused(lambda: registry_of(PLACES[:4]), "5 nodes", "has 4", error=InfeasiblePlan)
+    refused(lambda: registry_of(PLACES[:2]), "3 nodes", "has 2", error=InfeasiblePlan)
 
 
 @pytest.mark.parametrize(
@@ -437,10 +437,28 @@ def test_a_training_starts_with_fewer_nodes_and_takes_in_the_others_when_they_co
     assert len(set(registry.node_of.values())) == len(SOCS)
 
 
-def test_without_min_nodes_all_have_to_be_there() -> None:
+@given(num_there=st.integers(0, 5), says=st.sampled_from(["place", "ring", "nothing"]))
+def test_by_default_half_of_the_nodes_have_to_be_there_and_the_others_are_named(
+    num_there: int, says: str
+) -> None:
+    """Where nodes say nothing of themselves, as in a simulation, none comes later, so all have to."""
+    rings = [f"10.0.0.{number}:28200" for number in range(1, 6)]
+    told = {
+        "place": PLACES,
+        "ring": [NodeStatus(ring=ring, transports=("gloo",)) for ring in rings],
+        "nothing": [NodeStatus()] * 5,
+    }[says]
+    grid = QueriedGrid(dict(enumerate(told[:num_there], start=100)))
     registry = NodeRegistry(CLUSTER, SOCS)
-    with pytest.raises(InfeasiblePlan, match="needs 5 nodes and Flower has 4"):
-        registry.match_nodes(QueriedGrid(dict(enumerate(PLACES[:4]))), query=True)
+    if num_there < (5 if says == "nothing" else 3):
+        has = f"Flower has {num_there}"
+        refused(lambda: registry.match_nodes(grid, query=True), has, error=InfeasiblePlan)
+        return
+    registry.match_nodes(grid, query=True)
+    assert len(registry.present(grid)) == num_there
+    assert len(registry.away) == 5 - num_there
+    assert all(str(soc) in registry.left_out for soc in registry.away)
+    assert bool(registry.left_out) is (num_there < 5)
 
 
 def test_a_node_that_flaps_is_asked_but_not_planned_with_for_a_growing_time() -> None:

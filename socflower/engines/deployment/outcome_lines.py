@@ -13,6 +13,9 @@ import base64
 import hashlib
 import json
 import re
+import sys
+import threading
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +24,8 @@ from typing import Any
 ALIVE = "alive"
 """The kind of document by which a ServerApp shows every `ALIVE_INTERVAL_S` that it runs; its content is the time."""
 ALIVE_INTERVAL_S = 2.0
+READY = "ready"
+"""The kind of document, without content, of a ServerApp that has loaded everything and may have to wait to train."""
 
 _LINE = re.compile(r"socflower:([a-z]+) ([0-9a-f]{16}) (\d{1,6})/(\d{1,6}) ([A-Za-z0-9+/=]*)")
 # The characters of a line, far below the line limit of any log.
@@ -37,6 +42,25 @@ def to_lines(kind: str, document: Any) -> Iterator[str]:
     pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
     for index, piece in enumerate(pieces, start=1):
         yield f"socflower:{kind} {digest} {index}/{len(pieces)} {piece}"
+
+
+def print_line(line: str) -> None:
+    """Write a line to the log."""
+    # One call, so that no other thread writes between a line and its line end.
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def show_life() -> None:
+    """Log from now on that this process runs: Flower tells of its death only after minutes."""
+
+    def show() -> None:
+        while True:
+            for line in to_lines(ALIVE, time.time()):
+                print_line(line)
+            time.sleep(ALIVE_INTERVAL_S)
+
+    threading.Thread(target=show, name="signs-of-life", daemon=True).start()
 
 
 # The limit of a file: all of it stays in the SuperLink's database.

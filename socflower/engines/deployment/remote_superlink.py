@@ -1,9 +1,16 @@
-"""Engine `deployment` on a remote SuperLink: submit the app, and read progress and outcome from the run's log."""
+"""Engine `deployment` on a remote SuperLink: submit the app, and read progress and outcome from the run's log.
+
+A run with checkpoints is submitted twice: one submission trains, and the other has loaded everything and takes over
+when the first one dies, since the kernel then releases the lock of the checkpoints (`scenario/app/remote_main.py`). So
+another submission does no harm, and there is one more as soon as one gives no sign of life.
+"""
 
 import json
+import math
 import time
 import tomllib
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +19,7 @@ from socflower.engines.app_files import (
     FRESH_KEY,
     NUM_NODES_KEY,
     SEND_MODEL_KEY,
+    SERIES_KEY,
 )
 from socflower.engines.deployment.attempts import OnNotice, RunHistory
 from socflower.engines.deployment.flower_processes import (
@@ -24,8 +32,8 @@ from socflower.engines.deployment.flower_processes import (
     write_connection,
 )
 from socflower.engines.deployment.options import DeployedApp, DeploymentOptions
-from socflower.engines.deployment.outcome_lines import ALIVE, LineReader, ReceivedFile
-from socflower.engines.deployment.submitted_run import FlwrClient
+from socflower.engines.deployment.outcome_lines import ALIVE, READY, LineReader, ReceivedFile
+from socflower.engines.deployment.submitted_run import FlwrClient, RunLog
 from socflower.engines.deployment.superlink import CONNECTION, ENGINE
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import ConfigError, TrainingFailed
@@ -33,11 +41,16 @@ from socflower.wire.saved_state import write_atomically
 
 _POLL_S = 0.2
 # The pause before a SuperLink that did not answer is queried again.
-_ASK_S = 5.0
+_ASK_S = 1.0
 # How long it may fail to answer, for example while it restarts.
 _SILENCE_S = 180.0
-# A ServerApp that has reported `ALIVE` and does not for so long is dead or hangs. Flower tells after four minutes.
-_DEAD_S = 15.0
+# A ServerApp without a sign of life for so long may be dead; one that has not started yet has more time, twice as much
+# after each of them. Flower tells after four minutes.
+_QUIET_S = 5.0
+_START_S = 10.0
+_LONGEST_START_S = 300.0
+# One that trains hangs if it is silent for so long, and another one still does not get its lock.
+_HANGS_S = 15.0
 
 
 def run_on_remote_superlink(
@@ -56,7 +69,7 @@ def run_on_remote_superlink(
     folder = run_folder.path
     environment, connection = connection_to(deployment, folder)
     require_command("flwr", environment, ENGINE)
-    run_config = {
+    run_config: dict[str, Any] = {
         NUM_NODES_KEY: len(app.node_configs),
         FRESH_KEY: deployment.fresh,
         CHECKPOINT_FOLDER_KEY: deployment.checkpoint_folder,
@@ -65,12 +78,12 @@ def run_on_remote_superlink(
     with own_processes(folder) as mark:
         flwr = FlwrClient(marked(environment, mark, "command"), connection, folder)
         while True:
+            run_config[SERIES_KEY] = uuid.uuid4().hex
             bundle = folder / f"app-{len(history.restarts) + 1}"
             app.bundle_files.write(bundle, run_config)
             model = ReceivedFile(run_folder.model) if wants_model else None
-            may_resume = bool(deployment.checkpoint_folder)
-            attempt = _Attempt(bundle, flwr, history, on_notice, model, may_resume=may_resume)
-            failure = attempt.follow()
+            series = _Series(bundle, flwr, history, on_notice, model, deployment)
+            failure = series.follow()
             if failure is None:
                 break
             if not deployment.checkpoint_folder:
@@ -79,7 +92,7 @@ def run_on_remote_superlink(
                 )
             history.record_restart(None, failure, deployment.restarts, on_notice)
             run_config[FRESH_KEY] = False
-    outcome, trace = attempt.documents["outcome"], attempt.documents.get("trace")
+    outcome, trace = series.documents["outcome"], series.documents.get("trace")
     if model is not None and "error" not in outcome and not model.is_whole:
         raise TrainingFailed(
             f"engine {ENGINE}: the run has ended well, but parts of its model are missing in its log; "
@@ -92,8 +105,54 @@ def run_on_remote_superlink(
     return outcome, path
 
 
-class _Attempt:
-    """One submission of the app; its log is followed to the outcome."""
+class _Submission:
+    """One submission of the app: its log, and the signs of life of its ServerApp."""
+
+    def __init__(self, log: RunLog) -> None:
+        self.log = log
+        self.run_id: int | None = None
+        # Flower's, as it was after the log's end.
+        self.status: str | None = None
+        self._reader = LineReader()
+        self.has_started = False
+        # The newest sign of life, before the first one the beginning.
+        self._alive_s = time.monotonic()
+        # When it began to wait for the lock of the checkpoints, or got it.
+        self.is_ready_since_s: float | None = None
+        # False while a log that was opened again has not had a line: `flwr` may still wait for the SuperLink.
+        self.is_connected = True
+
+    def silence_s(self) -> float:
+        """Return the seconds since the newest sign of life, or since the beginning."""
+        return time.monotonic() - self._alive_s
+
+    def suspect(self) -> None:
+        """Take it for dead until its next sign of life: the SuperLink was away, which may have ended the ServerApp."""
+        self._alive_s = -math.inf
+
+    def follow_again(self, log: RunLog) -> None:
+        """Read the log from its beginning again."""
+        self.log.close()
+        self.log, self.is_connected = log, False
+
+    def documents(self) -> Iterator[tuple[str, Any]]:
+        """Yield kind and document of what was logged since the last call, without signs of life."""
+        for line in self.log.new_lines():
+            if not self.is_connected and self._alive_s > -math.inf:
+                # What was written meanwhile is yet to come.
+                self._alive_s = time.monotonic()
+            self.is_connected = True
+            for kind, document in self._reader.feed(line):
+                self.has_started, self._alive_s = True, time.monotonic()
+                if kind == READY:
+                    self.is_ready_since_s = self._alive_s
+                elif kind != ALIVE:
+                    yield kind, document
+        self.run_id = self.run_id or self.log.run_id
+
+
+class _Series:
+    """The submissions of one app; their logs are followed to the outcome."""
 
     def __init__(
         self,
@@ -102,101 +161,169 @@ class _Attempt:
         history: RunHistory,
         on_notice: OnNotice,
         model: ReceivedFile | None,
-        *,
-        may_resume: bool = False,
+        deployment: DeploymentOptions,
     ) -> None:
         self.documents: dict[str, Any] = {}
-        self._flwr, self._history, self._on_notice, self._model = flwr, history, on_notice, model
-        self._reader = LineReader()
-        self._log = flwr.submit(app)
-        self._run_id: int | None = None
-        self._status: str | None = None
+        self._app, self._flwr, self._history, self._on_notice = app, flwr, history, on_notice
+        self._model, self._deployment = model, deployment
+        self._submissions: list[_Submission] = []
+        # The one that trains, or did so last.
+        self._leader: _Submission | None = None
+        self._cause = "the ServerApp died"
+        self._start_s = _START_S
         self._answered_s = time.monotonic()
-        # Without checkpoints a training that may have died is worth waiting for.
-        self._may_resume = may_resume
-        # The time of the newest sign of life of the ServerApp, or of the connection to its log; None before the first.
-        self._alive_s: float | None = None
-        # False while a log that was opened again has not had a line: `flwr` may still wait for the
-        # SuperLink.
-        self._is_connected = True
+        # The SuperLink does not answer.
+        self._is_away = False
 
     def follow(self) -> str | None:
-        """Read the log until `documents` has the outcome, and return None; else return why there is none."""
+        """Read the logs until `documents` has the outcome, and return None; else return why there is none."""
+        self._submit()
         try:
             while True:
-                ended = self._log.ended()
-                self._read_lines()
-                self._run_id = self._run_id or self._log.run_id
+                ended = [each for each in self._submissions if each.log.ended()]
+                for each in [*self._submissions]:
+                    for kind, document in each.documents():
+                        self._take(each, kind, document)
                 if "outcome" in self.documents:
-                    # The run has ended, so it need not be stopped.
-                    self._run_id = None
+                    if "error" not in self.documents["outcome"]:
+                        # The others end by themselves.
+                        self._submissions.clear()
                     return None
-                if ended:
-                    failure = self._on_log_end()
-                    if failure is not None:
-                        return failure
-                    continue
-                if self._is_connected:
+                for each in ended:
+                    if each in self._submissions and not self._is_away:
+                        self._on_log_end(each)
+                self._is_away = self._is_away and self._await_superlink()
+                if not self._submissions:
+                    return self._cause
+                if any(each.is_connected and each not in ended for each in self._submissions):
                     self._answered_s = time.monotonic()
-                    if self._may_resume and self._is_silent:
-                        return f"the ServerApp has given no sign of life for {_DEAD_S:g} s"
+                may_stand_by = self._deployment.checkpoint_folder and not self._is_away
+                if may_stand_by and (failure := self._stand_by()):
+                    return failure
                 time.sleep(_POLL_S)
         finally:
-            self._log.close()
-            if self._run_id is not None:
-                self._flwr.stop(self._run_id)
+            self._end()
 
-    @property
-    def _is_silent(self) -> bool:
-        return self._alive_s is not None and time.monotonic() - self._alive_s > _DEAD_S
+    def _submit(self) -> None:
+        self._submissions.append(_Submission(self._flwr.submit(self._app)))
 
-    def _read_lines(self) -> None:
-        for line in self._log.new_lines():
-            if not self._is_connected and self._alive_s is not None:
-                # What was written meanwhile is yet to come.
-                self._alive_s = time.monotonic()
-            self._is_connected = True
-            for kind, document in self._reader.feed(line):
-                if self._alive_s is not None or kind == ALIVE:
-                    self._alive_s = time.monotonic()
-                if kind == "progress":
-                    self._history.add_round(document)
-                elif kind == "resumed":
-                    self._history.record_resume(int(document["after_round"]))
-                elif kind == "status":
-                    self._history.on_status(document)
-                elif kind == "model" and self._model is not None:
-                    self._model.add(document)
-                elif kind != ALIVE:
-                    self.documents[kind] = document
+    def _end(self) -> None:
+        """Stop what still runs, the submission that trains last, so that no other one takes over."""
+        for each in sorted(self._submissions, key=lambda each: each is self._leader):
+            self._drop(each)
 
-    def _on_log_end(self) -> str | None:
-        """Return why the run ended without an outcome; if it may still run, open its log again and return None."""
-        run_id = self._run_id
+    def _drop(self, submission: _Submission) -> None:
+        """Stop a submission, and follow it no longer."""
+        self._submissions.remove(submission)
+        submission.log.close()
+        if submission.run_id is not None:
+            self._flwr.stop(submission.run_id)
+
+    def _stand_by(self) -> str | None:
+        """Submit the app again unless enough submissions live; return why the one that trains has to be replaced."""
+        alive = [each for each in self._submissions if self._is_alive(each)]
+        others = [each for each in alive if each is not self._leader]
+        if not alive or (self._leader is not None and not others):
+            if not all(each.has_started for each in self._submissions):
+                self._start_s = min(2.0 * self._start_s, _LONGEST_START_S)
+            self._submit()
+        if self._leader in alive and len(others) > 1:
+            # After a SuperLink's restart that the ServerApps have survived.
+            self._drop(others[-1])
+        leader = self._leader
+        waited_s = max(
+            (
+                time.monotonic() - each.is_ready_since_s
+                for each in others
+                if each.is_ready_since_s is not None
+            ),
+            default=0.0,
+        )
+        if (
+            leader in self._submissions
+            and leader is not None
+            and leader.is_connected
+            and min(leader.silence_s(), waited_s) > _HANGS_S
+        ):
+            return f"the ServerApp has given no sign of life for {_HANGS_S:g} s"
+        return None
+
+    def _is_alive(self, submission: _Submission) -> bool:
+        if not submission.is_connected:
+            return submission.has_started
+        limit_s = _QUIET_S if submission.has_started else self._start_s
+        return submission.silence_s() < limit_s
+
+    def _take(self, submission: _Submission, kind: str, document: Any) -> None:
+        if kind == "progress":
+            self._history.add_round(document)
+        elif kind == "resumed":
+            self._on_begin(submission, int(document["after_round"]))
+        elif kind == "status":
+            self._history.on_status(document)
+        elif kind == "model" and self._model is not None:
+            self._model.add(document)
+        else:
+            self.documents[kind] = document
+
+    def _on_begin(self, submission: _Submission, after_round: int) -> None:
+        """Record which submission trains from now on; it has the lock of the checkpoints, so the others do not."""
+        before, self._leader = self._leader, submission
+        if before is None:
+            self._history.record_resume(after_round)
+            return
+        restarts = self._deployment.restarts
+        self._history.record_restart(after_round, self._cause, restarts, self._on_notice)
+        self._cause = "the ServerApp died"
+        if before in self._submissions:
+            # Otherwise the nodes would still receive its messages.
+            self._drop(before)
+
+    def _on_log_end(self, submission: _Submission) -> None:
+        """Drop a submission whose run has ended without an outcome; if it may still run, open its log again."""
+        run_id = submission.run_id
         if run_id is None:
-            # Nothing was trained; the usual cause is a wrong address or name.
-            raise ConfigError(
-                f"engine {ENGINE}: Flower did not start the run; the end of its log: "
-                f"{tail(self._log.path)}"
-            )
-        if self._status is not None and self._status.startswith("finished"):
+            if self._leader is None and len(self._submissions) == 1:
+                # Nothing was trained; the usual cause is a wrong address or name.
+                raise ConfigError(
+                    f"engine {ENGINE}: Flower did not start the run; the end of its log: "
+                    f"{tail(submission.log.path)}"
+                )
+            self._drop(submission)
+            return
+        if submission.status is not None and submission.status.startswith("finished"):
             # The whole log was read after this status was received.
-            self._run_id = None
-            return f"Flower ended the run ({self._status})"
-        self._status = self._flwr.status(run_id)
-        if self._status is not None:
+            self._on_run_end(submission, submission.status)
+            return
+        submission.status = self._flwr.status(run_id)
+        self._is_away = submission.status is None
+        if not self._is_away:
             self._answered_s = time.monotonic()
-        elif time.monotonic() - self._answered_s > _SILENCE_S:
+            submission.follow_again(self._flwr.log_again(run_id))
+
+    def _on_run_end(self, submission: _Submission, status: str) -> None:
+        submission.run_id = None
+        self._drop(submission)
+        if submission is self._leader or not self._submissions:
+            self._cause = f"Flower ended the run ({status})"
+        if submission is self._leader and status == "finished:stopped":
+            raise TrainingFailed(f"engine {ENGINE}: somebody stopped the run on the SuperLink")
+
+    def _await_superlink(self) -> bool:
+        """Return whether a SuperLink that did not answer still does not; it may do so for three minutes."""
+        run_id = next(each.run_id for each in self._submissions if each.run_id is not None)
+        if time.monotonic() - self._answered_s > _SILENCE_S:
             raise TrainingFailed(
                 f"engine {ENGINE}: the SuperLink has not answered for {_SILENCE_S:g} s; run {run_id} may "
                 f"still be running there, flwr stop {run_id} ends it"
             )
-        else:
-            self._on_notice("the SuperLink does not answer; trying again")
-            time.sleep(_ASK_S)
-        self._log.close()
-        self._log, self._is_connected = self._flwr.log_again(run_id), False
-        return None
+        self._on_notice("the SuperLink does not answer; trying again")
+        time.sleep(_ASK_S)
+        if self._flwr.status(run_id) is None:
+            return True
+        for each in self._submissions:
+            each.suspect()
+        return False
 
 
 def connection_to(deployment: DeploymentOptions, folder: Path) -> tuple[Mapping[str, str], str]:

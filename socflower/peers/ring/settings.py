@@ -19,8 +19,8 @@ class RingSettings:
     `transport`: "gloo" for a trusted network, "grpc" with mutual TLS for any other; "auto" uses what the nodes are
     configured for. A ring drops a member that does not answer for `heartbeat_s`, and starts without one that does not
     join within `rendezvous_s`. If the member that answers for a group is silent for `leader_grace_s` longer than the
-    others, another member is asked for the model. With `min_nodes` a training of groups starts, continues and resumes
-    with so many of its nodes, or more; None: all have to be there when it starts.
+    others, another member is asked for the model. A training of groups starts, continues and resumes with `min_nodes`
+    of its nodes, or more; None: it starts with half of them, and continues with any.
     """
 
     transport: Annotated[
@@ -67,7 +67,7 @@ class RingSettings:
             le=MOST_NODES,
             description=(
                 "with how many nodes a training of groups starts, continues and resumes; the others take part when "
-                "they come; default: all at the start, one later"
+                "they come; default: half at the start, one later"
             ),
         ),
     ] = None

@@ -32,7 +32,7 @@ __all__ = ["app"]
 _IN_BUNDLE = '''"""The {part}App of every socflower scenario; the scenario is in the same folder."""
 
 from pathlib import Path
-
+{first}
 from socflower.scenario.app.remote_main import bundled_{name}_app
 
 app = bundled_{name}_app(Path(__file__).parent)
@@ -88,6 +88,14 @@ def needs_cloud(scenario: Scenario) -> bool:
     return scenario.is_split and scenario.strategy.name != "edge-only"
 
 
+# Loading torch takes seconds, in which a process may die.
+_SHOW_LIFE = """
+from socflower.engines.deployment.outcome_lines import show_life
+
+show_life()
+"""
+
+
 def app_in_folder() -> AppFiles:
     """Return the app that reads its scenario from the run's folder on this machine."""
     return _app(_IN_FOLDER)
@@ -113,7 +121,7 @@ def bundled_document(bundle: Path) -> dict[str, Any]:
 
 def _app(template: str, extra_files: Mapping[str, str] | None = None) -> AppFiles:
     return AppFiles(
-        server_app=template.format(part="Server", name="server"),
-        client_app=template.format(part="Client", name="client"),
+        server_app=template.format(part="Server", name="server", first=_SHOW_LIFE),
+        client_app=template.format(part="Client", name="client", first=""),
         extra_files=extra_files or {},
     )

@@ -32,6 +32,7 @@ from socflower.scenario.schema.file import from_document
 from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.workload import initial_model, partitions
 from socflower.strategies.group_grid import GroupGrid
+from socflower.strategies.node_registry import half_of
 from socflower.training.trainer import Trainer
 from socflower.wire.message_keys import PARTITION_ID
 from socflower.wire.split_message_keys import SPLIT
@@ -43,10 +44,13 @@ _NODES_TIMEOUT_S = 120.0
 _OTHERS_S = 5.0
 
 
-def scenario_server_app(folder_of: FolderOf, prepared: PreparedRun | None = None) -> ServerApp:
+def scenario_server_app(
+    folder_of: FolderOf, prepared: PreparedRun | None = None, *, others_s: float = _NODES_TIMEOUT_S
+) -> ServerApp:
     """Return the ServerApp that trains the scenario in a run's folder and writes the outcome there.
 
-    `prepared` is the run's prepared scenario if it was built in this process.
+    `prepared` is the run's prepared scenario if it was built in this process. Once half of the nodes are connected, the
+    others are waited for only `others_s`.
     """
     app = ServerApp()
 
@@ -60,7 +64,15 @@ def scenario_server_app(folder_of: FolderOf, prepared: PreparedRun | None = None
         def outcome() -> dict[str, Any]:
             num_nodes = int(context.run_config.get(NUM_NODES_KEY, 0))
             run = prepared or PreparedRun(from_document(folder.read_scenario()))
-            await_nodes(grid, num_nodes, on_status=on_status, least=run.scenario.ring.min_nodes)
+            min_nodes = run.scenario.ring.min_nodes
+            by_default = half_of(num_nodes) if run.scenario.has_groups else None
+            await_nodes(
+                grid,
+                num_nodes,
+                on_status=on_status,
+                least=by_default if min_nodes is None else min_nodes,
+                others_s=others_s if min_nodes is None else _OTHERS_S,
+            )
             return train(run, GroupGrid(WatchedGrid(grid, on_status)), folder)
 
         report_outcome(folder, outcome)
@@ -148,10 +160,11 @@ def await_nodes(
     timeout_s: float = _NODES_TIMEOUT_S,
     on_status: OnStatus = lambda document: None,
     least: int | None = None,
+    others_s: float = _OTHERS_S,
 ) -> None:
     """Wait until `num_nodes` SuperNodes are connected; after `timeout_s` log a warning and continue with fewer.
 
-    Once `least` of them are connected, the others are waited for only `_OTHERS_S`.
+    Once `least` of them are connected, the others are waited for only `others_s`.
     """
     deadline = time.monotonic() + timeout_s
     has_enough = False
@@ -159,7 +172,7 @@ def await_nodes(
     while (connected := len(list(grid.get_node_ids()))) < num_nodes:
         if not has_enough and least is not None and connected >= least:
             has_enough = True
-            deadline = min(deadline, time.monotonic() + _OTHERS_S)
+            deadline = min(deadline, time.monotonic() + others_s)
         if time.monotonic() >= deadline:
             log(
                 WARNING,

@@ -2,33 +2,42 @@
 
 On the SuperLink's machine a temporary folder replaces the run's folder. Checkpoints are kept on that machine, in the
 folder that the run config names, and are removed when the run succeeds.
+
+A command submits its app more than once: a *series*. The submission that holds the lock of the checkpoints trains; the
+others have loaded everything, and wait for the lock, which the kernel releases when its holder dies. A file beside the
+checkpoints says whether the series has ended, so that none begins again.
 """
 
 import json
 import os
 import shutil
-import sys
+import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from socflower.engines.app_files import CHECKPOINT_FOLDER_KEY, FRESH_KEY, SEND_MODEL_KEY
+from socflower.engines.app_files import (
+    CHECKPOINT_FOLDER_KEY,
+    FRESH_KEY,
+    SEND_MODEL_KEY,
+    SERIES_KEY,
+)
 from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
 from socflower.engines.deployment.outcome_lines import (
-    ALIVE,
-    ALIVE_INTERVAL_S,
     MAX_FILE_BYTES,
+    READY,
     file_documents,
+    print_line,
     to_lines,
 )
 from socflower.engines.run_folder import OUTCOME, STATUS, CloudAddress, RunFolder
@@ -40,13 +49,17 @@ from socflower.scenario.app.round_record import versions
 from socflower.scenario.schema.file import from_document, to_document
 from socflower.scenario.schema.scenario_file import Scenario
 from socflower.wire.folders import temporary_folder
+from socflower.wire.saved_state import write_atomically
 
 ENGINE = "deployment"
 STATE_FOLDER_KEY = "state-folder"
 """Key of a SuperNode's config: the folder in which its machine keeps the states of trainings that may be resumed."""
 
+_SERIES_FILE = "series.json"
 # Within this time the ServerApp of an earlier attempt notices that the SuperLink dropped it.
 _ENDING_S = 60.0
+# Nodes of a rack were there before the run; those that are not by now may be away for long, and are taken in later.
+_OTHERS_S = 15.0
 # Flower uploads the log several times a second, and waits 3 s for the rest at a run's end.
 _PART_S = 0.25
 # An upper bound on the names and headers in the file.
@@ -69,39 +82,49 @@ def bundled_server_app(bundle: Path) -> ServerApp:
                 bundle=bundle,
                 kept=Path(kept) if kept else None,
                 fresh=bool(context.run_config.get(FRESH_KEY, False)),
-                print_line=_print_line,
+                print_line=print_line,
                 run_id=context.run_id,
                 sends_model=bool(context.run_config.get(SEND_MODEL_KEY, False)),
+                series=str(context.run_config.get(SERIES_KEY, "")),
             )
-            with _showing_life(folder.print_line):
-                scenario_server_app(lambda _: folder)(grid, context)
+            with suppress(_SeriesEnded), _on_stop(folder.end_series):
+                scenario_server_app(lambda _: folder, others_s=_OTHERS_S)(grid, context)
 
     return app
 
 
+class _SeriesEnded(BaseException):
+    """Another submission of the series has trained to the end; no error, so nothing reports it as one."""
+
+
 @contextmanager
-def _showing_life(print_line: Callable[[str], None]) -> Iterator[None]:
-    """Log within the context that this process runs: Flower tells of its death only after minutes."""
-    ended = threading.Event()
+def _on_stop(act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` when the run is stopped, as by `flwr stop`.
 
-    def show() -> None:
-        while not ended.wait(ALIVE_INTERVAL_S):
-            for line in to_lines(ALIVE, time.time()):
-                print_line(line)
+    Flower sends SIGINT to its own process then, and also when its SuperExec has died, as with the SuperLink.
+    """
+    parent, before = os.getppid(), signal.getsignal(signal.SIGINT)
 
-    thread = threading.Thread(target=show, name="signs-of-life", daemon=True)
-    thread.start()
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getppid() == parent:
+            act()
+        assert callable(before)
+        before(number, frame)
+
+    if not callable(before):
+        yield
+        return
+    signal.signal(signal.SIGINT, handle)
     try:
         yield
     finally:
-        ended.set()
-        thread.join()
+        signal.signal(signal.SIGINT, before)
 
 
 def bundled_client_app(bundle: Path) -> ClientApp:
     """Return the ClientApp of the scenario in the folder `bundle`."""
     folder = BundledRunFolder(
-        path=bundle, bundle=bundle, kept=None, fresh=False, print_line=_print_line
+        path=bundle, bundle=bundle, kept=None, fresh=False, print_line=print_line
     )
     return scenario_client_app(lambda context: folder)
 
@@ -118,6 +141,7 @@ class BundledRunFolder(RunFolder):
     # Flower's id of the run.
     run_id: int = 0
     sends_model: bool = False
+    series: str = ""
 
     @property
     def training(self) -> str:
@@ -133,13 +157,52 @@ class BundledRunFolder(RunFolder):
         if self.kept is None:
             return None
         kept, scenario = _checkpoints(self.kept), to_document(_scenario(self.bundle))
-        kept.open(f"{CHECKPOINT_FOLDER_KEY} {self.kept}", wait_s=_ENDING_S, on_wait=self.print_line)
-        if self.fresh:
-            kept.remove()
+        self._log(READY, self.run_id)
+        self._lock(kept)
+        has_begun, has_ended = self._read_series()
+        if has_ended:
+            kept.close()
+            raise _SeriesEnded
+        if self.fresh and not has_begun:
+            kept.clear()
         kept.create()
+        self._write_series(has_ended=False)
         checkpoint = kept.resume(scenario, ENGINE, versions(), self.print_line)
         self._log("resumed", {"after_round": 0 if checkpoint is None else checkpoint.server_round})
         return Checkpointing(kept=kept, engine=ENGINE).after(checkpoint)
+
+    def _lock(self, kept: CheckpointFolder) -> None:
+        """Wait for the lock of the checkpoints while another submission of this series holds it, else for a minute."""
+        while True:
+            try:
+                kept.open(
+                    f"{CHECKPOINT_FOLDER_KEY} {self.kept}",
+                    wait_s=_ENDING_S,
+                    on_wait=self.print_line,
+                )
+                return
+            except ConfigError:
+                if self._read_series() != (True, False):
+                    raise
+
+    def end_series(self) -> None:
+        """Let no other submission of the series train, if this one does."""
+        if self.kept is not None and _checkpoints(self.kept).is_open:
+            self._write_series(has_ended=True)
+
+    def _write_series(self, *, has_ended: bool) -> None:
+        if self.series and self.kept is not None:
+            document = {"series": self.series, "has_ended": has_ended}
+            write_atomically(self.kept / _SERIES_FILE, json.dumps(document))
+
+    def _read_series(self) -> tuple[bool, bool]:
+        """Return whether the newest training here is of this series, and whether the series has ended."""
+        if self.series and self.kept is not None:
+            with suppress(OSError, ValueError, LookupError, TypeError):
+                document = json.loads((self.kept / _SERIES_FILE).read_text("utf-8"))
+                is_ours = document["series"] == self.series
+                return is_ours, is_ours and bool(document["has_ended"])
+        return False, False
 
     def clients_folder(self, context: Context) -> Path | None:
         """Return where this node keeps trainer states; None if its config names no folder, or nothing can resume."""
@@ -196,6 +259,9 @@ class BundledRunFolder(RunFolder):
                 self._log("model", document)
                 time.sleep(_PART_S)
         self._log(OUTCOME, outcome)
+        if "error" not in outcome or "kind" in outcome:
+            # After other errors, such as those of a connection, another submission may do better.
+            self.end_series()
         if self.kept is not None and "error" not in outcome:
             _checkpoints(self.kept).remove()
 
@@ -213,9 +279,3 @@ def _checkpoints(folder: Path) -> CheckpointFolder:
 @cache
 def _scenario(bundle: Path) -> Scenario:
     return from_document(bundled_document(bundle))
-
-
-def _print_line(line: str) -> None:
-    # One call, so that no other thread writes between a line and its line end.
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()

@@ -9,10 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.hub_traffic import deployed
 from socflower.engines.deployment import warm_executor
@@ -418,6 +421,24 @@ def test_the_command_is_a_module_too(environment: dict[str, str]) -> None:
         2,
         command_line("--", "flower-superlink", environment=environment).stderr,
     )
+
+
+@given(st.lists(st.sampled_from([0.5, 3.0]), max_size=60))
+def test_questions_for_messages_follow_an_answer_closely_and_are_as_rare_as_flowers_later(
+    pauses_s: list[float],
+) -> None:
+    slept_s: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        clock = SimpleNamespace(sleep=slept_s.append, monotonic=time.monotonic)
+        patch.setattr(warm_executor, "time", clock)
+        pauses = warm_executor._Pauses()
+        for pause_s in [*pauses_s, 0.5, *[3.0] * 30]:
+            pauses.sleep(pause_s)
+        assert pauses.monotonic is time.monotonic
+    for asked_s, found_s in zip([*pauses_s, 0.5, *[3.0] * 30], slept_s, strict=True):
+        assert 0.25 <= found_s <= asked_s and (asked_s == 3.0 or found_s == asked_s)
+    after = slept_s[-30:]
+    assert sum(after[:4]) <= 1.0 and after[-1] == 3.0 and after == sorted(after)
 
 
 # -------------------------------------------------------------------------------------------- residents

@@ -1,6 +1,7 @@
 """Runs on one rack's nodes, which keep states beside each other, and what such a run sends back."""
 
 import itertools
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -106,6 +107,39 @@ def test_a_training_that_starts_anew_in_the_folder_of_another_does_not_find_its_
     assert len(rack.states()) == 2
     outcome(rack.run(scenario, "kept"))
     assert len(rack.states()) == 2, "resumed, it goes on in the folder of the second"
+
+
+def test_of_a_series_one_trains_and_the_next_goes_on_until_the_end(rack: Rack) -> None:
+    """What is fresh is so once; and one that gets the lock after the end does nothing."""
+    scenario, series = small(epochs=2, interval=1.0), {"series": "a", "fresh": True}
+    with stopping((1).__eq__):
+        rack.run(scenario, "kept")
+    with stopping((1).__eq__):
+        begun = dict(rack.run(scenario, "kept", **series))
+    taken_over = rack.run(scenario, "kept", **series)
+    assert (begun["resumed"], dict(taken_over)["resumed"]) == (
+        {"after_round": 0},
+        {"after_round": 1},
+    )
+    assert outcome(taken_over)["resumed_from"] == [1]
+    assert [kind for kind, _ in rack.run(scenario, "kept", **series)] == ["ready"]
+    assert outcome(rack.run(scenario, "kept", series="b"))["resumed_from"] == []
+
+
+def test_a_run_that_is_stopped_is_not_taken_over(rack: Rack) -> None:
+    """SIGINT is how Flower's process learns of `flwr stop`; it comes here at the end of a round."""
+    scenario = small(epochs=2, interval=1.0)
+
+    def stop(server_round: int) -> bool:
+        if server_round == 1:
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        return server_round == 1
+
+    with stopping(stop):
+        rack.run(scenario, "kept", series="a")
+    assert [kind for kind, _ in rack.run(scenario, "kept", series="a")] == ["ready"]
+    assert outcome(rack.run(scenario, "kept", series="b"))["resumed_from"] == [1]
 
 
 def test_the_model_comes_back_if_it_is_asked_for(rack: Rack, tmp_path: Path) -> None:
