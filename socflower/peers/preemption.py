@@ -27,7 +27,7 @@ from typing import Any
 
 from socflower.errors import ConfigError
 from socflower.wire.http_server import HttpHandler, HttpServer
-from socflower.wire.logs import log
+from socflower.wire.logs import log, warn
 
 FILE_CHECK_INTERVAL_S = 0.05
 """The minimum interval between checks of the file; reading `active` in between costs nothing."""
@@ -268,7 +268,7 @@ def _is_address(text: object) -> bool:
 class _Server(HttpServer):
     def __init__(self, host: str, port: int, switch: PreemptionSwitch) -> None:
         self.switch = switch
-        super().__init__(host, port, _RequestHandler)
+        super().__init__(host, port, _RequestHandler, "preempt-port", warn)
 
 
 class _RequestHandler(HttpHandler):

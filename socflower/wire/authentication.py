@@ -13,7 +13,7 @@ the challenge, so that calls that were recorded before a restart cannot be repla
 
 import hmac
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NoReturn, cast
@@ -194,7 +194,7 @@ class _Opened:
 
 # ------------------------------------------------------------------------------------------------------ server
 class ServerAuthentication(grpc.ServerInterceptor):
-    """Admits calls with the token that `token_of` returns for the caller's name (None: no such caller).
+    """Admits calls with a token that `tokens_of` returns for the caller's name (none: no such caller).
 
     `on_refused(peer, what)` is called for each refused call. Handlers may raise `PeerRefused` or any `SocflowerError`
     to refuse a call, and `PeerNotReady`; they return or yield bytes. Handlers of streams get memoryviews, so
@@ -204,14 +204,14 @@ class ServerAuthentication(grpc.ServerInterceptor):
 
     def __init__(
         self,
-        token_of: Callable[[str], bytes | None],
+        tokens_of: Callable[[str], Sequence[bytes]],
         *,
         tls: bool,
         receiver: str | None = None,
         on_refused: Callable[[str, str], object],
         most_challenges: int = 8,
     ) -> None:
-        self._token_of, self._tls, self._on_refused = token_of, tls, on_refused
+        self._tokens_of, self._tls, self._on_refused = tokens_of, tls, on_refused
         self._most_challenges = most_challenges
         self._receiver = os.urandom(_NUM_RECEIVER) if receiver is None else _padded(receiver)
         self._is_challenge = receiver is None
@@ -340,13 +340,16 @@ class ServerAuthentication(grpc.ServerInterceptor):
         if not shown if self._tls else len(hello) != _NUM_NONCE + _NUM_RECEIVER + _NUM_MAC:
             self.refuse(context, f"{what} without a token")
         # For an unknown caller no token is right; the comparison takes as long as any.
-        secret = self._token_of(caller) or os.urandom(32)
+        secrets = self._tokens_of(caller) or (os.urandom(32),)
         if self._tls:
-            self._require_equal(context, what, shown.encode(), secret.hex().encode())
+            tokens = [secret.hex().encode() for secret in secrets]
+            self._require_one(context, what, shown.encode(), tokens)
             return None
         nonce, receiver, mac = hello[:_NUM_NONCE], hello[_NUM_NONCE:-_NUM_MAC], hello[-_NUM_MAC:]
-        session = _Session(secret, method, caller, nonce + receiver)
-        self._require_equal(context, what, mac, session.mac())
+        sessions = [_Session(secret, method, caller, nonce + receiver) for secret in secrets]
+        session = sessions[
+            self._require_one(context, what, mac, [session.mac() for session in sessions])
+        ]
         with self._lock:
             self._challenges_of.pop(context.peer(), None)
             is_current, replayed = receiver == self._receiver, nonce in self._nonces
@@ -363,12 +366,15 @@ class ServerAuthentication(grpc.ServerInterceptor):
             self.refuse(context, f"a replayed {_short(method)!r} call")
         return session
 
-    def _require_equal(
-        self, context: grpc.ServicerContext, what: str, shown: bytes, secret: bytes
-    ) -> None:
-        if not hmac.compare_digest(shown, secret):
+    def _require_one(
+        self, context: grpc.ServicerContext, what: str, shown: bytes, secrets: Sequence[bytes]
+    ) -> int:
+        """Return which of the secrets was shown; abort the call if it is none."""
+        are_equal = [hmac.compare_digest(shown, secret) for secret in secrets]
+        if not any(are_equal):
             remedy = "; give the one that was agreed on"
             self.refuse(context, f"{what} with a wrong token", remedy=remedy)
+        return are_equal.index(True)
 
     def refuse(
         self,

@@ -16,6 +16,12 @@ Clock: TypeAlias = Callable[[], float]
 log = logging.getLogger("flwr").log
 """Flower's own logger, whose handlers it sets up in every process that runs an app."""
 
+
+def warn(line: str) -> None:
+    """Log a line as Flower's warnings."""
+    log(logging.WARNING, line)
+
+
 LOG_FORMAT = "SOCFLOWER_LOG_FORMAT"
 """Environment variable, which child processes inherit: "json" makes each line a JSON document."""
 

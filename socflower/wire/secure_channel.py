@@ -2,23 +2,39 @@
 
 import errno
 import socket
+import ssl
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
+from logging import WARNING
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
 from socflower.errors import ConfigError
+from socflower.wire.logs import log
 
 _RECONNECT_MS = 100
 _BIND_RETRY_S = 0.1
 _STOP_S = 5.0
 _PERMANENT_ERRNOS = (errno.EADDRNOTAVAIL, errno.EACCES, errno.EPERM, errno.EAFNOSUPPORT)
+
+
+FileStamp: TypeAlias = tuple[int, int, int]
+"""What changes when a file is replaced or written: inode, size and time of the change in ns."""
+
+
+def stamp_of(path: Path | None) -> FileStamp | None:
+    """Return the stamp of a file; None for none, or one that is not there."""
+    if path is not None:
+        with suppress(OSError):
+            found = path.stat()
+            return found.st_ino, found.st_size, found.st_mtime_ns
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +122,53 @@ class Tls:
         return cls(**files) if files else None
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Return what a server listens with; `ConfigError` for files that are missing or no PEM."""
+        """Return what a server listens with; `ConfigError` for files that are missing or no PEM.
+
+        Each handshake is with the files as they are then: certificates and authorities may be replaced while the server
+        runs. While new files cannot be used, such as a key without its certificate, the ones before are.
+        """
         if self.certificate is None:
             raise ConfigError(
                 "TLS: a server needs a certificate and a key; name the PEM files of both"
             )
-        pair = (_read_pem("key", self.key), _read_pem("certificate", self.certificate))
-        ca = _read_pem("ca", self.ca)
-        return grpc.ssl_server_credentials(
-            [pair], root_certificates=ca, require_client_auth=ca is not None
+        used, stamp = self._server_configuration(), self._stamp()
+
+        def changed() -> Any:
+            nonlocal stamp
+            now = self._stamp()
+            if now == stamp:
+                return None
+            try:
+                self._require_pair()
+                found = self._server_configuration()
+            except ConfigError as error:
+                log(WARNING, "%s; the files before are used", error)
+                return None
+            stamp = now
+            return found
+
+        return grpc.dynamic_ssl_server_credentials(
+            used, changed, require_client_authentication=self.ca is not None
         )
+
+    def _server_configuration(self) -> Any:
+        pair = (_read_pem("key", self.key), _read_pem("certificate", self.certificate))
+        return grpc.ssl_server_certificate_configuration(
+            [pair], root_certificates=_read_pem("ca", self.ca)
+        )
+
+    def _stamp(self) -> list[FileStamp | None]:
+        return [stamp_of(path) for path in (self.ca, self.certificate, self.key)]
+
+    def _require_pair(self) -> None:
+        """Raise `ConfigError` unless the key is that of the certificate, as if only one of them was replaced yet."""
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(str(self.certificate), str(self.key))
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"TLS: {self.certificate} and {self.key} do not belong together ({error})"
+            ) from None
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Return what a client dials with; `ConfigError` for files that are missing or no PEM."""

@@ -5,21 +5,17 @@ nothing secret; it refuses addresses that are neither loopback nor private.
 """
 
 import json
-import socket
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from socflower.errors import ConfigError
 from socflower.wire.http_server import HttpHandler, HttpServer
+from socflower.wire.logs import Log, warn
 from socflower.wire.secure_channel import Address
 
 _REQUEST_TIMEOUT_S = 5.0
-# One more closes the oldest, so that half-open connections keep neither threads nor an operator's request.
-_MOST_CONNECTIONS = 16
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -73,11 +69,14 @@ class PortState:
 class StatusPort:
     """Answers at `address` (host:port, port 0 for a free one) while it is entered; `read` returns the state.
 
-    Raises `ConfigError` for an address that is public, malformed, or in use.
+    `log_line` gets a line a minute about a host that holds too many connections. Raises `ConfigError` for an address
+    that is public, malformed, or in use.
     """
 
-    def __init__(self, address: str, read: Callable[[], PortState]) -> None:
-        self._wanted, self._read = self.check(address), read
+    def __init__(
+        self, address: str, read: Callable[[], PortState], *, log_line: Log = warn
+    ) -> None:
+        self._wanted, self._read, self._log_line = self.check(address), read, log_line
 
     @staticmethod
     def check(text: str) -> Address:
@@ -92,7 +91,7 @@ class StatusPort:
         """Begin to listen."""
         if self._wanted.port and (taken := self._wanted.why_taken()):
             raise ConfigError(f"{taken}; choose another port")
-        self._server = _Server(self._wanted, self._read)
+        self._server = _Server(self._wanted, self._read, self._log_line)
         threading.Thread(
             target=self._server.serve_forever,
             kwargs={"poll_interval": 0.1},
@@ -113,28 +112,9 @@ class StatusPort:
 
 
 class _Server(HttpServer):
-    # Connections that wait to be accepted: with a full queue the kernel drops new ones, which retry after a second.
-    request_queue_size = 128
-
-    def __init__(self, address: Address, read: Callable[[], PortState]) -> None:
+    def __init__(self, address: Address, read: Callable[[], PortState], log_line: Log) -> None:
         self.read = read
-        self._lock, self._open = threading.Lock(), deque[Any]()
-        super().__init__(address.host, address.port, _Handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own; with too many, the oldest connection is closed, which ends its thread."""
-        with self._lock:
-            if len(self._open) >= _MOST_CONNECTIONS:
-                with suppress(OSError):
-                    self._open.popleft().shutdown(socket.SHUT_RDWR)
-            self._open.append(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        """Close a connection."""
-        with self._lock, suppress(ValueError):
-            self._open.remove(request)
-        super().shutdown_request(request)
+        super().__init__(address.host, address.port, _Handler, "status port", log_line)
 
 
 class _Handler(HttpHandler):

@@ -2,11 +2,6 @@
 
 import json
 import re
-import socket
-import threading
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
 from http.client import HTTPConnection
 
 import pytest
@@ -99,25 +94,3 @@ def test_a_port_in_use_is_refused() -> None:
     with StatusPort("127.0.0.1:0", lambda: STATE) as port:
         again = StatusPort(port.address, lambda: STATE)
         refused(again.__enter__, "is in use", "choose another port")
-
-
-@pytest.mark.parametrize("num_calls", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_half_open_connections_keep_neither_threads_nor_an_operator(num_calls: int) -> None:
-    """As of an attack on the rack; an operator is answered within a second."""
-    before = threading.active_count()
-    with ExitStack() as stack, StatusPort("127.0.0.1:0", lambda: STATE) as port:
-        host, _, number = port.address.rpartition(":")
-        for _ in range(num_calls):
-            stack.enter_context(socket.create_connection((host, int(number)), timeout=10))
-        start_s = time.monotonic()
-        assert asked(port.address, "/healthz") == (200, "ok\n")
-        took_s = time.monotonic() - start_s
-        assert eventually(lambda: threading.active_count() <= before + 18)
-    assert took_s < 1, f"answered after {took_s:.2f} s"
-
-
-def eventually(happened: Callable[[], bool]) -> bool:
-    end_s = time.monotonic() + 20
-    while not happened() and time.monotonic() < end_s:
-        time.sleep(0.05)
-    return happened()

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from logging import getLogger
 from pathlib import Path
 from threading import Lock, Timer
@@ -17,7 +17,9 @@ from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.credentials import (
     OPERATOR,
     PLAIN_TEXT,
+    Token,
     check_token,
+    newest,
     run_of,
     run_token,
 )
@@ -52,7 +54,8 @@ _Request = TypeVar("_Request", bound=Message)
 class CloudService:
     """Listens at `listen` ("host:port"; port 0 asks for a free one) until `close`.
 
-    `factory` makes the cloud's half of each run that a manager opens with `operator_token`. With a `folder`, sessions
+    `factory` makes the cloud's half of each run that a manager opens with `operator_token`; one in a file may be
+    replaced, and a run that is open keeps its own. With a `folder`, sessions
     and their checkpoints are restored when the process is restarted. Without `tls`, only loopback and private addresses
     are allowed, unless `insecure`. Memory of a session is bounded by `limits` and its half. Refusals are rate-limited
     to a few log lines per peer and minute, by `clock`; messages about the cloud's own runs are always logged. Raises
@@ -64,7 +67,7 @@ class CloudService:
         listen: str,
         factory: SessionFactory,
         *,
-        operator_token: str,
+        operator_token: Token,
         tls: Tls | None = None,
         insecure: bool = False,
         folder: Path | None = None,
@@ -79,7 +82,10 @@ class CloudService:
         here = Address.parse(listen, "cloud address")
         if tls is None and not insecure:
             here.require_private(PLAIN_TEXT)
-        self._operator_token = check_token(operator_token, "operator token")
+        check_token(newest(operator_token), "operator token")
+        self._operator_token = operator_token
+        # Of the edges of runs that were opened here.
+        self._tokens_of_run: dict[str, tuple[bytes, ...]] = {}
         self._lock = Lock()
         self._max_streams = max_streams
         self._num_streams = 0
@@ -113,7 +119,7 @@ class CloudService:
         # Every stream occupies a thread; the manager's calls get their own in addition.
         num_threads = self._max_streams + 16
         self._authentication = ServerAuthentication(
-            self._token_of,
+            self._tokens_of,
             tls=tls is not None,
             on_refused=self._log_refusal,
             most_challenges=num_threads // 2,
@@ -165,6 +171,7 @@ class CloudService:
         except MalformedBytes as refused:
             raise SplitRefused(f"a run was opened with {refused}") from None
         self._sessions.open(opening, weights)
+        self._tokens_of_run[opening.run_id] = self._run_tokens(opening.run_id)
         return wire.Opened().SerializeToString()
 
     def _fetch(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -190,6 +197,7 @@ class CloudService:
         self._require_operator(context)
         request = self._parse(wire.CloseRequest, message)
         self._sessions.end(request.run_id, forget=request.forget)
+        self._tokens_of_run.pop(request.run_id, None)
         return wire.Closed().SerializeToString()
 
     def _status(self, message: bytes, context: grpc.ServicerContext) -> bytes:
@@ -197,11 +205,18 @@ class CloudService:
         run_id = self._parse(wire.StatusRequest, message).run_id
         return wire.StatusReply(sessions=json.dumps(self.status(run_id))).SerializeToString()
 
-    def _token_of(self, caller: str) -> bytes | None:
+    def _tokens_of(self, caller: str) -> Sequence[bytes]:
         if caller == OPERATOR:
-            return self._operator_token.encode()
+            return [token.encode() for token in self._accepted()]
         run_id = run_of(caller)
-        return run_token(self._operator_token, run_id).encode() if run_id else None
+        return self._tokens_of_run.get(run_id) or (self._run_tokens(run_id) if run_id else ())
+
+    def _accepted(self) -> tuple[str, ...]:
+        token = self._operator_token
+        return (token,) if isinstance(token, str) else token.accepted()
+
+    def _run_tokens(self, run_id: str) -> tuple[bytes, ...]:
+        return tuple(run_token(token, run_id).encode() for token in self._accepted())
 
     def _require_operator(self, context: grpc.ServicerContext) -> None:
         if caller_of(context) != OPERATOR:

@@ -1,5 +1,6 @@
 """The calls that a run's manager makes to the cloud: open a session, fetch its weights, close it, get its status."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,14 @@ import grpc
 from socflower.edgecloud.cloud.cloud_service import SERVICE
 from socflower.edgecloud.half_protocols import Weights
 from socflower.edgecloud.stream import split_pb2 as wire
-from socflower.edgecloud.stream.credentials import OPERATOR, PLAIN_TEXT, check_token, run_token
+from socflower.edgecloud.stream.credentials import (
+    OPERATOR,
+    PLAIN_TEXT,
+    Token,
+    check_token,
+    newest,
+    run_token,
+)
 from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, SplitRefused
 from socflower.peers.stream import StreamLost
 from socflower.plain_numbers import plain_numbers
@@ -41,11 +49,12 @@ T = TypeVar("T")
 class CloudOperator:
     """The address of a cloud and the token that authorises the management of its runs.
 
-    Calls take `timeout_s` at most. `insecure` allows plain text beyond private addresses.
+    A token that is in a file may be replaced there: each call reads it anew. Calls take `timeout_s` at most. `insecure`
+    allows plain text beyond private addresses.
     """
 
     address: str
-    token: str
+    token: Token
     tls: Tls | None = None
     insecure: bool = False
     timeout_s: float = 120.0
@@ -53,7 +62,7 @@ class CloudOperator:
 
     def __post_init__(self) -> None:
         address = Address.parse(self.address, "cloud address")
-        check_token(self.token, "operator token")
+        check_token(newest(self.token), "operator token")
         if self.tls is None and not self.insecure:
             address.require_private(PLAIN_TEXT)
 
@@ -93,9 +102,11 @@ def open_session(
         for piece in parts_of(pieces, LARGEST_PART_BYTES) if pieces else ():
             yield wire.OpenPart(part=piece).SerializeToString()
 
-    with _open_channel(operator) as channel:
+    # The edges' token is made of the one with which the run was opened.
+    token = newest(operator.token)
+    with _open_channel(dataclasses.replace(operator, token=token)) as channel:
         channel.stream_unary(f"/{SERVICE}/Open")(messages(), timeout=operator.timeout_s)
-    return run_token(operator.token, run_id)
+    return run_token(token, run_id)
 
 
 def fetch_weights(operator: CloudOperator, run_id: str) -> tuple[int, Weights]:
@@ -161,7 +172,7 @@ def _open_channel(operator: CloudOperator) -> Iterator[grpc.Channel]:
         heartbeat_s=operator.heartbeat_s,
         max_message_bytes=LARGEST_FRAME_BYTES,
     )
-    token = operator.token.encode()
+    token = newest(operator.token).encode()
     try:
         yield ClientAuthentication(
             OPERATOR,

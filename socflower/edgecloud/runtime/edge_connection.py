@@ -106,7 +106,7 @@ class EdgeConnection:
         self._token = check_token(token, f"token of run {run_id}").encode()
         self._fingerprint = fingerprint
         self._limits = limits or Limits()
-        self._credentials = tls.channel_credentials() if tls is not None else None
+        self._tls = tls
         self._up = up
         self._down = down
         self._heartbeat_s = heartbeat_s
@@ -256,11 +256,11 @@ class EdgeConnection:
     def _dial(self, hello: wire.Hello) -> DialledCall:
         channel = open_channel(
             self.address,
-            self._credentials,
+            self._tls.channel_credentials() if self._tls is not None else None,
             heartbeat_s=self._heartbeat_s,
             max_message_bytes=4 * LARGEST_FRAME_BYTES,
         )
-        tls = self._credentials is not None
+        tls = self._tls is not None
         authentication = ClientAuthentication(run_caller(self.run_id), self._token, tls=tls)
         return DialledCall(
             authentication.on(channel).stream_stream(_METHOD),

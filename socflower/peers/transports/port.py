@@ -7,7 +7,6 @@ connection that never becomes a call (no certificate, no HTTP/2) is closed by gR
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from logging import WARNING
 from threading import Lock
 from typing import Any, NoReturn, Protocol, TypeAlias
 
@@ -24,7 +23,7 @@ from socflower.wire.authentication import (
     ServerAuthentication,
     caller_of,
 )
-from socflower.wire.logs import Log, RefusalLog, log
+from socflower.wire.logs import Log, RefusalLog, warn
 from socflower.wire.secure_channel import (
     Address,
     PeerNotConnected,
@@ -115,11 +114,6 @@ class PortView(Protocol):
         ...
 
 
-def warn(line: str) -> None:
-    """Log a line as Flower's warnings."""
-    log(WARNING, line)
-
-
 class RingPort:
     """A member's end of the ring's calls and streams.
 
@@ -166,9 +160,12 @@ class RingPort:
         self._closed = False
         self._streams: list[DialledCall] = []
         self._channels: dict[tuple[int, bool], grpc.Channel] = {}
-        self._credentials = tls.channel_credentials() if tls else None
+        self._tls = tls
+        if tls is not None:
+            # Refuses files that cannot be read.
+            tls.channel_credentials()
         authentication = ServerAuthentication(
-            self._token_of, tls=tls is not None, receiver=str(rank), on_refused=self.report_refused
+            self._tokens_of, tls=tls is not None, receiver=str(rank), on_refused=self.report_refused
         )
         # Threads for blocking calls (joins, streams) of every member, and for further calls.
         self._server = bind_server(
@@ -321,8 +318,8 @@ class RingPort:
             rank=int(caller_of(context)), address=context.peer(), is_active=context.is_active
         )
 
-    def _token_of(self, caller: str) -> bytes | None:
-        return self._token if caller in self._ranks else None
+    def _tokens_of(self, caller: str) -> Sequence[bytes]:
+        return (self._token,) if caller in self._ranks else ()
 
     # ------------------------------------------------------------------------------------------ as client
 
@@ -339,12 +336,13 @@ class RingPort:
     def _new_channel(self, rank: int) -> grpc.Channel:
         channel = open_channel(
             self.addresses[rank],
-            self._credentials,
+            # The files may have been replaced.
+            self._tls.channel_credentials() if self._tls else None,
             heartbeat_s=self.heartbeat_s,
             max_message_bytes=CALL_LIMIT_BYTES + OVERHEAD_BYTES,
         )
         return ClientAuthentication(
-            str(self.rank), self._token, tls=self._credentials is not None, receiver=str(rank)
+            str(self.rank), self._token, tls=self._tls is not None, receiver=str(rank)
         ).on(channel)
 
     def _forged(self, peer: str) -> PeerRefused:

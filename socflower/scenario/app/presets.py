@@ -16,7 +16,7 @@ from torch import nn
 from socflower.clients.split.cloud_sessions import CloudClient
 from socflower.cluster import Cluster
 from socflower.edgecloud.cloud.operator_calls import CloudOperator
-from socflower.edgecloud.stream.credentials import read_token
+from socflower.edgecloud.stream.credentials import TokenFile
 from socflower.engines.local.virtual_time_grid import VirtualTimeGrid
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import InfeasiblePlan
@@ -351,6 +351,6 @@ def cloud_of(folder: RunFolder, setting: SplitSetting) -> CloudClient | None:
     address = folder.read_cloud()
     if address is None:
         return None
-    token = read_token(Path(address.token_file))
+    token = TokenFile(Path(address.token_file))
     operator = CloudOperator(address=address.address, token=token, tls=address.tls)
     return CloudClient(operator, setting.workload.program)

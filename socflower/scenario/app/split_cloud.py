@@ -16,7 +16,7 @@ from socflower.edgecloud.cloud.cloud_service import CloudService
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, session_status
 from socflower.edgecloud.cloud.session import SessionFactory
 from socflower.edgecloud.split_program import SplitProgram
-from socflower.edgecloud.stream.credentials import new_token, read_token
+from socflower.edgecloud.stream.credentials import Token, TokenFile, new_token, read_token
 from socflower.engines.names import MAX_WORKERS, require_count
 from socflower.errors import ConfigError
 from socflower.model_graph.torch_device import resolve_device
@@ -39,7 +39,7 @@ def serve_until_signal(
     overrides: Sequence[str],
     *,
     listen: str,
-    token: str,
+    token: Token,
     tls: Tls | None,
     insecure: bool,
     folder: Path | None,
@@ -126,18 +126,17 @@ def _port_state(service: CloudService) -> PortState:
     )
 
 
-def read_or_create_token(path: Path) -> tuple[str, bool]:
-    """Return the token of a file, and whether the file was created now; only its owner may read a new file."""
+def read_or_create_token(path: Path) -> tuple[TokenFile, bool]:
+    """Return the token in a file, and whether the file was created now; only its owner may read a new file."""
     if path.exists():
-        return read_token(path), False
-    token = new_token()
+        return TokenFile(path), False
     try:
-        write_atomically(path, f"{token}\n", mode=0o600)
+        write_atomically(path, f"{new_token()}\n", mode=0o600)
     except OSError as error:
         raise ConfigError(
             f"--token-file {path}: cannot be made ({error.strerror}); name another place"
         ) from None
-    return token, True
+    return TokenFile(path), True
 
 
 def cloud_status(
