@@ -13,6 +13,7 @@ from socflower.cli.cloud import cloud
 from socflower.cli.compare import compare
 from socflower.cli.doctor import doctor
 from socflower.cli.fan import fan
+from socflower.cli.fetch import fetch
 from socflower.cli.heat import heat
 from socflower.cli.new import new
 from socflower.cli.node import node
@@ -42,6 +43,7 @@ app = typer.Typer(
 for _command in (
     new,
     run,
+    fetch,
     compare,
     plan,
     tune,

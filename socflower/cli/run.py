@@ -67,7 +67,7 @@ _Scenario = Annotated[
         "A scenario file (TOML), the name of a shipped scenario, a folder of scenarios, or that of a Flower app."
     ),
 ]
-_Out = Annotated[
+Out = Annotated[
     Path | None,
     typer.Option(
         help="Folder for result.json, trace.json and report.html; default out/<scenario>."
@@ -82,14 +82,14 @@ _Seeds = Annotated[
 _Fresh = Annotated[
     bool, typer.Option("--fresh", help="Start over; by default an interrupted run is resumed.")
 ]
-_Superlink = Annotated[
+Superlink = Annotated[
     str,
     typer.Option(
         help="For --engine deployment: submit to this SuperLink, HOST:PORT or a "
         "name in your Flower configuration; default: start one here."
     ),
 ]
-_SuperlinkCa = Annotated[
+SuperlinkCa = Annotated[
     Path | None, typer.Option(help="Certificate authority of --superlink HOST:PORT.")
 ]
 _Restarts = Annotated[
@@ -103,7 +103,7 @@ _CheckpointFolder = Annotated[
     str,
     typer.Option(help="With --superlink: folder on its machine for checkpoints; default none."),
 ]
-_SaveModel = Annotated[
+SaveModel = Annotated[
     Path | None,
     typer.Option(
         help="File for the trained model: .npz or .safetensors (arrays by the names of the state "
@@ -116,7 +116,7 @@ def run(
     context: typer.Context,
     scenario: _Scenario,
     engine: Engine = "local",
-    out: _Out = None,
+    out: Out = None,
     set_: Set = None,
     workers: Workers = None,
     seeds: _Seeds = None,
@@ -126,12 +126,12 @@ def run(
     training_flops: AppFlops = None,
     deadline: Deadline = None,
     fresh: _Fresh = False,
-    superlink: _Superlink = "",
-    superlink_ca: _SuperlinkCa = None,
+    superlink: Superlink = "",
+    superlink_ca: SuperlinkCa = None,
     restarts: _Restarts = 3,
     checkpoint_folder: _CheckpointFolder = "",
     fresh_processes: FreshProcesses = False,
-    save_model: _SaveModel = None,
+    save_model: SaveModel = None,
     log: Log = "",
     metrics: Metrics = "",
     log_format: LogFormat = "text",

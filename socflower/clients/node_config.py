@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from socflower.errors import ConfigError
+from socflower.peers.transports.port import PROTOCOL_VERSION
 from socflower.wire.message_keys import GRPC_WITH_TLS, NodeStatus
 from socflower.wire.secure_channel import Tls
 
@@ -35,7 +36,11 @@ class RingNode:
     def status(self) -> NodeStatus:
         """The status that this node reports to a strategy."""
         return NodeStatus(
-            ring=self.address, board=self.board, slot=self.slot, transports=self.transports
+            ring=self.address,
+            board=self.board,
+            slot=self.slot,
+            transports=self.transports,
+            protocol=PROTOCOL_VERSION,
         )
 
 

@@ -11,6 +11,7 @@ from flwr.serverapp import Grid
 from socflower.cluster import Cluster
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.flower_adapter import log
+from socflower.peers.transports.port import PROTOCOL_VERSION
 from socflower.quantities import counted
 from socflower.wire.message_keys import (
     ASK,
@@ -96,6 +97,8 @@ class NodeRegistry:
         self.left_out = ""  # a line about these nodes
         # Unknown nodes that were asked for their board and slot.
         self._queried_new_nodes: set[int] = set()
+        # Why a node that answers is left out; empty if it is not.
+        self._faults: dict[int, str] = {}
 
     @property
     def server_round(self) -> int:
@@ -197,6 +200,16 @@ class NodeRegistry:
                 f"SoCFlow: nodes {', '.join(map(str, sorted(second.failed)))} failed, twice, and others "
                 "say where they are; see these nodes' logs, and run the same app on all"
             )
+        others = {
+            node: found for node, status in statuses.items() if (found := _other_version(status))
+        }
+        if others and len(others) == len(statuses):
+            node, found = min(others.items())
+            raise ConfigError(f"SoCFlow: node {node} {found}; install the same socflower on both")
+        statuses, lost = (
+            {node: status for node, status in statuses.items() if node not in others},
+            {**lost, **others},
+        )
         if len(lost) == len(nodes):
             raise TrainingFailed(
                 f"SoCFlow: none of {len(nodes)} nodes answered within {_QUERY_TIMEOUT_S:g} s; see "
@@ -289,13 +302,13 @@ class NodeRegistry:
             soc = self._soc_at(status) if _is_placed(status) else next(iter(self._vacant), None)
         if soc is None or soc not in self._socs:
             return []
-        if fault := self._fault_of(node, soc, status, grid, is_new=is_new):
-            log(
-                WARNING,
-                "SoCFlow: node %d %s; left out, until its node config is corrected",
-                node,
-                fault,
-            )
+        fault = self._fault_of(node, soc, status, grid, is_new=is_new)
+        if fault and fault != self._faults.get(node):
+            log(WARNING, "SoCFlow: node %d %s; left out, until that is corrected", node, fault)
+        self._faults[node] = fault
+        if fault:
+            # It may be restarted with the same id.
+            self._queried_new_nodes.discard(node)
             return []
         if is_new:
             self._node_of[soc] = node
@@ -319,6 +332,8 @@ class NodeRegistry:
         self, node: int, soc: int, status: NodeStatus, grid: Grid, *, is_new: bool
     ) -> str:
         """Return why a node that answers cannot be the one of `soc`; empty if it can."""
+        if found := _other_version(status):
+            return found
         known = self._node_of.get(soc)
         if (
             is_new
@@ -463,6 +478,14 @@ def _refuse_without_groups(reply: Message) -> None:
             "groups; make it with socflower.make_client_app(model_fn, data_fn, app=yours), for models of "
             "torch, or give its ServerApp a strategy such as FedAvg"
         )
+
+
+def _other_version(status: NodeStatus) -> str:
+    """Return which version of the peers' protocol a node has, and which is needed; empty if it is the same."""
+    # Older nodes do not tell, and their peers refuse them.
+    if status.protocol in (0, PROTOCOL_VERSION):
+        return ""
+    return f"has version {status.protocol} of the peers' protocol, and here is {PROTOCOL_VERSION}"
 
 
 def _is_placed(status: NodeStatus) -> bool:

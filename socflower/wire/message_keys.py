@@ -372,6 +372,8 @@ class NodeStatus:
     transports: tuple[str, ...] = ()
     # Whether a user's workload occupies the device.
     preempted: bool = False
+    # The version of the protocol of rings; 0 without a ring.
+    protocol: int = 0
 
 
 COMPLETED, PREEMPTED, NO_MODEL, LEFT_OUT = "completed", "preempted", "no-model", "left-out"

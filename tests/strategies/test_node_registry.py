@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from socflower.cluster import parse_cluster
 from socflower.errors import InfeasiblePlan, TrainingFailed
 from socflower.hierarchy import plan_groups
+from socflower.peers.transports.port import PROTOCOL_VERSION
 from socflower.strategies import node_registry, round_planner
 from socflower.strategies.node_registry import QUERY_TYPE, NodeRegistry
 from socflower.strategies.round_planner import RoundPlanner
@@ -459,6 +460,39 @@ def test_by_default_half_of_the_nodes_have_to_be_there_and_the_others_are_named(
     assert len(registry.away) == 5 - num_there
     assert all(str(soc) in registry.left_out for soc in registry.away)
     assert bool(registry.left_out) is (num_there < 5)
+
+
+@pytest.mark.parametrize("upgraded_first", [2, 3, 5])
+def test_a_rack_is_upgraded_node_by_node(
+    upgraded_first: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At least half of the nodes, then the ServerApp, then the others, which join as they are upgraded."""
+    caplog.set_level("WARNING", logger="flwr")
+    old, new = PROTOCOL_VERSION - 1, PROTOCOL_VERSION
+    told = [
+        replace(place, protocol=new if index < upgraded_first else old)
+        for index, place in enumerate(PLACES)
+    ]
+    registry, grid = registry_of(told)
+    away = 5 - upgraded_first
+    assert len(registry.away) == away and registry.left_out.count(f"version {old}") == away
+    assert f"here is {new}" in registry.left_out or not away
+    for server_round, index in enumerate(range(upgraded_first, 5), start=1):
+        # An old one is asked in each round, and named once.
+        for _ in range(2):
+            registry.ask(grid, server_round)
+            assert registry.poll_answers(grid) == []
+        grid.statuses[100 + index] = replace(PLACES[index], protocol=new)
+        registry.ask(grid, server_round)
+        assert len(registry.poll_answers(grid)) == 1
+    assert registry.away == ()
+    lines = [record.getMessage() for record in caplog.records if "left out, until" in record.msg]
+    assert len(lines) == away
+
+
+def test_a_server_app_that_no_node_fits_is_refused_with_both_versions() -> None:
+    told = [replace(place, protocol=PROTOCOL_VERSION + 1) for place in PLACES]
+    refused(lambda: registry_of(told), f"version {PROTOCOL_VERSION + 1}", PROTOCOL_VERSION)
 
 
 def test_a_node_that_flaps_is_asked_but_not_planned_with_for_a_growing_time() -> None:

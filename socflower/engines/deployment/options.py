@@ -39,6 +39,8 @@ class DeploymentOptions:
     checkpoint_folder: str = ""
     # Remove the checkpoints in it first.
     fresh: bool = False
+    # Flower's id of a run that was submitted before: its log is read, and nothing is submitted.
+    run_id: int | None = None
     # A client's process stays for the run, see `warm_executor.py`; False: Flower starts one for each message.
     resident: bool = True
 

@@ -24,6 +24,8 @@ from typing import Any
 ALIVE = "alive"
 """The kind of document by which a ServerApp shows every `ALIVE_INTERVAL_S` that it runs; its content is the time."""
 ALIVE_INTERVAL_S = 2.0
+SCENARIO = "scenario"
+"""The kind of document with the run's scenario."""
 READY = "ready"
 """The kind of document, without content, of a ServerApp that has loaded everything and may have to wait to train."""
 

@@ -32,7 +32,13 @@ from socflower.engines.deployment.flower_processes import (
     write_connection,
 )
 from socflower.engines.deployment.options import DeployedApp, DeploymentOptions
-from socflower.engines.deployment.outcome_lines import ALIVE, READY, LineReader, ReceivedFile
+from socflower.engines.deployment.outcome_lines import (
+    ALIVE,
+    READY,
+    SCENARIO,
+    LineReader,
+    ReceivedFile,
+)
 from socflower.engines.deployment.submitted_run import FlwrClient, RunLog
 from socflower.engines.deployment.superlink import CONNECTION, ENGINE
 from socflower.engines.run_folder import RunFolder
@@ -86,6 +92,11 @@ def run_on_remote_superlink(
             failure = series.follow()
             if failure is None:
                 break
+            if deployment.run_id is not None:
+                raise TrainingFailed(
+                    f"run {deployment.run_id}: {failure}, without a result; a run with checkpoints has two ids, of "
+                    "which the other one may have it"
+                )
             if not deployment.checkpoint_folder:
                 raise TrainingFailed(
                     f"engine {ENGINE}: {failure}; with --checkpoint-folder the run would be resumed"
@@ -94,6 +105,10 @@ def run_on_remote_superlink(
             run_config[FRESH_KEY] = False
     outcome, trace = series.documents["outcome"], series.documents.get("trace")
     if model is not None and "error" not in outcome and not model.is_whole:
+        if deployment.run_id is not None:
+            raise ConfigError(
+                f"run {deployment.run_id}: its log has no model: it was submitted without --save-model; leave that out"
+            )
         raise TrainingFailed(
             f"engine {ENGINE}: the run has ended well, but parts of its model are missing in its log; "
             "run it again, or leave out --save-model"
@@ -177,7 +192,12 @@ class _Series:
 
     def follow(self) -> str | None:
         """Read the logs until `documents` has the outcome, and return None; else return why there is none."""
-        self._submit()
+        if self._deployment.run_id is None:
+            self._submit()
+        else:
+            submission = _Submission(self._flwr.log_again(self._deployment.run_id))
+            submission.run_id = self._deployment.run_id
+            self._submissions.append(submission)
         try:
             while True:
                 ended = [each for each in self._submissions if each.log.ended()]
@@ -187,6 +207,8 @@ class _Series:
                 if "outcome" in self.documents:
                     if "error" not in self.documents["outcome"]:
                         # The others end by themselves.
+                        for each in self._submissions:
+                            each.log.close()
                         self._submissions.clear()
                     return None
                 for each in ended:
@@ -216,7 +238,8 @@ class _Series:
         """Stop a submission, and follow it no longer."""
         self._submissions.remove(submission)
         submission.log.close()
-        if submission.run_id is not None:
+        # A run that is only read goes on.
+        if submission.run_id not in (None, self._deployment.run_id):
             self._flwr.stop(submission.run_id)
 
     def _stand_by(self) -> str | None:
@@ -324,6 +347,34 @@ class _Series:
         for each in self._submissions:
             each.suspect()
         return False
+
+
+def scenario_of_run(deployment: DeploymentOptions, folder: Path) -> dict[str, Any]:
+    """Return the document of the scenario of `deployment.run_id`, from the beginning of its log.
+
+    Raises `ConfigError` if there is none.
+    """
+    environment, connection = connection_to(deployment, folder)
+    require_command("flwr", environment, ENGINE)
+    assert deployment.run_id is not None
+    with own_processes() as mark:
+        flwr = FlwrClient(marked(environment, mark, "command"), connection, folder)
+        log, reader = flwr.log_again(deployment.run_id), LineReader()
+        try:
+            while True:
+                ended = log.ended()
+                for line in log.new_lines():
+                    for kind, document in reader.feed(line):
+                        if kind == SCENARIO:
+                            return dict(document)
+                if ended:
+                    raise ConfigError(
+                        f"run {deployment.run_id}: its log has no scenario; name a run of `socflower run --superlink`; "
+                        f"the end of the log: {tail(log.path)}"
+                    )
+                time.sleep(_POLL_S)
+        finally:
+            log.close()
 
 
 def connection_to(deployment: DeploymentOptions, folder: Path) -> tuple[Mapping[str, str], str]:

@@ -36,6 +36,7 @@ from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
 from socflower.engines.deployment.outcome_lines import (
     MAX_FILE_BYTES,
     READY,
+    SCENARIO,
     file_documents,
     print_line,
     to_lines,
@@ -87,6 +88,7 @@ def bundled_server_app(bundle: Path) -> ServerApp:
                 sends_model=bool(context.run_config.get(SEND_MODEL_KEY, False)),
                 series=str(context.run_config.get(SERIES_KEY, "")),
             )
+            folder.write_description()
             with suppress(_SeriesEnded), _on_stop(folder.end_series):
                 scenario_server_app(lambda _: folder, others_s=_OTHERS_S)(grid, context)
 
@@ -151,6 +153,10 @@ class BundledRunFolder(RunFolder):
     def read_scenario(self) -> dict[str, Any]:
         """Return the document of the bundle's scenario."""
         return bundled_document(self.bundle)
+
+    def write_description(self) -> None:
+        """Log the scenario, with which `socflower fetch` makes a result of the log."""
+        self._log(SCENARIO, self.read_scenario())
 
     def read_checkpointing(self) -> Checkpointing | None:
         """Return where checkpoints are kept and which to resume from; `ConfigError` if they are of another run."""

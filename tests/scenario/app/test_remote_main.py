@@ -122,7 +122,7 @@ def test_of_a_series_one_trains_and_the_next_goes_on_until_the_end(rack: Rack) -
         {"after_round": 1},
     )
     assert outcome(taken_over)["resumed_from"] == [1]
-    assert [kind for kind, _ in rack.run(scenario, "kept", **series)] == ["ready"]
+    assert [kind for kind, _ in rack.run(scenario, "kept", **series)] == ["scenario", "ready"]
     assert outcome(rack.run(scenario, "kept", series="b"))["resumed_from"] == []
 
 
@@ -138,7 +138,7 @@ def test_a_run_that_is_stopped_is_not_taken_over(rack: Rack) -> None:
 
     with stopping(stop):
         rack.run(scenario, "kept", series="a")
-    assert [kind for kind, _ in rack.run(scenario, "kept", series="a")] == ["ready"]
+    assert [kind for kind, _ in rack.run(scenario, "kept", series="a")] == ["scenario", "ready"]
     assert outcome(rack.run(scenario, "kept", series="b"))["resumed_from"] == [1]
 
 
@@ -164,6 +164,6 @@ def test_a_model_that_no_log_carries_is_refused_before_anything_is_trained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(remote_main, "MAX_FILE_BYTES", 2**20 + 200_000)
-    ((kind, error),) = rack.run(small(), **{"send-model": True})
+    _, (kind, error) = rack.run(small(), **{"send-model": True})
     assert kind == "outcome" and error["kind"] == "ConfigError"
     one_line(error["error"], "--save-model", "247 kB", "--superlink")
