@@ -36,6 +36,10 @@ _POLL_INTERVAL_S = 0.05
 _START_POLL_INTERVAL_S = 0.25
 # The status of answers to joins and probes.
 _DONE = "done"
+LEAVE = "leave"
+"""The method by which a participant announces that it leaves."""
+# Why a member leaves that no user has preempted.
+_WITH_GROUP = b"with its group"
 # A silent peer is called again before it counts as lost: a loaded machine answers late.
 _MAX_SILENT_CALLS = 2
 
@@ -105,8 +109,9 @@ class _Peers:
 
     # Forming members that called since this one last looked for a coordinator.
     callers: set[int] = field(default_factory=set)
-    # Members that announced that they leave.
+    # Members that announced that they leave, and those that leave for a user.
     departed: set[int] = field(default_factory=set)
+    preempted: set[int] = field(default_factory=set)
     # Members that announced that they have the interval's result.
     done: set[int] = field(default_factory=set)
     # Members that were reached before: if unreachable later, they are lost.
@@ -142,6 +147,8 @@ class Membership:
         This member, and all planned members in ring order.
     heartbeat_s, rendezvous_s : float
         A member that is silent for `heartbeat_s` counts as hung, one that has not joined by `rendezvous_s` as absent.
+    departed : set of int, optional
+        Members that have announced that they leave; later ones are added.
     """
 
     # Names of participants in events.
@@ -155,6 +162,7 @@ class Membership:
         *,
         heartbeat_s: float,
         rendezvous_s: float,
+        departed: set[int] | None = None,
     ) -> None:
         self._port, self._own = port, participant
         # The time of one call: a hung member must cost less than a heartbeat.
@@ -169,7 +177,7 @@ class Membership:
         self._decision: Generation | None = None
         # The highest generation that any member asks for.
         self._requested = 0
-        self._peers = _Peers()
+        self._peers = _Peers(departed=set() if departed is None else departed)
         # Whether this member has announced its result.
         self._finished = False
         # Generations that this member has asked to join.
@@ -182,15 +190,20 @@ class Membership:
         self.log_lines: list[str] = []
         port.handle("join", self._on_join)
         port.handle("probe", self._on_probe)
-        port.handle("leave", self._on_leave)
+        port.handle(LEAVE, self._on_leave)
         port.handle("done", self._on_done)
         self._watchdog = threading.Thread(target=self._watch, name="ring-watchdog", daemon=True)
         self._watchdog.start()
 
     @property
     def preempted(self) -> tuple[int, ...]:
-        """Participants that announced that they leave."""
-        return tuple(sorted(self._peers.departed))
+        """Participants that announced that they leave for a user."""
+        return tuple(sorted(self._peers.preempted))
+
+    @property
+    def departed(self) -> bool:
+        """Whether any participant announced that it leaves."""
+        return bool(self._peers.departed)
 
     @property
     def finished(self) -> tuple[int, ...]:
@@ -239,10 +252,12 @@ class Membership:
         if self._decision is not None and self._requested > self._decision.number:
             raise PeerLost("the ring is being re-formed")
 
-    def leave(self) -> None:
+    def leave(self, *, for_user: bool = True) -> None:
         """Announce to the others that this member leaves, so that they need not detect it."""
+        reason = b"" if for_user else _WITH_GROUP
         self._to_all(
-            self._others(), lambda member: self._port.call(member, "leave", timeout_s=_ATTEMPT_S)
+            self._others(),
+            lambda member: self._port.call(member, LEAVE, reason, timeout_s=_ATTEMPT_S),
         )
 
     def finish(self) -> None:
@@ -540,6 +555,8 @@ class Membership:
     def _on_leave(self, caller: Caller, body: bytes) -> bytes:
         with self._changed:
             self._peers.departed.add(caller.rank)
+            if body != _WITH_GROUP:
+                self._peers.preempted.add(caller.rank)
             if self._decision is not None and caller.rank in self._decision.members:
                 self._requested = max(self._requested, self._decision.number + 1)
             self._changed.notify_all()

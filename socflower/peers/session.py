@@ -22,7 +22,7 @@ from socflower.peers.membership import (
 )
 from socflower.peers.preemption import Preempted
 from socflower.wire.logs import log
-from socflower.wire.message_keys import COMPLETED, LEFT_OUT, NO_MODEL, PREEMPTED
+from socflower.wire.message_keys import COMPLETED, LEFT_OUT, NO_MODEL, PREEMPTED, TERMINATED
 
 _Result = TypeVar("_Result")
 
@@ -35,6 +35,7 @@ class State(Enum):
     FINISHING = "finishing"
     COMPLETED = COMPLETED
     PREEMPTED = PREEMPTED
+    TERMINATED = TERMINATED
     LEFT_OUT = LEFT_OUT
     NO_MODEL = NO_MODEL
 
@@ -47,6 +48,8 @@ class Event(Enum):
     LOST = "lost"
     # This member's device is preempted.
     PREEMPTED = "preempted"
+    # Another member's device is preempted, which ends the interval for all.
+    TERMINATED = "terminated"
     # The others have continued without this member.
     LEFT_OUT = "left out"
     # No member has the model.
@@ -65,9 +68,14 @@ TRANSITIONS = {
     (State.FORMING, Event.OTHERS_DONE): State.FORMING,
     **{(state, Event.LOST): State.FORMING for state in _ACTIVE},
     **{(state, Event.PREEMPTED): State.PREEMPTED for state in _ACTIVE},
+    **{(state, Event.TERMINATED): State.TERMINATED for state in _ACTIVE},
     **{(state, Event.LEFT_OUT): State.LEFT_OUT for state in _ACTIVE},
 }
 """The state after an event. States without events are final."""
+
+
+class Terminated(Exception):
+    """The group's interval has ended for all members, since one of them is preempted."""
 
 
 class Role(ABC, Generic[_Result]):
@@ -149,6 +157,9 @@ class ElasticSession:
             except Preempted:
                 event = Event.PREEMPTED
                 self.membership.leave()
+            except Terminated:
+                event = Event.TERMINATED
+                self.membership.leave(for_user=False)
             except LeftOut as left:
                 event = Event.LEFT_OUT
                 self.why_left_out = str(left)

@@ -204,6 +204,8 @@ class _RingExchange:
                 next_check_s = time.monotonic() + _NODE_CHECK_INTERVAL_S
             for group in self._unfinished():
                 self._advance(group)
+            if not self._unfinished():
+                self._continue_one()
             if ends_s is None and self._has_quorum():
                 ends_s = time.monotonic() + self._groups[-1].ring.quorum_grace_s
             if ends_s is not None and not self._other_ids and time.monotonic() >= ends_s:
@@ -277,7 +279,24 @@ class _RingExchange:
         group.ring = replace(group.ring, model_sha256=digest)
         return {soc: self._message_again(group, soc, with_model=False) for soc in group.messages}
 
-    def _retry(self, group: _RingGroup, survivors: Collection[int]) -> None:
+    def _continue_one(self) -> None:
+        """If users have ended all groups, ask the one that keeps most of its members to continue without the others."""
+        if any(group.progress.model is not None for group in self._groups):
+            return
+        left = {
+            group.task.group_id: set(group.task.members) - group.progress.away
+            for group in self._groups
+            if group.progress.terminated
+        }
+        for group in sorted(self._groups, key=lambda each: -len(left.get(each.task.group_id, ()))):
+            if left.get(group.task.group_id):
+                group.failed = False
+                self._retry(
+                    group, left[group.task.group_id], "users ended all groups, this one by taking"
+                )
+                return
+
+    def _retry(self, group: _RingGroup, survivors: Collection[int], why: str) -> None:
         """Send a group's work again to its members that answered, with a new token for their ring."""
         task, progress = group.task, group.progress
         kept = [position for position, soc in enumerate(task.members) if soc in survivors]
@@ -300,13 +319,13 @@ class _RingExchange:
             addresses=_at(kept, group.ring.addresses),
             leaders=(),
             model_sha256="",
+            ends_with_member=False,
         )
         group.grace_until_s = None
         progress.begin_again(group.task.members)
         progress.event(
             "member-lost",
-            f"the model was lost with SoCs {', '.join(map(str, gone))}; the others are asked "
-            f"again, led by SoC {leader}",
+            f"{why} SoCs {', '.join(map(str, gone))}; the others are asked again, led by SoC {leader}",
         )
         self._push(group, {soc: self._message_again(group, soc) for soc in group.task.members})
 
@@ -446,7 +465,8 @@ class _RingExchange:
         """Retry the group, or fetch the model from another member, if no model is to be expected otherwise."""
         now_s, progress, grace_s = time.monotonic(), group.progress, group.ring.leader_grace_s
         none_waiting = not group.waiting
-        if group.grace_until_s is None and (progress.completed or progress.without_model):
+        without = progress.without_model or progress.terminated
+        if group.grace_until_s is None and (progress.completed or without):
             group.grace_until_s = now_s + grace_s
         grace_over = group.grace_until_s is not None and now_s > group.grace_until_s
         if progress.completed:
@@ -464,13 +484,16 @@ class _RingExchange:
                 self._fetch(group, candidates[0])
             elif none_waiting and not group.fetching:
                 group.failed = True
+        elif progress.terminated:
+            # A member that had done all steps may bring the model.
+            group.failed = none_waiting or grace_over
         elif progress.without_model:
             # Without the leader there is no model, so it is not waited for; the others are, for the grace period.
             others = set(group.waiting.values()) - {group.task.leader}
             if others and not grace_over:
                 return
             if group.attempt + 1 < _NUM_ATTEMPTS:
-                self._retry(group, progress.without_model)
+                self._retry(group, progress.without_model, "the model was lost with")
             else:
                 group.failed = True
         elif none_waiting:

@@ -20,7 +20,7 @@ from socflower.strategies.replies import (
     read_outcome,
     sort_replies,
 )
-from socflower.strategies.reply_events import LATE, ReplyEvent
+from socflower.strategies.reply_events import LATE, ReplyEvent, terminated_event
 from socflower.strategies.round import Round
 from socflower.wire.message_keys import (
     ARRAYS,
@@ -29,6 +29,7 @@ from socflower.wire.message_keys import (
     NO_MODEL,
     NOTES,
     PREEMPTED,
+    TERMINATED,
     RingOutcome,
     RoundNotes,
     decode,
@@ -48,12 +49,13 @@ class GroupProgress:
     # Replies by SoC, of members that have a model.
     completed: dict[int, Message] = field(default_factory=dict)
     without_model: set[int] = field(default_factory=set)
+    # SoCs that another one's user has freed, so that the interval's work is lost.
+    terminated: set[int] = field(default_factory=set)
     model: Message | None = None
     leader_replaced: bool = False  # the model came from another member than the planned leader
     events: list[ReplyEvent] = field(default_factory=list)
     away: set[int] = field(default_factory=set)  # SoCs that left or were dropped by their ring
-    # SoCs whose departure is already an event.
-    _departures: set[int] = field(default_factory=set)
+    preempted: set[int] = field(default_factory=set)  # those whose departure is already an event
     # Losses of members that are not events yet.
     _losses: list[str] = field(default_factory=list)
 
@@ -95,6 +97,10 @@ class GroupProgress:
                 self.accept_model(soc, reply)
         elif outcome.outcome == PREEMPTED:
             self._record_departure(soc)
+        elif outcome.outcome == TERMINATED:
+            self.terminated.add(soc)
+            for left in self.node_of.keys() & set(outcome.preempted):
+                self._record_departure(left)
         elif outcome.outcome == NO_MODEL:
             self.without_model.add(soc)
         elif outcome.outcome == LEFT_OUT:
@@ -117,6 +123,7 @@ class GroupProgress:
         self._tell_losses()
         self.away |= set(self.members) - set(members)
         self.members, self.completed, self.without_model = members, {}, set()
+        self.terminated = set()
 
     def accept_model(self, soc: int, reply: Message) -> None:
         """Take a member's reply as the group's, with what its ring has logged."""
@@ -146,7 +153,14 @@ class GroupProgress:
         """Return what a reply has to tell of the group besides its model."""
         if self.model is None:
             self._tell_losses()
-        return make_notes(self.events, self.away, [self.group_id] if self.leader_replaced else [])
+            if self.terminated:
+                self.events.append(terminated_event(self.group_id))
+        return make_notes(
+            self.events,
+            self.away,
+            [self.group_id] if self.leader_replaced else [],
+            preempted=self.preempted,
+        )
 
     def _tell_losses(self) -> None:
         for text in self._losses:
@@ -156,8 +170,8 @@ class GroupProgress:
     def _record_departure(self, soc: int) -> None:
         """Record a departure once: both the member that leaves and those that stay may report it."""
         self.away.add(soc)
-        if soc not in self._departures:
-            self._departures.add(soc)
+        if soc not in self.preempted:
+            self.preempted.add(soc)
             self.event("preempted", f"SoC {soc} was preempted by its user")
 
 
@@ -165,6 +179,8 @@ def make_notes(
     events: Iterable[ReplyEvent],
     away: Iterable[int] = (),
     leaders_replaced: Iterable[int] = (),
+    *,
+    preempted: Iterable[int] = (),
 ) -> RoundNotes:
     """Return notes of these events."""
     events = list(events)
@@ -173,6 +189,7 @@ def make_notes(
         groups=tuple(event.group_id for event in events),
         texts=tuple(event.text for event in events),
         away=tuple(sorted(away)),
+        preempted=tuple(sorted(preempted)),
         leaders_replaced=tuple(sorted(leaders_replaced)),
     )
 
@@ -201,6 +218,7 @@ class SettledRound:
     lost: tuple[ReplyEvent, ...]  # of groups whose work is lost
     events: tuple[ReplyEvent, ...]  # of failures and changes that groups recovered from
     away: frozenset[int]  # SoCs that left their rings, or were dropped by them
+    preempted: frozenset[int]  # those of them that left for a user
     # Groups whose model came from another member than their leader.
     leaders_replaced: frozenset[int]
     # Where the clock decides which groups are late, so that it has run.
@@ -257,6 +275,7 @@ def settle(
         lost=(*(event for event in all_lost if event.group_id not in met), *twice),
         events=(*(event for event in events if event.kind not in GROUP_LOST), *saved),
         away=frozenset(notes.away) & this.node_of.keys(),
+        preempted=frozenset(notes.preempted) & this.node_of.keys(),
         leaders_replaced=frozenset(notes.leaders_replaced),
     )
 

@@ -11,7 +11,7 @@ from socflower.errors import ConfigError, TrainingFailed
 from socflower.flower_adapter import reason_of
 from socflower.hierarchy import Group, first_non_finite
 from socflower.strategies.records import array_views, layout_difference, layout_of
-from socflower.strategies.reply_events import ReplyEvent
+from socflower.strategies.reply_events import TERMINATED, ReplyEvent
 from socflower.wire.message_keys import (
     ARRAYS,
     GROUP_ID,
@@ -36,7 +36,7 @@ BACKEND_DROPPED = "backend-dropped"
 OUTER_STEP, NOT_EVALUATED = "outer-step", "not-evaluated"
 """Kinds of events of an outer strategy with too few groups for its rule, and of nodes that did not evaluate."""
 
-GROUP_LOST = frozenset({"client-raised", "no-reply"})
+GROUP_LOST = frozenset({"client-raised", "no-reply", TERMINATED})
 """Kinds of events of a lost group that `GroupGrid` reports, in place of the error reply."""
 
 

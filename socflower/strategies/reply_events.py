@@ -31,3 +31,9 @@ class ReplyEvent:
 def late_event(kind: str, group_id: int, text: str) -> ReplyEvent:
     """Return an event of a group that is or was late."""
     return ReplyEvent(kind=kind, group_id=group_id, text=f"group {group_id}: {text}")
+
+
+def terminated_event(group_id: int) -> ReplyEvent:
+    """Return the event of a group that a user ended."""
+    text = f"group {group_id}: terminated, as a user took one of its SoCs; its interval is lost"
+    return ReplyEvent(kind=TERMINATED, group_id=group_id, text=text)

@@ -121,6 +121,7 @@ def ring_tasks(
     rebalance_steps: int,
     tolerate_errors: bool,
     quorum: Quorum = Quorum(),
+    ends_with_member: bool = False,
 ) -> dict[int, RingTask]:
     """Return the ring task of each member of the groups that get messages, by SoC, in ring order."""
     token = new_token()
@@ -154,6 +155,7 @@ def ring_tasks(
                 rendezvous_s=settings.rendezvous_s,
                 leader_grace_s=settings.leader_grace_s,
                 tolerate_errors=tolerate_errors,
+                ends_with_member=ends_with_member,
                 rebalance_steps=rebalance_steps,
                 groups_before=tuple(before),
                 groups_after=tuple(after),

@@ -313,6 +313,8 @@ class RingTask:
     leader_grace_s: float = 30.0
     # Whether a member that raises is left out instead of ending the training.
     tolerate_errors: bool = False
+    # Whether a member that is preempted ends the group's interval, so that all its members are free.
+    ends_with_member: bool = False
     # Every so many steps shares follow measured capacities, if data are dealt; 0: never.
     rebalance_steps: Annotated[int, Field(ge=0)] = 0
     # If leaders form a ring or a tree (F8): the members that may answer for each group, its leader first, each as
@@ -376,15 +378,17 @@ class NodeStatus:
     protocol: int = 0
 
 
-COMPLETED, PREEMPTED, NO_MODEL, LEFT_OUT = "completed", "preempted", "no-model", "left-out"
+COMPLETED, NO_MODEL, LEFT_OUT = "completed", "no-model", "left-out"
+PREEMPTED, TERMINATED = "preempted", "terminated"
 
 
 @checked
 class RingOutcome:
     """How the ring ended for one member."""
 
-    # PREEMPTED: it left for a user; NO_MODEL: no member had the model; LEFT_OUT: it came too late.
-    outcome: Annotated[str, OneOf((COMPLETED, PREEMPTED, NO_MODEL, LEFT_OUT))]
+    # PREEMPTED: it left for a user; TERMINATED: another member of its group did, which ended the interval; NO_MODEL: no
+    # member had the model; LEFT_OUT: it came too late.
+    outcome: Annotated[str, OneOf((COMPLETED, PREEMPTED, TERMINATED, NO_MODEL, LEFT_OUT))]
     # SoCs in the ring at its end.
     members: tuple[int, ...]
     # Steps that this member has applied.
@@ -435,6 +439,8 @@ class RoundNotes:
     texts: tuple[str, ...] = ()
     # SoCs that left their rings, or were dropped by them.
     away: tuple[int, ...] = ()
+    # Those of them that left for a user.
+    preempted: tuple[int, ...] = ()
     # Groups whose model came from another member than their leader.
     leaders_replaced: tuple[int, ...] = ()
 

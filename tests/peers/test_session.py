@@ -15,6 +15,7 @@ from socflower.peers.session import (
     Event,
     Role,
     State,
+    Terminated,
     answering,
     counts_pending,
 )
@@ -116,6 +117,7 @@ class Walk:
         if not world.num_lost:
             yield "dies", replace(own, is_dead=True)
             yield "is preempted", self.after(own, Event.PREEMPTED)
+            yield "is preempted", self.after(own, Event.TERMINATED)
         decision = world.decision
         if decision is None or own.generation != decision.number:
             return
@@ -125,7 +127,7 @@ class Walk:
                 one
                 for one in in_generation
                 if one.is_dead
-                or one.state is State.PREEMPTED
+                or one.state in (State.PREEMPTED, State.TERMINATED)
                 or one.generation != decision.number
                 or (one.state is State.FORMING and not one.adopts)
             ]
@@ -281,7 +283,7 @@ class OneMember:
     def require_complete(self) -> None:
         pass
 
-    def leave(self) -> None:
+    def leave(self, *, for_user: bool = True) -> None:
         self.has_left = True
 
 
@@ -301,12 +303,17 @@ def test_a_loss_in_any_state_releases_and_forms_again() -> None:
 
 @pytest.mark.parametrize(
     ("error", "outcome"),
-    [(Preempted(), "preempted"), (LeftOut("late"), "left-out"), (NoModel(), "no-model")],
+    [
+        (Preempted(), "preempted"),
+        (Terminated(), "terminated"),
+        (LeftOut("late"), "left-out"),
+        (NoModel(), "no-model"),
+    ],
 )
 def test_what_ends_a_member_is_its_outcome(error: Exception, outcome: str) -> None:
     found, session = run(Scripted(error))
     assert found.replace("_", "-") == outcome
-    assert session.membership.has_left == isinstance(error, Preempted)  # type: ignore[attr-defined]
+    assert session.membership.has_left == isinstance(error, Preempted | Terminated)  # type: ignore[attr-defined]
 
 
 def test_others_that_are_done_are_asked_before_it_forms_again() -> None:

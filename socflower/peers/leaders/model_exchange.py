@@ -29,6 +29,7 @@ from socflower.peers.collective import (
 from socflower.peers.leaders.leader_port import LeaderPort
 from socflower.peers.leaders.model_changes import ChangeCompression, Floats, reals
 from socflower.peers.membership import (
+    LEAVE,
     Generation,
     LeaderMembership,
     LeftOut,
@@ -237,8 +238,10 @@ class LeaderMeeting(Role[GroupsModel]):
         heartbeat_s: float,
         rendezvous_until_s: float,
         places: Mapping[int, Place] | None = None,
+        ended: set[int] | None = None,
     ) -> None:
         self._port, self._groups, self._places = port, tuple(groups), places or {}
+        self._ended = set() if ended is None else ended
         self._heartbeat_s, self._rendezvous_until_s = heartbeat_s, rendezvous_until_s
         self._result: GroupsModel | None = None
         self._packed = b""
@@ -261,6 +264,7 @@ class LeaderMeeting(Role[GroupsModel]):
             self._groups,
             heartbeat_s=self._heartbeat_s,
             rendezvous_s=max(0.0, self._rendezvous_until_s - time.monotonic()),
+            departed=self._ended,
         )
         self._session = ElasticSession(membership, poll)
         try:
@@ -358,7 +362,18 @@ class GroupLeader:
     """
 
     def __init__(self, port: RingPort, group: int, ring: RingTask) -> None:
-        self._port, self._group, self._ring = port, group, ring
+        self._group, self._ring = group, ring
+        self._members: dict[int, list[int]] = {}
+        for text in ring.leaders:
+            ident, participant, _ = text.split(" ")
+            self._members.setdefault(int(ident), []).append(int(participant))
+        # Otherwise other leaders could not reach this one.
+        meets = len(self._members) > 1 and ring.participant in self._members[group]
+        self._port = LeaderPort(port, group, self._members) if meets else None
+        # Groups that have no model in this interval.
+        self._ended: set[int] = set()
+        if self._port is not None:
+            self._port.handle(LEAVE, self._on_leave)
         self._rendezvous_until_s = time.monotonic() + ring.rendezvous_s
         self._meeting: Future[GroupsModel] | None = None
         self._left = False
@@ -376,6 +391,17 @@ class GroupLeader:
         wait([self._meeting], timeout=timeout_s)
         return self._meeting.result() if self._meeting.done() else None
 
+    def withdraw(self) -> None:
+        """Tell the other groups' leaders that this group has no model in this interval, so that none waits for it."""
+        for other in self._members.keys() - {self._group}:
+            if self._port is not None:
+                with suppress(PeerFailed):
+                    self._port.call(other, LEAVE, timeout_s=self._ring.heartbeat_s)
+
+    def _on_leave(self, caller: Caller, body: bytes) -> bytes:
+        self._ended.add(caller.rank)
+        return b""
+
     def close(self) -> None:
         """Leave the others, if they still meet."""
         self._left = True
@@ -383,21 +409,17 @@ class GroupLeader:
             wait([self._meeting])
 
     def _begin(self, own: GroupsModel, changes: ChangeCompression | None) -> "Future[GroupsModel]":
-        members: dict[int, list[int]] = {}
-        for text in self._ring.leaders:
-            group, participant, _ = text.split(" ")
-            members.setdefault(int(group), []).append(int(participant))
-        # Then other leaders could not reach this one.
-        if len(members) < 2 or self._ring.participant not in members[self._group]:
+        if self._port is None:
             alone = Future[GroupsModel]()
             alone.set_result(own)
             return alone
         meeting = LeaderMeeting(
-            LeaderPort(self._port, self._group, members),
-            tuple(members),
+            self._port,
+            tuple(self._members),
             heartbeat_s=self._ring.heartbeat_s,
             rendezvous_until_s=self._rendezvous_until_s,
             places=_places(self._ring),
+            ended=self._ended,
         )
         self.log_lines = meeting.log_lines
         thread = ThreadPoolExecutor(1, thread_name_prefix="ring-leaders")

@@ -27,7 +27,13 @@ from socflower.peers.preemption import Preempted, PreemptionSwitch
 from socflower.peers.ring.balance import RingBalance, StepTimer
 from socflower.peers.ring.bucket_exchange import BucketExchange, TurnCallbacks
 from socflower.peers.ring.turn_signals import Neighbours, TurnSignals
-from socflower.peers.session import ElasticSession, Role, answering, counts_pending
+from socflower.peers.session import (
+    ElasticSession,
+    Role,
+    Terminated,
+    answering,
+    counts_pending,
+)
 from socflower.peers.transports.gloo import GlooRing, GlooServer
 from socflower.peers.transports.grpc import GrpcRing
 from socflower.peers.transports.in_process import in_process_rings
@@ -55,6 +61,8 @@ from socflower.training.trainer import (
 from socflower.wire.arrays import array_to_bytes, pack_arrays, unpack_arrays
 from socflower.wire.message_keys import (
     COMPLETED,
+    PREEMPTED,
+    TERMINATED,
     DeviceReport,
     GroupTask,
     RingOutcome,
@@ -299,7 +307,7 @@ class _MemberSession(Role[MemberResult]):
             heartbeat_s=ring.heartbeat_s,
             rendezvous_s=ring.rendezvous_s,
         )
-        self._elastic = ElasticSession(membership, member.switch.raise_if_active)
+        self._elastic = ElasticSession(membership, self._interrupt)
         self._poll = self._elastic.poll
         self._turns = _turns(member.port, group, ring)
         self._collective: Collective | None = None
@@ -316,6 +324,16 @@ class _MemberSession(Role[MemberResult]):
         self._balance = (
             RingBalance(group, self._timer) if ring.rebalance_steps and group.reshuffle else None
         )
+
+    def _interrupt(self) -> None:
+        """Raise `Preempted` if this device is preempted, `Terminated` if that of another member ends the interval.
+
+        A member that has done all steps has the group's model, and completes.
+        """
+        self._member.switch.raise_if_active()
+        ends = self._ring.ends_with_member and self._progress.num_steps < self._group.num_steps
+        if ends and self._elastic.membership.departed:
+            raise Terminated
 
     def run(self) -> MemberResult:
         """Form the ring and train; repeat both whenever a member is lost."""
@@ -958,6 +976,8 @@ class _MemberSession(Role[MemberResult]):
 
     def without_model(self, outcome: str) -> MemberResult:
         """Return what a member reports that has no model of the interval."""
+        if self._ring.ends_with_member and outcome in (PREEMPTED, TERMINATED):
+            self._meeting.leader.withdraw()
         return MemberResult(
             outcome=self._outcome(outcome, answers=False), mean_loss=0.0, num_samples=0, end=None
         )

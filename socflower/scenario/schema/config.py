@@ -507,7 +507,7 @@ class StrategyConfig(Table):
         description=(
             "what ends if a user takes a SoC: its own work (`socs`), so that its group continues without it; or that "
             "of its group (`groups`), whose interval is lost and whose SoCs rest until none of them is taken, as in "
-            "SoCFlow+. One group always stays. In rings of real machines the group ends at the next synchronisation"
+            "SoCFlow+. One group always stays; in rings of real machines it begins its interval again"
         ),
     )
     use_spares: bool = Field(

@@ -45,7 +45,7 @@ from socflower.strategies.records import (
     with_model,
 )
 from socflower.strategies.replies import heat_events, outcome_of
-from socflower.strategies.reply_events import LATE, LATE_DROPPED, TERMINATED, ReplyEvent
+from socflower.strategies.reply_events import LATE, LATE_DROPPED, ReplyEvent, terminated_event
 from socflower.strategies.round import (
     IN_PROCESS,
     GroupFeedback,
@@ -359,6 +359,7 @@ class GroupsMethod(Method[Round, SettledRound]):
                 rebalance_steps=planner.balancer.ring_steps,
                 tolerate_errors=self._tolerates,
                 quorum=Quorum() if self.late is None else self.late.quorum,
+                ends_with_member=self._ends_groups(this),
             )
         in_int8, messages = this.in_int8, []
         if in_int8 is not None:
@@ -379,6 +380,13 @@ class GroupsMethod(Method[Round, SettledRound]):
                 node, number = this.node_of[soc], str(this.server_round)
                 messages.append(Message(content, node, MessageType.TRAIN, group_id=number))
         return messages
+
+    def _ends_groups(self, this: Round) -> bool:
+        """Whether a ring ends its interval when a user takes a member.
+
+        The last group cannot, and only a grid that settles groups asks one of them again if users have ended all.
+        """
+        return self._preemption == GROUPS and len(this.plan.groups) > 1 and this.settled_by_grid
 
     def _samples_of(self, task: GroupTask) -> dict[str, ConfigRecord]:
         """Return the record of a group's samples, if the hub sends them: in rings to each of its members.
@@ -454,10 +462,11 @@ class GroupsMethod(Method[Round, SettledRound]):
         settled = settle(this, replies, tolerate_errors=self._tolerates, arrived=arrived)
         self.planner.poll_absent()
         preempted = {soc for reply in settled.usable for soc in _preempted_of(reply)}
+        preempted |= settled.preempted
         self.planner.registry.mark_away(settled.away & preempted)
         self.planner.lose(settled.away - preempted)
         self._read_outcomes(this, replies)
-        # Rings of real machines continue without a member until the synchronisation; then its group is left out.
+        # Rings of real machines have ended such groups themselves.
         if self._preemption == GROUPS and not this.in_rings:
             settled = self._without_terminated(this, settled, replies)
         self._feedback = feedback_after_round(this, settled.means, settled.usable)
@@ -497,14 +506,7 @@ class GroupsMethod(Method[Round, SettledRound]):
                 if reply.metadata.src_node_id not in this.group_of_node
                 or this.group_of_node[reply.metadata.src_node_id].group_id not in ended
             ]
-            lost = [
-                ReplyEvent(
-                    kind=TERMINATED,
-                    group_id=ident,
-                    text=f"group {ident}: terminated, as a user took one of its SoCs; its interval is lost",
-                )
-                for ident in sorted(ended)
-            ]
+            lost = [terminated_event(ident) for ident in sorted(ended)]
             settled = settle(this, kept, tolerate_errors=self._tolerates, lost=lost)
         return replace(settled, usage=usage)
 
