@@ -36,10 +36,15 @@ ALGORITHMS = {
     "momentum": MOMENTUM,
     "real-scales": REAL_SCALES,
     "wageubn": WAGEUBN,
+}
+
+
+FURTHER_ALGORITHMS = {
     "adaptive-int16": ADAPTIVE_INT16,
     "niti-relative": RELATIVE_NITI,
     "octo": OCTO,
 }
+"""Algorithms whose elements are those of others, but for one; their steps and files are tested."""
 
 
 def plain():

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import errno
+import itertools
 import json
 import pickle
 import subprocess
@@ -29,6 +30,7 @@ from tests.precision.networks import (
     ALGORITHMS,
     ALWAYS,
     CLASSES,
+    FURTHER_ALGORITHMS,
     NETWORKS,
     REACH,
     SELDOM,
@@ -54,9 +56,15 @@ def trained(name="normalised", algorithm=NITI, steps=3):
     return model
 
 
-@pytest.mark.parametrize("algorithm", ALL.values(), ids=ALL)
-@pytest.mark.parametrize("name", [*NETWORKS, *REACH, "dropped"])
+@pytest.mark.parametrize(
+    ("name", "algorithm"),
+    [
+        *itertools.product([*NETWORKS, *REACH, "dropped"], ALL),
+        *(("normalised", algorithm) for algorithm in FURTHER_ALGORITHMS),
+    ],
+)
 def test_a_loaded_model_goes_on_bit_for_bit(name, algorithm, tmp_path):
+    algorithm = (ALL | FURTHER_ALGORITHMS)[algorithm]
     model = trained(name, algorithm)
     path = tmp_path / "model.npz"
     model.save(path)

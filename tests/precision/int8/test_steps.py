@@ -21,6 +21,7 @@ from tests.precision.networks import (
     ALWAYS,
     CLASSES,
     CORNERS,
+    FURTHER_ALGORITHMS,
     IMAGE,
     MOMENTUM,
     NETWORKS,
@@ -37,6 +38,7 @@ from tests.precision.numpy_int16_engine import NumpyInt16Trainer
 from tests.precision.numpy_real_engine import NumpyRealTrainer
 
 STEPS = 5
+EVERY = ALGORITHMS | FURTHER_ALGORITHMS
 THREE = {"niti": NITI, "momentum": MOMENTUM, "real-scales": REAL_SCALES}
 
 
@@ -80,7 +82,7 @@ def blocks_of(name):
     return {name: block for name, block in BLOCKS.items() if name in names}
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
+@pytest.mark.parametrize("algorithm", EVERY.values(), ids=EVERY)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_steps_equal_numpy_bit_for_bit(name, algorithm):
     assert_steps_equal_numpy(name, algorithm, SELDOM, batches(8))
