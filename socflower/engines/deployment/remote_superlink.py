@@ -50,13 +50,19 @@ _POLL_S = 0.2
 _ASK_S = 1.0
 # How long it may fail to answer, for example while it restarts.
 _SILENCE_S = 180.0
-# A ServerApp without a sign of life for so long may be dead; one that has not started yet has more time, twice as much
-# after each of them. Flower tells after four minutes.
+# A ServerApp without a sign of life for so long may be dead, and for twice as long after each false alarm: on a busy
+# machine another submission makes it worse. Flower tells after four minutes.
 _QUIET_S = 5.0
-_START_S = 10.0
-_LONGEST_START_S = 300.0
+_LONGEST_QUIET_S = 60.0
+# Flower itself starts a process again that has not come so far within 30 s. Later ones have a multiple of the time that
+# the first one took.
+_START_S = 40.0
+_LEAST_START_S = 10.0
+_LONGEST_S = 300.0
+_START_FACTOR = 4.0
+_MOST_SUBMISSIONS = 3
 # One that trains hangs if it is silent for so long, and another one still does not get its lock.
-_HANGS_S = 15.0
+_HANGS_S = 30.0
 
 
 def run_on_remote_superlink(
@@ -129,7 +135,11 @@ class _Submission:
         # Flower's, as it was after the log's end.
         self.status: str | None = None
         self._reader = LineReader()
-        self.has_started = False
+        self._submitted_s = time.monotonic()
+        # The seconds until its first sign of life; None before.
+        self.started_after_s: float | None = None
+        # Whether it was silent for too long, and has not been heard of since.
+        self.is_suspected = False
         # The newest sign of life, before the first one the beginning.
         self._alive_s = time.monotonic()
         # When it began to wait for the lock of the checkpoints, or got it.
@@ -158,7 +168,9 @@ class _Submission:
                 self._alive_s = time.monotonic()
             self.is_connected = True
             for kind, document in self._reader.feed(line):
-                self.has_started, self._alive_s = True, time.monotonic()
+                self._alive_s = time.monotonic()
+                if self.started_after_s is None:
+                    self.started_after_s = self._alive_s - self._submitted_s
                 if kind == READY:
                     self.is_ready_since_s = self._alive_s
                 elif kind != ALIVE:
@@ -185,7 +197,9 @@ class _Series:
         # The one that trains, or did so last.
         self._leader: _Submission | None = None
         self._cause = "the ServerApp died"
-        self._start_s = _START_S
+        self._start_s, self._quiet_s = _START_S, _QUIET_S
+        # Submissions that did not start in time: the next ones have twice as long for each.
+        self._num_missed = 0
         self._answered_s = time.monotonic()
         # The SuperLink does not answer.
         self._is_away = False
@@ -246,12 +260,12 @@ class _Series:
         """Submit the app again unless enough submissions live; return why the one that trains has to be replaced."""
         alive = [each for each in self._submissions if self._is_alive(each)]
         others = [each for each in alive if each is not self._leader]
-        if not alive or (self._leader is not None and not others):
-            if not all(each.has_started for each in self._submissions):
-                self._start_s = min(2.0 * self._start_s, _LONGEST_START_S)
+        is_missing = not alive or (self._leader is not None and not others)
+        if is_missing and len(self._submissions) < _MOST_SUBMISSIONS:
+            self._num_missed += any(each.started_after_s is None for each in self._submissions)
             self._submit()
         if self._leader in alive and len(others) > 1:
-            # After a SuperLink's restart that the ServerApps have survived.
+            # After a false alarm, or a SuperLink's restart that the ServerApps have survived.
             self._drop(others[-1])
         leader = self._leader
         waited_s = max(
@@ -266,16 +280,24 @@ class _Series:
             leader in self._submissions
             and leader is not None
             and leader.is_connected
-            and min(leader.silence_s(), waited_s) > _HANGS_S
+            and min(leader.silence_s(), waited_s) > max(_HANGS_S, 3.0 * self._quiet_s)
         ):
             return f"the ServerApp has given no sign of life for {_HANGS_S:g} s"
         return None
 
     def _is_alive(self, submission: _Submission) -> bool:
+        """Return whether a submission is not taken for dead; learn from how long it took, and from false alarms."""
+        took_s = submission.started_after_s
+        if took_s is None:
+            return submission.silence_s() < min(self._start_s * 2.0**self._num_missed, _LONGEST_S)
+        self._start_s = max(_LEAST_START_S, _START_FACTOR * took_s)
         if not submission.is_connected:
-            return submission.has_started
-        limit_s = _QUIET_S if submission.has_started else self._start_s
-        return submission.silence_s() < limit_s
+            return True
+        is_alive = submission.silence_s() < self._quiet_s
+        if is_alive and submission.is_suspected:
+            self._quiet_s = min(2.0 * self._quiet_s, _LONGEST_QUIET_S)
+        submission.is_suspected = not is_alive
+        return is_alive
 
     def _take(self, submission: _Submission, kind: str, document: Any) -> None:
         if kind == "progress":
