@@ -472,6 +472,8 @@ class Int8Model:
             else:
                 gradient = gradient * np.float32(num_samples)
             exponent = round_gradient(step.engine, self.graph, gradient, into)
+            # A gradient from outside is int8.
+            program.tensors[self.graph.output].gradient_low = None
             has_gradient = bool(into.any())
             of_input = program.backward(step, into, exponent)
             self.parameters.num_steps += 1
