@@ -154,6 +154,18 @@ class TrainingAlgorithm:
     def __post_init__(self) -> None:
         if (self.weight == "int8") != isinstance(self.update, IntegerUpdate):
             raise ConfigError(f"algorithm {self.name}: only int8 weights take an IntegerUpdate")
+        for part in ("forward", "backward"):
+            reach = getattr(self, part).reach
+            if not 0.0 < reach <= 1.0:
+                raise ConfigError(
+                    f"algorithm {self.name}: {part} reach = {reach} must lie in (0, 1]"
+                )
+        is_plain = self.backward.rounding is Rounding.NEAREST and self.forward.scales != "real"
+        if self.backward.wide_above is not None and not is_plain:
+            raise ConfigError(
+                f"algorithm {self.name}: wide_above = {self.backward.wide_above} needs rounding to nearest and "
+                "scales that are powers of two"
+            )
 
 
 NITI = TrainingAlgorithm(

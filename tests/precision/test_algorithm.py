@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from socflower.precision import ADAPTIVE_FIXED_POINT, ALGORITHMS, NITI
 from socflower.precision.algorithm import (
     RELATIVE_NITI,
+    BackwardRule,
     Fp32Update,
     IntegerUpdate,
+    OperatorTranslation,
     Rounding,
     int8_algorithm,
 )
@@ -85,6 +87,11 @@ def test_an_algorithm_takes_the_setting_that_its_update_has():
             ("gradient_bits", "niti"),
         ),
         (partial(replace, NITI), {"update": Fp32Update()}, ("niti", "IntegerUpdate")),
+        *(
+            (partial(replace, NITI), {"forward": OperatorTranslation(reach=each)}, ("reach", each))
+            for each in (0.0, 1.1, math.nan)
+        ),
+        (partial(replace, NITI), {"backward": BackwardRule(wide_above=0.5)}, ("wide_above", 0.5)),
         (partial(replace, ADAPTIVE_FIXED_POINT), {"update": IntegerUpdate()}, ("IntegerUpdate",)),
     ],
 )
