@@ -216,8 +216,10 @@ class _Series:
             while True:
                 ended = [each for each in self._submissions if each.log.ended()]
                 for each in [*self._submissions]:
-                    for kind, document in each.documents():
-                        self._take(each, kind, document)
+                    # Another one that took over may have replaced it.
+                    if each in self._submissions:
+                        for kind, document in each.documents():
+                            self._take(each, kind, document)
                 if "outcome" in self.documents:
                     if "error" not in self.documents["outcome"]:
                         # The others end by themselves.
@@ -276,13 +278,14 @@ class _Series:
             ),
             default=0.0,
         )
+        hangs_s = max(_HANGS_S, 3.0 * self._quiet_s)
         if (
             leader in self._submissions
             and leader is not None
             and leader.is_connected
-            and min(leader.silence_s(), waited_s) > max(_HANGS_S, 3.0 * self._quiet_s)
+            and min(leader.silence_s(), waited_s) > hangs_s
         ):
-            return f"the ServerApp has given no sign of life for {_HANGS_S:g} s"
+            return f"the ServerApp has given no sign of life for {hangs_s:g} s"
         return None
 
     def _is_alive(self, submission: _Submission) -> bool:

@@ -130,27 +130,28 @@ class SuperLink:
 
 
 class Log:
-    """A run's log, read from its beginning each time it is opened."""
+    """A run's log, which nobody may read after `close`, read from its beginning each time it is opened."""
 
     path = Path("/dev/null")
 
     def __init__(self, link: SuperLink, app: ServerApp | None) -> None:
         self.run_id = None if app is None else app.run_id
         self._link, self._app, self._begun_s = link, app, link.now_s
-        self._broken, self._num_read = app is None or link.is_away, 0
+        self._broken, self._num_read, self._closed = app is None or link.is_away, 0, False
 
     def ended(self) -> bool:
         self._broken = self._broken or self._link.is_away
         return self._broken and self._link.now_s >= self._begun_s + CALL_S
 
     def new_lines(self) -> Iterator[str]:
+        assert not self._closed
         if not self._broken and self._app is not None:
             lines = self._app.lines[self._num_read :]
             self._num_read += len(lines)
             yield from lines
 
     def close(self) -> None:
-        """Nothing is open."""
+        self._closed = True
 
 
 class History:
