@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Generic, Self, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from numpy.typing import NDArray
@@ -257,20 +257,6 @@ class SplitProgram(ABC):
     def frozen_model(self) -> nn.Module:
         """Return the whole model at the beginning, with untrained parameters frozen."""
         return self.model()
-
-    def starting_at(self, batch: int) -> Self:
-        """Return the same program for halves whose batch 0 is `batch` of the training.
-
-        Its random numbers must not repeat those of the first batches.
-        """
-        if not batch:
-            return self
-        seed = self.seed + _SEEDS_APART * batch
-        return replace(
-            self,
-            schedule=lambda own: self.schedule(batch + own),
-            seed=seed,
-        )
 
     def edge_names(self, party: int, cut: int | None) -> Collection[str]:
         """Return the names of the tensors that are at an edge."""
@@ -674,3 +660,17 @@ def cut_shapes(split: SplitModel, profile: ModelProfile) -> tuple[CutShape, ...]
         )
         for point in split.cuts
     )
+
+
+ProgramT = TypeVar("ProgramT", bound=SplitProgram)
+
+
+def starting_at(program: ProgramT, batch: int) -> ProgramT:
+    """Return the same program for halves whose batch 0 is `batch` of the training.
+
+    Its random numbers must not repeat those of the first batches.
+    """
+    if not batch:
+        return program
+    seed = program.seed + _SEEDS_APART * batch
+    return replace(program, schedule=lambda own: program.schedule(batch + own), seed=seed)

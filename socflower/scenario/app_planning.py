@@ -19,6 +19,7 @@ from socflower.scenario.app.own_app import training_profile
 from socflower.scenario.app_folder import run_config
 from socflower.scenario.planning import model_document, predicted_costs
 from socflower.sim import EventClock
+from socflower.sim.event_clock import at_start
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.planned_rounds import PlannedRounds
 from socflower.strategies.records import with_weights
@@ -124,7 +125,7 @@ def _predicted(strategy: SoCFlow, work: IntervalCosts, clock: EventClock) -> dic
     )
     training = None
     if late is not None:
-        training = training_usage(work, strategy.method.intervals, clock.at_start(), late.quorum)
+        training = training_usage(work, strategy.method.intervals, at_start(clock), late.quorum)
     return predicted_costs(
         work,
         clock,

@@ -41,6 +41,7 @@ from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.strategies import group_strategy
 from socflower.sim import EventClock
+from socflower.sim.event_clock import at_start
 from socflower.strategies.settings import require_few_fragments, streamed_interval
 from socflower.wire.message_keys import INT8_WIRE
 
@@ -369,7 +370,7 @@ def _usage_of(scenario: Scenario, work: IntervalCosts, clock: EventClock) -> Usa
     """Return the usage of the whole training."""
     if scenario.quorum.fraction < 1:
         intervals = planned_intervals(scenario, work)
-        return training_usage(work, intervals, clock.at_start(), scenario.quorum)
+        return training_usage(work, intervals, at_start(clock), scenario.quorum)
     usage = _usage_of_all(work, _planned_shapes(scenario, work), clock)
     return usage + _opening_usage(scenario, work, clock)
 
@@ -379,7 +380,7 @@ def _usage_of_all(
 ) -> Usage:
     """Return the usage of all intervals; equal intervals are priced once."""
     return sum(
-        (work.run(interval, clock.at_start()) * count for interval, count in shapes),
+        (work.run(interval, at_start(clock)) * count for interval, count in shapes),
         Usage(),
     )
 
@@ -442,7 +443,7 @@ def predicted_costs(
     step_s = times.with_turns_s if work.uplink_turns else times.without_turns_s
     sync_s, leaders_s, syncs_per_epoch = 0.0, {}, 0.0
     if synchronisation is not None:
-        sync_s = clock.at_start().run(synchronisation).duration_s
+        sync_s = at_start(clock).run(synchronisation).duration_s
         leaders_s = {kind: work.synchronisation_s(clock, kind) for kind in KINDS}
         syncs_per_epoch = sum(count for _, count in shapes) / epochs
     fusions = {
@@ -463,7 +464,7 @@ def predicted_costs(
         "leaders_s": leaders_s,
         "fusion": work.fusion,
         "fusions": {fusion: fusions[fusion] for fusion in FUSIONS},
-        "server_sync_s": 0.0 if inside is None else clock.at_start().run(inside).duration_s,
+        "server_sync_s": 0.0 if inside is None else at_start(clock).run(inside).duration_s,
         "syncs_per_epoch": syncs_per_epoch,
         "epoch_s": training.duration_s / epochs,
         "epoch_energy_j": training.total_energy_j / epochs,
@@ -484,5 +485,5 @@ def _step_and_sync(
         "step_s": min(times.with_turns_s, times.without_turns_s),
         "sync_s": 0.0
         if synchronisation is None
-        else clock.at_start().run(synchronisation).duration_s,
+        else at_start(clock).run(synchronisation).duration_s,
     }

@@ -181,12 +181,6 @@ class EventClock:
         self._graphs: list[CompiledGraph] = []
         self._steady_states: OrderedDict[Program, SteadyState] = OrderedDict()
 
-    def at_start(self) -> "EventClock":
-        """Return a clock of the same cluster at time 0, without dynamics and trace, that shares what this one knows."""
-        clock = EventClock(self._cluster, extrapolate=self._extrapolate)
-        clock._graphs, clock._steady_states = self._graphs, self._steady_states
-        return clock
-
     @property
     def now_s(self) -> float:
         """Virtual seconds since the clock's start."""
@@ -642,3 +636,10 @@ def _bytes_of(compiled: CompiledGraph, parts: Sequence[Part]) -> dict[Tier, floa
             for tier, value in part_bytes.items():
                 num_bytes[tier] += value * times
     return num_bytes
+
+
+def at_start(clock: EventClock) -> EventClock:
+    """Return a clock of the same cluster at time 0, without dynamics and trace, that shares what the other knows."""
+    own = EventClock(clock._cluster, extrapolate=clock._extrapolate)
+    own._graphs, own._steady_states = clock._graphs, clock._steady_states
+    return own

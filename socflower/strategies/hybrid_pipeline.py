@@ -101,7 +101,6 @@ class HybridPipeline(GroupRoundStrategy):
         )
         steps_per_epoch, intervals = intervals_of(schedule, 1)
         method = GroupsMethod(
-            cluster=cluster,
             schedule=schedule,
             planner=planner_of_rounds,
             intervals=intervals,

@@ -106,7 +106,7 @@ class PostLocalSGD(LocalSGD):
         planner: RoundPlanner = settings["planner"]
         socs = planner.plan.participants
         rates = [rate * (soc in socs) for soc, rate in enumerate(planner.rates)]
-        whole = plan_groups(settings["cluster"], 1, None, rates)
+        whole = plan_groups(planner.cluster, 1, None, rates)
         return PostLocalMethod(Opening(plan=whole, num_rounds=self._num_opening), **settings)
 
 

@@ -42,7 +42,7 @@ class RoundPlanner:
         min_nodes: int | None = None,
     ) -> None:
         self.preemption = preemption
-        self._cluster, self.rates = cluster, rates
+        self.cluster, self.rates = cluster, rates
         self.full_plan = self.plan = plan
         self._has_spares = bool(spares)
         everyone = (*plan.participants, *spares)
@@ -78,7 +78,7 @@ class RoundPlanner:
         if self._has_spares:
             self.balancer.update_speeds(clock, free)
             whole, training = self.full_plan.participants, self.plan.participants
-            free = with_stand_ins(self._cluster, whole, training, free, self._rate)
+            free = with_stand_ins(self.cluster, whole, training, free, self._rate)
         self._replan(free)
         self.balancer.update_speeds(clock, self.plan.participants)
         if not keep_groups:
@@ -221,4 +221,4 @@ class RoundPlanner:
             if whole is not None:
                 return whole
         left = self.participant_of.keys() - set(away)
-        return plan_over(self.full_plan, self._cluster, self.rates, left)
+        return plan_over(self.full_plan, self.cluster, self.rates, left)

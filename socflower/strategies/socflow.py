@@ -141,7 +141,6 @@ class SoCFlow(GroupRoundStrategy):
         if dispatch is not None:
             _require_dispatch(name, dispatch, schedule, costs)
         shared: dict[str, Any] = {
-            "cluster": cluster,
             "schedule": schedule,
             "intervals": intervals,
             "steps_per_epoch": steps_per_epoch,
@@ -149,6 +148,7 @@ class SoCFlow(GroupRoundStrategy):
         }
         self._work = DataParallelWork(
             **shared,
+            cluster=cluster,
             plan=plan,
             costs=costs,
             rebalancing=rebalancing,

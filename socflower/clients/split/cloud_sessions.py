@@ -24,7 +24,13 @@ from socflower.edgecloud.cloud.operator_calls import (
 )
 from socflower.edgecloud.cloud.session import CloudHalf, HostedFront, SessionFactory, SessionTerms
 from socflower.edgecloud.half_protocols import Weights
-from socflower.edgecloud.split_program import Arrays, PlacedHalf, SplitProgram, without_prefix
+from socflower.edgecloud.split_program import (
+    Arrays,
+    PlacedHalf,
+    SplitProgram,
+    starting_at,
+    without_prefix,
+)
 from socflower.edgecloud.stream.frames import SplitRefused
 from socflower.errors import ConfigError
 from socflower.peers.stream import StreamLost
@@ -56,7 +62,7 @@ def session_factory(
                 "socflower.CloudClient"
             )
         task = SplitTask.decode(terms.settings[_TASK])
-        own = program.starting_at(task.session_first)
+        own = starting_at(program, task.session_first)
         if not task.reverse:
             back = own.back(task.cuts[0])
             _load(program, task, back, weights)

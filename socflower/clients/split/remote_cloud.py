@@ -28,7 +28,7 @@ from socflower.edgecloud.runtime.edge_connection import EdgeConnection
 from socflower.edgecloud.runtime.front_loop import FrontPlan, MeasuredDecider
 from socflower.edgecloud.runtime.half_state import LoopReport, mean_loss
 from socflower.edgecloud.runtime.span_training import BatchSpan, train_back, train_front
-from socflower.edgecloud.split_program import Arrays, PlacedHalf, SplitProgram
+from socflower.edgecloud.split_program import Arrays, PlacedHalf, SplitProgram, starting_at
 from socflower.errors import ConfigError
 from socflower.plain_numbers import plain_numbers
 from socflower.quantities import counted
@@ -88,7 +88,7 @@ def train_with_cloud(
         )
     party, offset = task.parties[0], task.session_first
     batches = party_batches(program, task, party, data[0], first=offset)
-    own = program.starting_at(offset)
+    own = starting_at(program, offset)
     half: PlacedHalf[Any]
     if task.reverse:
         half = own.back(task.cuts[0], batches)

@@ -1,7 +1,7 @@
 """Training in groups: synchronous inside them, with delayed synchronisation between them (SoCFlow+ section 3.1)."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from logging import WARNING
 from typing import Any
 
@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from socflower.cluster import Cluster, Usage
+from socflower.cluster import Usage
 from socflower.errors import ConfigError
 from socflower.flower_adapter import log
 from socflower.hierarchy import (
@@ -83,6 +83,15 @@ Averaging = Callable[[Sequence[ArrayRecord], Sequence[float]], ArrayRecord]
 """(models of groups, their samples) -> the next model; the models have the tensors that were sent, without NaN."""
 
 
+@dataclass(kw_only=True, slots=True)
+class _Resumed:
+    """The round after which the training was resumed; 0: not."""
+
+    after: int = 0
+    # By group: its leader in that round, and whether that has the group's state.
+    states: dict[int, tuple[int, bool]] = field(default_factory=dict)
+
+
 class GroupsMethod(Method[Round, SettledRound]):
     """Rounds of groups: each trains an interval, then their models are averaged (F8).
 
@@ -114,7 +123,6 @@ class GroupsMethod(Method[Round, SettledRound]):
     def __init__(
         self,
         *,
-        cluster: Cluster,
         schedule: TrainingSchedule,
         planner: RoundPlanner,
         intervals: Sequence[SyncInterval],
@@ -131,12 +139,11 @@ class GroupsMethod(Method[Round, SettledRound]):
         dispatch: LabelledData | None = None,
     ) -> None:
         self._local_epochs, self._dispatch = local_epochs, dispatch
-        self._preemption = planner.preemption
         self.schedule, self.intervals, self.steps_per_epoch = schedule, intervals, steps_per_epoch
         self.seed = schedule.seed
         self.planner, self.work = planner, work
         self.latest: Round | None = None
-        self._cluster, self._exchange, self._rings = cluster, exchange, rings
+        self._exchange, self._rings = exchange, rings
         self._average, self._proximal_mu = average, proximal_mu
         self._tolerates = tolerate_client_errors
         # How leaders are to exchange models, as asked for or as the method needs.
@@ -158,9 +165,7 @@ class GroupsMethod(Method[Round, SettledRound]):
         # Models of servers that have not synchronised with the others since.
         self._server_models: dict[int, ArrayRecord] = {}
         self._feedback: dict[int, GroupFeedback] = {}
-        # By group: its leader in the round resumed after, and whether that has the group's state.
-        self._resumed_states: dict[int, tuple[int, bool]] = {}
-        self._resumed_after = 0
+        self._resumed = _Resumed()
         self._without_state: tuple[int, ...] = ()
 
     # ------------------------------------------------------------------------------------------ the plan
@@ -234,7 +239,7 @@ class GroupsMethod(Method[Round, SettledRound]):
         asked = f"SoCFlow: server_interval = {self.schedule.server_interval}"
         if len(plan.by_server) < 2:
             groups = counted(len(plan.groups), "group")
-            servers = counted(max(1, len(self._cluster.servers)), "server")
+            servers = counted(max(1, len(self.planner.cluster.servers)), "server")
             raise ConfigError(
                 f"{asked} and {groups} on {servers}: there are no servers with groups of their own; "
                 "plan a group for each server, or leave server_interval out"
@@ -292,8 +297,8 @@ class GroupsMethod(Method[Round, SettledRound]):
         in_rings = bool(registry.ring_address_of)
         place_of = {}
         for group in plan.groups:
-            board = self._cluster.board_of(group.leader)
-            place_of[group.group_id] = (board, self._cluster.server_of(board))
+            board = self.planner.cluster.board_of(group.leader)
+            place_of[group.group_id] = (board, self.planner.cluster.server_of(board))
         return Round(
             server_round=server_round,
             interval=self.intervals[server_round - 1],
@@ -386,7 +391,9 @@ class GroupsMethod(Method[Round, SettledRound]):
 
         The last group cannot, and only a grid that settles groups asks one of them again if users have ended all.
         """
-        return self._preemption == GROUPS and len(this.plan.groups) > 1 and this.settled_by_grid
+        return (
+            self.planner.preemption == GROUPS and len(this.plan.groups) > 1 and this.settled_by_grid
+        )
 
     def _samples_of(self, task: GroupTask) -> dict[str, ConfigRecord]:
         """Return the record of a group's samples, if the hub sends them: in rings to each of its members.
@@ -402,12 +409,12 @@ class GroupsMethod(Method[Round, SettledRound]):
         """Return each group's config; in the first round after a resume, with whether a saved state is required."""
         settings = ConfigRecord({**config, SERVER_ROUND: this.server_round, PRICED: True})
         configs = {group.group_id: settings for group in this.plan.groups}
-        before = self._resumed_states
-        is_first = this.server_round == self._resumed_after + 1
+        before = self._resumed.states
+        is_first = this.server_round == self._resumed.after + 1
         if is_first and len(before) != len(configs):
             before.clear()
         # Groups that are late get their first message after a resume in a later round.
-        self._resumed_states = {
+        self._resumed.states = {
             ident: state for ident, state in before.items() if ident in this.late
         }
         for group in this.addressed:
@@ -467,7 +474,7 @@ class GroupsMethod(Method[Round, SettledRound]):
         self.planner.lose(settled.away - preempted)
         self._read_outcomes(this, replies)
         # Rings of real machines have ended such groups themselves.
-        if self._preemption == GROUPS and not this.in_rings:
+        if self.planner.preemption == GROUPS and not this.in_rings:
             settled = self._without_terminated(this, settled, replies)
         self._feedback = feedback_after_round(this, settled.means, settled.usable)
         lost_groups = {event.group_id for event in settled.lost}
@@ -684,9 +691,9 @@ class GroupsMethod(Method[Round, SettledRound]):
         if self.late is not None and state.get("late"):
             self.late.restore(state["late"], self.plan)
         without_state = state.get("without_state", ())
-        self._resumed_after, self._resumed_states = server_round, {}
+        self._resumed = _Resumed(after=server_round)
         if server_round:
-            self._resumed_states = {
+            self._resumed.states = {
                 group.group_id: (group.leader, group.group_id not in without_state)
                 for group in self.plan.groups
             }
