@@ -50,34 +50,9 @@ _MAX_EVENTS = 500
 """Longer lists are cut with a note, so that browsers can open the file; result.json has all entries."""
 
 
-def write_report(
-    path: Path,
-    results: Sequence[Mapping[str, Any]],
-    *,
-    title: str,
-    question: str = "",
-    predictions: Sequence[Mapping[str, Any]] = (),
-    methods: Mapping[str, Any] | None = None,
-    means: Sequence[Mapping[str, Any]] = (),
-    tuning: Mapping[str, Any] | None = None,
-    caveats: Sequence[str] = (),
-) -> None:
-    """Write the report of one or several result documents atomically.
-
-    The first result is compared with each of the others; if there are `means` over several seeds, the means are
-    compared. `predictions` are predicted epochs; `methods`, `tuning` and `caveats` are those of a comparison document.
-    Equal arguments give equal bytes. Raises `ConfigError` if there are no results.
-    """
-    content = render_report(
-        results,
-        title=title,
-        question=question,
-        predictions=predictions,
-        methods=methods,
-        means=means,
-        tuning=tuning,
-        caveats=caveats,
-    )
+def write_report(path: Path, results: Sequence[Mapping[str, Any]], **parts: Any) -> None:
+    """Write atomically what `render_report` returns of the same results and parts."""
+    content = render_report(results, **parts)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, content)
 
@@ -93,7 +68,12 @@ def render_report(
     tuning: Mapping[str, Any] | None = None,
     caveats: Sequence[str] = (),
 ) -> str:
-    """Return the HTML that `write_report` writes."""
+    """Return the report of one or several result documents as HTML.
+
+    The first result is compared with each of the others; if there are `means` over several seeds, the means are
+    compared. `predictions` are predicted epochs; `methods`, `tuning` and `caveats` are those of a comparison document.
+    Equal arguments give equal texts. Raises `ConfigError` if there are no results.
+    """
     if not results:
         raise ConfigError("report: needs at least one result, got none")
     runs = name_runs(results)
