@@ -6,7 +6,7 @@
 
 Every process of a rack is a fork of one that has imported Flower and torch (`fault_rack/warm.py`). Nodes, clients,
 links, the ServerApp and the SuperLink die at random moments, on average `pause` seconds apart, and come back; with
-`--superlink` only the SuperLink dies. With `--kills` each death follows once a node trains again, and the run ends
+`--superlink` only the SuperLink dies. With `--kills` the run is stopped when it trains again
 after the last. `peers` of the document has the plan, every death and the samples of memory, descriptors and threads.
 """
 
@@ -71,8 +71,10 @@ def peers() -> dict[str, object]:
 
 
 def _rows(plan: Plan, course: Course) -> list[Row]:
-    # A run that is stopped after its last kill has not ended by itself.
-    ended_well = course.exit_status == 0 or (bool(plan.kills) and course.exit_status is None)
+    # A run that is stopped after its last kill has not ended by itself; it trains again.
+    goes_on = course.exit_status is None and bool(course.deaths[-1:])
+    recovered = goes_on and course.deaths[-1].again_s is not None
+    ended_well = recovered if plan.kills else course.exit_status == 0
     ok = ended_well and not course.left_over
     case = f"{plan.nodes} SuperNodes in rings of {plan.ring}, {course.rounds} rounds: "
 

@@ -35,6 +35,10 @@ class TrainingFailed(SocflowerError):
     """
 
 
+class NodesLost(TrainingFailed):
+    """No usable reply remained because nodes were lost, not because a client raised; a resumed run may succeed."""
+
+
 def require_known(where: str, name: object, known: Collection[str]) -> None:
     """Raise `ConfigError` for a name that is not among `known`; the text lists those, and the closest one."""
     if name in known:

@@ -37,7 +37,7 @@ rendezvous_s = 20
 """
 _POLL_S = 0.2
 _SAMPLE_S = 30.0
-# A command that has finished no round for so long hangs.
+# A command hangs if no node trains for so long.
 _SILENCE_S = 600.0
 _REPORTED = "said"
 
@@ -147,13 +147,12 @@ class LongRun:
                 self._sample()
                 next_sample_s = now_s + _SAMPLE_S
             # The first death comes when something trains; later ones whether or not the run has recovered.
-            if plan.pause_s and now_s >= next_s and self._round_ends_s:
-                if not plan.kills or struck_s is None:
-                    self._die()
-                    struck_s = time.time()
-                next_s = self._next_death_s()
-            if now_s - max([self._began_s, *self._round_ends_s.values()]) > _SILENCE_S:
-                note(f"no round for {_SILENCE_S:g} s")
+            goes_on = not plan.kills or len(self._deaths) < plan.kills
+            if plan.pause_s and goes_on and now_s >= next_s and self._round_ends_s:
+                self._die()
+                struck_s, next_s = time.time(), self._next_death_s()
+            if struck_s is not None and now_s - struck_s > _SILENCE_S:
+                note(f"no node has trained for {_SILENCE_S:g} s")
                 break
             time.sleep(_POLL_S)
         return self._course()

@@ -15,6 +15,7 @@ from socflower.strategies.mixed_replies import group_id_of
 from socflower.strategies.replies import (
     GROUP_LOST,
     failure_event,
+    failure_of,
     no_reply_event,
     outcome_of,
     read_outcome,
@@ -194,6 +195,14 @@ def make_notes(
     )
 
 
+def events_of(notes: RoundNotes) -> list[ReplyEvent]:
+    """Return the events of which these are the notes."""
+    return [
+        ReplyEvent(kind=kind, group_id=group, text=text)
+        for kind, group, text in zip(notes.kinds, notes.groups, notes.texts, strict=True)
+    ]
+
+
 def attach_notes(reply: Message, notes: RoundNotes) -> None:
     """Add notes to those that a reply has."""
     # Of this grid: those of clients are removed on arrival.
@@ -252,10 +261,7 @@ def settle(
     notes = sum((decode(RoundNotes, record, "notes") for record in records), start=RoundNotes())
     if this.in_rings and not records:
         replies, notes = _settle_rings(this, replies, tolerate_errors)
-    events = [
-        ReplyEvent(kind=kind, group_id=group, text=text)
-        for kind, group, text in zip(notes.kinds, notes.groups, notes.texts, strict=True)
-    ]
+    events = events_of(notes)
     usable, all_lost = sort_replies(
         replies,
         this.group_of_node,
@@ -320,5 +326,5 @@ def _settle_rings(
 
 def no_model(notes: RoundNotes, first_group: int, where: str) -> TrainingFailed:
     """Return the error of a round in which no group has a model; `where` names the first group."""
-    cause = notes.texts[0] if notes.texts else no_reply_event(first_group, where).text
-    return TrainingFailed(f"no group sent a usable model; first cause: {cause}")
+    events = events_of(notes) or [no_reply_event(first_group, where)]
+    return failure_of("no group sent a usable model", events)

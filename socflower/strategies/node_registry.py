@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from socflower.cluster import Cluster
-from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
+from socflower.errors import ConfigError, InfeasiblePlan, NodesLost
 from socflower.flower_adapter import log
 from socflower.peers.transports.port import PROTOCOL_VERSION
 from socflower.quantities import counted
@@ -183,7 +183,7 @@ class NodeRegistry:
     ) -> tuple[dict[int, NodeStatus], dict[int, str]]:
         """Return the nodes' statuses, and the nodes that are lost with the reason.
 
-        Raises `ConfigError` if the app of a node fails and others say where they are, and `TrainingFailed` if no node
+        Raises `ConfigError` if the app of a node fails and others say where they are, and `NodesLost` if no node
         answers.
         """
         first = self._query_nodes(grid, nodes, _QUERY_TIMEOUT_S)
@@ -211,7 +211,7 @@ class NodeRegistry:
             {**lost, **others},
         )
         if len(lost) == len(nodes):
-            raise TrainingFailed(
+            raise NodesLost(
                 f"SoCFlow: none of {len(nodes)} nodes answered within {_QUERY_TIMEOUT_S:g} s; see "
                 "their logs"
             )

@@ -1,13 +1,13 @@
 """Sorts a round's replies into those that can be averaged and those that are dropped, with the cause."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 from numpy.typing import NDArray
 
-from socflower.errors import ConfigError, TrainingFailed
+from socflower.errors import ConfigError, NodesLost, TrainingFailed
 from socflower.flower_adapter import reason_of
 from socflower.hierarchy import Group, first_non_finite
 from socflower.strategies.records import array_views, layout_difference, layout_of
@@ -38,6 +38,8 @@ OUTER_STEP, NOT_EVALUATED = "outer-step", "not-evaluated"
 
 GROUP_LOST = frozenset({"client-raised", "no-reply", TERMINATED})
 """Kinds of events of a lost group that `GroupGrid` reports, in place of the error reply."""
+
+_LOSSES = frozenset({"no-reply", "member-lost", "leader-lost", "left-out", "ring-formed-again"})
 
 
 def sort_replies(
@@ -94,7 +96,7 @@ def sort_replies(
             events[group.group_id] = no_reply_event(group.group_id, _leader_of(group, node_id))
     ordered = tuple(events[group_id] for group_id in sorted(events))
     if not usable and not may_be_none:
-        raise TrainingFailed(f"no group sent a usable model; first cause: {ordered[0].text}")
+        raise failure_of("no group sent a usable model", ordered)
     return [usable[group_id] for group_id in sorted(usable)], ordered
 
 
@@ -150,6 +152,12 @@ def other_layouts(replies: Mapping[int, Message], sent: ArrayRecord | None) -> d
         for ident, layout in layouts.items()
         if (difference := layout_difference(layout, expected))
     }
+
+
+def failure_of(what: str, events: Sequence[ReplyEvent]) -> TrainingFailed:
+    """Return the error of a round without a model; `NodesLost` if all that happened is that nodes were lost."""
+    error = NodesLost if _LOSSES.issuperset(event.kind for event in events) else TrainingFailed
+    return error(f"{what}; first cause: {events[0].text}")
 
 
 def no_reply_event(group_id: int, where: str) -> ReplyEvent:

@@ -7,7 +7,7 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from socflower.cluster import Cluster, Usage, VirtualClock
-from socflower.errors import InfeasiblePlan, TrainingFailed
+from socflower.errors import InfeasiblePlan, NodesLost, TrainingFailed
 from socflower.hierarchy import GroupPlan, Rebalancing, plan_over
 from socflower.hierarchy.group_preemption import GROUPS, SOCS, plan_of_whole_groups
 from socflower.hierarchy.spare_socs import with_stand_ins
@@ -147,13 +147,13 @@ class RoundPlanner:
     def _await_enough(self, grid: Grid) -> Sequence[int]:
         """Return the SoCs that are present; on real machines wait until they are `min_nodes`.
 
-        Raises `TrainingFailed` if they are not within `_ENOUGH_TIMEOUT_S`.
+        Raises `NodesLost` if they are not within `_ENOUGH_TIMEOUT_S`.
         """
         present = self.registry.present(grid)
         deadline_s = time.monotonic() + _ENOUGH_TIMEOUT_S
         while len(present) < self._min_nodes:
             if time.monotonic() > deadline_s:
-                raise TrainingFailed(
+                raise NodesLost(
                     f"SoCFlow: {counted(len(present), 'node')} left of min_nodes = {self._min_nodes}, and "
                     f"no other came within {_ENOUGH_TIMEOUT_S:g} s; start SuperNodes, and resume"
                 )

@@ -8,10 +8,15 @@ from typing import Any, TypeAlias
 
 from socflower.engines.deployment.superlink import ENGINE
 from socflower.engines.run_folder import OUTCOME, STATUS, RunFolder
-from socflower.errors import TrainingFailed
+from socflower.errors import NodesLost, TrainingFailed
 from socflower.quantities import counted
 
 OnNotice: TypeAlias = Callable[[str], None]
+
+
+def lost_nodes(outcome: Mapping[str, Any]) -> str | None:
+    """Return the error of an outcome if the run may go on when its nodes are back; None for any other outcome."""
+    return outcome["error"] if outcome.get("kind") == NodesLost.__name__ else None
 
 
 class RunHistory:

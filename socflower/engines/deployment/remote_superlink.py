@@ -21,7 +21,7 @@ from socflower.engines.app_files import (
     SEND_MODEL_KEY,
     SERIES_KEY,
 )
-from socflower.engines.deployment.attempts import OnNotice, RunHistory
+from socflower.engines.deployment.attempts import OnNotice, RunHistory, lost_nodes
 from socflower.engines.deployment.flower_processes import (
     flower_environment,
     marked,
@@ -221,6 +221,9 @@ class _Series:
                         for kind, document in each.documents():
                             self._take(each, kind, document)
                 if "outcome" in self.documents:
+                    lost = lost_nodes(self.documents["outcome"])
+                    if lost is not None and self._deployment.checkpoint_folder:
+                        return lost
                     if "error" not in self.documents["outcome"]:
                         # The others end by themselves.
                         for each in self._submissions:

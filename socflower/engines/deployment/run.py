@@ -13,7 +13,7 @@ from typing import Any
 
 from socflower.engines.app_files import NUM_NODES_KEY, RUN_FOLDER_KEY, AppFiles
 from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
-from socflower.engines.deployment.attempts import OnNotice, RunHistory
+from socflower.engines.deployment.attempts import OnNotice, RunHistory, lost_nodes
 from socflower.engines.deployment.flower_processes import is_running, tail
 from socflower.engines.deployment.options import DeployedApp, DeploymentOptions
 from socflower.engines.deployment.remote_superlink import run_on_remote_superlink
@@ -89,6 +89,8 @@ def _run_locally(
                 attempt.write(CLOUD, asdict(cloud))
             cause, run_id = _attempt_locally(app.local_files, attempt, flower, flwr, history)
             outcome = attempt.read(OUTCOME)
+            if cause is None and outcome is not None:
+                cause = lost_nodes(outcome)
             if cause is None and outcome is not None:
                 if attempt.model.exists():
                     attempt.model.replace(folder.model)

@@ -20,6 +20,7 @@ from socflower.strategies.records import (
     array_views,
 )
 from socflower.strategies.replies import (
+    failure_of,
     fault_of,
     heat_events,
     no_reply_event,
@@ -208,7 +209,7 @@ class LocalTraining(Method[LocalRound, SettledLocal]):
         if raised and not self._tolerates:
             raise TrainingFailed(raised[0].text)
         if not usable:
-            raise TrainingFailed(f"no client sent a usable model; first cause: {events[0].text}")
+            raise failure_of("no client sent a usable model", events)
         for soc, reply in usable.items():
             where = f"SoC {soc} (node {this.node_of[soc]})"
             events += client_events(reply, soc, where) + heat_events(reply, soc, where)

@@ -16,14 +16,14 @@ from socflower.edgecloud.plan.device_costs import require_edge_memory
 from socflower.edgecloud.plan.party import CloudMode, Party
 from socflower.edgecloud.plan.split_pipeline import Timeline, moved, round_ends, simulate_split
 from socflower.edgecloud.plan.timeline_actions import encode_actions
-from socflower.errors import ConfigError, TrainingFailed
+from socflower.errors import ConfigError, NodesLost, TrainingFailed
 from socflower.sim import EventClock
 from socflower.strategies.method import Method
 from socflower.strategies.methods.split_report import SplitRoundReport
 from socflower.strategies.mixed_replies import client_events
 from socflower.strategies.node_registry import NodeRegistry
 from socflower.strategies.records import aggregate_records, array_views, to_array_record
-from socflower.strategies.replies import fault_of, no_reply_event, num_examples_of
+from socflower.strategies.replies import failure_of, fault_of, no_reply_event, num_examples_of
 from socflower.strategies.reply_events import ReplyEvent
 from socflower.wire.message_keys import (
     ARRAYS,
@@ -213,7 +213,7 @@ class SplitMethod(Method[SplitRound, SettledSplit]):
         return this, self._messages(this, settings)
 
     def _look_for_nodes(self, server_round: int, grid: Grid) -> tuple[int, ...]:
-        """Match nodes with edges; return the parties whose nodes are back. `TrainingFailed` if one is needed."""
+        """Match nodes with edges; return the parties whose nodes are back. `NodesLost` if one is needed."""
         registry = self._registry
         if not registry.node_of:
             registry.match_nodes(grid, query=self._cloud is not None)
@@ -222,7 +222,7 @@ class SplitMethod(Method[SplitRound, SettledSplit]):
         returned = tuple(sorted(self._left_out - registry.lost))
         self._left_out = frozenset(registry.lost)
         if self._left_out and self._mode != OWN:
-            raise TrainingFailed(
+            raise NodesLost(
                 f"SplitReplay: {registry.left_out}; edges that share a cloud half need each other"
             )
         return returned
@@ -345,7 +345,7 @@ class SplitMethod(Method[SplitRound, SettledSplit]):
         if raised and not self._tolerates:
             raise TrainingFailed(raised[0].text)
         if events and (self._mode != OWN or not usable):
-            raise TrainingFailed(f"a part of the model is missing; first cause: {events[0].text}")
+            raise failure_of("a part of the model is missing", events)
 
     def _absences(self, this: SplitRound) -> list[ReplyEvent]:
         """Return events of the edges that were preempted or came back in a round."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from socflower.engines.deployment import remote_superlink
 from socflower.engines.deployment.options import DeploymentOptions
 from socflower.engines.deployment.outcome_lines import ALIVE, ALIVE_INTERVAL_S, READY, to_lines
-from socflower.errors import TrainingFailed
+from socflower.errors import NodesLost, TrainingFailed
 from tests.one_line import refused
 
 CALL_S = 1.5  # that a command of Flower takes
@@ -281,3 +281,20 @@ def test_a_longer_silence_ends_the_command_three_minutes_after_the_last_answer(
     link = SuperLink(age_s, 10_000.0)
     refused(lambda: follow(link), "180", error=TrainingFailed)
     assert 180.0 <= link.now_s - age_s < 200.0
+
+
+@pytest.mark.parametrize("may_resume", [False, True])
+@pytest.mark.parametrize("kind", [NodesLost, TrainingFailed])
+def test_only_a_run_that_lost_its_nodes_and_has_checkpoints_is_submitted_again(
+    kind: type[TrainingFailed], may_resume: bool
+) -> None:
+    outcome = {"error": "no group sent a usable model", "kind": kind.__name__}
+    write = ServerApp.write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            ServerApp,
+            "write",
+            lambda app, what, told: write(app, what, outcome if what == "outcome" else told),
+        )
+        failure = follow(SuperLink(training_s=30.0), may_resume=may_resume)
+    assert failure == (outcome["error"] if may_resume and kind is NodesLost else None)
