@@ -2,12 +2,13 @@
 
     python -m benchmarks.rack_runs --nodes 60 --ring 5 --rounds 30 --pause 30
     python -m benchmarks.rack_runs --nodes 4 --ring 2 --rounds 500 --pause 20
-    python -m benchmarks.rack_runs --nodes 2 --ring 1 --rounds 100000 --pause 6 --kills 50 --superlink
+    python -m benchmarks.rack_runs --nodes 2 --ring 1 --rounds 100000 --pause 25 --kills 50 --superlink
 
 Every process of a rack is a fork of one that has imported Flower and torch (`fault_rack/warm.py`). Nodes, clients,
 links, the ServerApp and the SuperLink die at random moments, on average `pause` seconds apart, and come back; with
-`--superlink` only the SuperLink dies. With `--kills` the run is stopped when it trains again
-after the last. `peers` of the document has the plan, every death and the samples of memory, descriptors and threads.
+`--superlink` only the SuperLink dies. With `--kills` the run is stopped when it trains again after the last, with
+`--minutes` after that time. `peers` of the document has the plan, every death and the samples of memory, descriptors
+and threads.
 """
 
 import json
@@ -37,6 +38,7 @@ def run(
     rounds: int = 500,
     pause: int = 20,
     kills: int = 0,
+    minutes: int = 0,
     seed: int = 1,
     superlink: bool = False,
 ) -> list[Row]:
@@ -54,6 +56,7 @@ def run(
             kinds=(SUPERLINK,) if superlink else _ALL,
             seed=seed,
             kills=kills,
+            minutes=minutes,
         )
         process = LineProcess("benchmarks.fault_rack.long_run", prefix=PREFIX, timeout_s=_TIMEOUT_S)
         try:
@@ -71,10 +74,11 @@ def peers() -> dict[str, object]:
 
 
 def _rows(plan: Plan, course: Course) -> list[Row]:
-    # A run that is stopped after its last kill has not ended by itself; it trains again.
-    goes_on = course.exit_status is None and bool(course.deaths[-1:])
-    recovered = goes_on and course.deaths[-1].again_s is not None
-    ended_well = recovered if plan.kills else course.exit_status == 0
+    # A run that is stopped has not ended by itself; after its last kill it trains again.
+    goes_on = course.exit_status is None and bool(plan.minutes or plan.kills)
+    if plan.kills:
+        goes_on = goes_on and bool(course.deaths) and course.deaths[-1].again_s is not None
+    ended_well = goes_on or course.exit_status == 0
     ok = ended_well and not course.left_over
     case = f"{plan.nodes} SuperNodes in rings of {plan.ring}, {course.rounds} rounds: "
 

@@ -56,6 +56,8 @@ class Plan:
     seed: int = 1
     # 0: the run ends with its rounds.
     kills: int = 0
+    # After which it is stopped; 0: never.
+    minutes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,6 +153,8 @@ class LongRun:
             if plan.pause_s and goes_on and now_s >= next_s and self._round_ends_s:
                 self._die()
                 struck_s, next_s = time.time(), self._next_death_s()
+            if plan.minutes and now_s - self._began_s > 60 * plan.minutes:
+                break
             if struck_s is not None and now_s - struck_s > _SILENCE_S:
                 note(f"no node has trained for {_SILENCE_S:g} s")
                 break

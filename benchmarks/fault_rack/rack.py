@@ -6,6 +6,7 @@ namespaces of this process (`NAMESPACES`), and ends with it.
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -340,9 +341,18 @@ def serve(answer: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
     out = os.fdopen(os.dup(1), "w")
     # What is printed by others would be taken for an answer.
     os.dup2(2, 1)
-    for line in sys.stdin:
-        out.write(f"{json.dumps(answer(json.loads(line)))}\n")
+    asked: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_read_lines, args=(asked,), daemon=True).start()
+    while True:
+        out.write(f"{json.dumps(answer(json.loads(asked.get())))}\n")
         out.flush()
+
+
+def _read_lines(asked: "queue.Queue[str]") -> None:
+    """Pass on the lines of the standard input; at its end this process and its namespaces end, whatever it does."""
+    for line in sys.stdin:
+        asked.put(line)
+    os._exit(0)
 
 
 def _pss_bytes(pid: int) -> int:

@@ -203,6 +203,9 @@ class _Series:
         self._answered_s = time.monotonic()
         # The SuperLink does not answer.
         self._is_away = False
+        # Whether it has taken this run before: if it does not now, it is away.
+        self._was_taken = bool(history.restarts)
+        self._refused_since_s: float | None = None
 
     def follow(self) -> str | None:
         """Read the logs until `documents` has the outcome, and return None; else return why there is none."""
@@ -215,11 +218,7 @@ class _Series:
         try:
             while True:
                 ended = [each for each in self._submissions if each.log.ended()]
-                for each in [*self._submissions]:
-                    # Another one that took over may have replaced it.
-                    if each in self._submissions:
-                        for kind, document in each.documents():
-                            self._take(each, kind, document)
+                self._read_logs()
                 if "outcome" in self.documents:
                     lost = lost_nodes(self.documents["outcome"])
                     if lost is not None and self._deployment.checkpoint_folder:
@@ -244,6 +243,16 @@ class _Series:
                 time.sleep(_POLL_S)
         finally:
             self._end()
+
+    def _read_logs(self) -> None:
+        for each in [*self._submissions]:
+            # Another one that took over may have replaced it.
+            if each not in self._submissions:
+                continue
+            for kind, document in each.documents():
+                self._take(each, kind, document)
+            if each.run_id is not None:
+                self._was_taken, self._refused_since_s = True, None
 
     def _submit(self) -> None:
         self._submissions.append(_Submission(self._flwr.submit(self._app)))
@@ -334,13 +343,15 @@ class _Series:
         """Drop a submission whose run has ended without an outcome; if it may still run, open its log again."""
         run_id = submission.run_id
         if run_id is None:
-            if self._leader is None and len(self._submissions) == 1:
+            if not self._was_taken:
                 # Nothing was trained; the usual cause is a wrong address or name.
                 raise ConfigError(
                     f"engine {ENGINE}: Flower did not start the run; the end of its log: "
                     f"{tail(submission.log.path)}"
                 )
             self._drop(submission)
+            if not self._submissions:
+                self._submit_later(submission)
             return
         if submission.status is not None and submission.status.startswith("finished"):
             # The whole log was read after this status was received.
@@ -351,6 +362,19 @@ class _Series:
         if not self._is_away:
             self._answered_s = time.monotonic()
             submission.follow_again(self._flwr.log_again(run_id))
+
+    def _submit_later(self, refused: _Submission) -> None:
+        """Submit again after a pause; raise `TrainingFailed` if the SuperLink has taken no run for `_SILENCE_S`."""
+        now_s = time.monotonic()
+        self._refused_since_s = self._refused_since_s or now_s
+        if now_s - self._refused_since_s > _SILENCE_S:
+            raise TrainingFailed(
+                f"engine {ENGINE}: the SuperLink has taken no run for {_SILENCE_S:g} s; the end of its log: "
+                f"{tail(refused.log.path)}"
+            )
+        self._on_notice("the SuperLink takes no run; trying again")
+        time.sleep(_ASK_S)
+        self._submit()
 
     def _on_run_end(self, submission: _Submission, status: str) -> None:
         submission.run_id = None

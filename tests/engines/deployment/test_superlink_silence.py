@@ -157,8 +157,9 @@ class Log:
 class History:
     """Takes what `RunHistory` takes."""
 
-    def __init__(self) -> None:
-        self.num_restarts = 0
+    def __init__(self, num_restarts: int = 0) -> None:
+        self.num_restarts = num_restarts
+        self.restarts = [{}] * num_restarts
 
     def record_restart(self, *_: Any) -> None:
         self.num_restarts += 1
@@ -298,3 +299,20 @@ def test_only_a_run_that_lost_its_nodes_and_has_checkpoints_is_submitted_again(
         )
         failure = follow(SuperLink(training_s=30.0), may_resume=may_resume)
     assert failure == (outcome["error"] if may_resume and kind is NodesLost else None)
+
+
+@settings(max_examples=10, deadline=None)
+@given(for_s=st.floats(1.0, 165.0))
+def test_a_run_is_submitted_again_until_the_super_link_takes_it(for_s: float) -> None:
+    """The SuperLink is away when the command submits again, as after another death of it."""
+    link = SuperLink(0.0, for_s, training_s=50.0)
+    assert follow(link, may_resume=True, history=History(1)) is None
+    assert link.left_s < 3 * CALL_S + LOAD_S + 3 * ALIVE_INTERVAL_S
+
+
+def test_a_run_that_no_super_link_takes_ends_at_once_at_first_and_else_after_three_minutes() -> None:
+    first, again = SuperLink(0.0, 1e4), SuperLink(0.0, 1e4)
+    refused(lambda: follow(first), "did not start")
+    assert first.now_s < 5.0
+    refused(lambda: follow(again, history=History(1)), "180", error=TrainingFailed)
+    assert 180.0 <= again.now_s < 200.0
