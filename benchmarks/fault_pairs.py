@@ -1,6 +1,6 @@
 """Pairs of faults on deployments of real processes in network namespaces, each with each, and at random moments.
 
-    python -m benchmarks.fault_pairs --cells FOLDER --random 100 --seed 1 --most 20 --json
+    python -m benchmarks fault-pairs --cells FOLDER --random 100 --seed 1 --most 20 --json
 
 A rack of SuperNodes trains under `socflower run --superlink`: two groups of two, a pipeline of three boards, or an edge
 with a cloud. Nodes, a group's leader, a whole group, the ServerApp, the SuperLink, a link, the cloud and stages are
@@ -25,7 +25,7 @@ from benchmarks.fault_rack.cells import Cell, matrix, random_cells
 from benchmarks.fault_rack.rack import SOCFLOWER
 from benchmarks.fault_rack.resident import Resident
 from benchmarks.fault_rack.trial import SCENARIOS, Outcome
-from benchmarks.harness import Row, from_json, kept, main, note
+from benchmarks.harness import Row, from_json, kept, note
 from tests.testbed.testbed import missing
 
 LONGEST_S = 40.0
@@ -135,7 +135,3 @@ def _summary(outcomes: list[Outcome]) -> Iterator[Row]:
             ratio=_AIM_S / max(value, 1e-9),
             ok=right == len(outcomes),
         )
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))

@@ -1,8 +1,8 @@
 """Long runs on racks of real SuperNodes in network namespaces while their parts die: size, endurance, restarts.
 
-    python -m benchmarks.rack_runs --nodes 60 --ring 5 --rounds 30 --pause 30
-    python -m benchmarks.rack_runs --nodes 4 --ring 2 --rounds 500 --pause 20
-    python -m benchmarks.rack_runs --nodes 2 --ring 1 --rounds 100000 --pause 25 --kills 50 --superlink
+    python -m benchmarks rack-runs --nodes 60 --ring 5 --rounds 30 --pause 30
+    python -m benchmarks rack-runs --nodes 4 --ring 2 --rounds 500 --pause 20
+    python -m benchmarks rack-runs --nodes 2 --ring 1 --rounds 100000 --pause 25 --kills 50 --superlink
 
 Every process of a rack is a fork of one that has imported Flower and torch (`fault_rack/warm.py`). Nodes, clients,
 links, the ServerApp and the SuperLink die at random moments, on average `pause` seconds apart, and come back; with
@@ -21,14 +21,13 @@ from typing import Any
 from benchmarks.fault_rack.cells import CLIENT, LINK, NODE, SERVER_APP, SUPERLINK
 from benchmarks.fault_rack.long_run import Course, Plan, Sample
 from benchmarks.fault_rack.rack import PREFIX
-from benchmarks.harness import Row, from_json, main
+from benchmarks.harness import Row, from_json, peer_notes
 from benchmarks.processes import LineProcess
 from tests.testbed.testbed import missing
 
 _TIMEOUT_S = 4 * 3600.0
 _AIM_S = 5.0
 _ALL = (NODE, CLIENT, LINK, SERVER_APP, SUPERLINK)
-_told: dict[str, object] = {}
 
 
 def run(
@@ -63,14 +62,8 @@ def run(
             course = from_json(Course, json.loads(process.ask(json.dumps(asdict(plan)))))
         finally:
             process.end()
-    _told.clear()
-    _told.update(plan={**asdict(plan), "folder": ""}, course=asdict(course))
+    peer_notes.update(plan={**asdict(plan), "folder": ""}, course=asdict(course))
     return _rows(plan, course)
-
-
-def peers() -> dict[str, object]:
-    """Return the plan, the deaths and the samples."""
-    return _told
 
 
 def _rows(plan: Plan, course: Course) -> list[Row]:
@@ -125,7 +118,3 @@ def _growth(samples: tuple[Sample, ...], row: Any) -> list[Row]:
         )
         rows.append(row(f"{name}, last quarter", late, unit, "the second quarter", early))
     return rows
-
-
-if __name__ == "__main__":
-    sys.exit(main(run, peers))

@@ -1,4 +1,4 @@
-"""Pairs of faults on racks of real processes; `python -m benchmarks.fault_pairs` runs all cells."""
+"""Pairs of faults on racks of real processes; `python -m benchmarks fault-pairs` runs all cells."""
 
 from collections import Counter
 from itertools import combinations_with_replacement, product
