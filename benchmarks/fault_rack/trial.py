@@ -39,7 +39,8 @@ BOARDS = {GROUPS: (2, 2), PIPELINE: (1, 1, 1), SPLIT: (1,)}
 # The round in which the first fault comes.
 _ROUND = 2
 _BETWEEN_S = 0.5
-_LIMIT_S = 420.0
+# A run hangs if no round ends and no training message begins for so long.
+_SILENCE_S = 300.0
 _LEFT_OVER_S = 20.0
 _POLL_S = 0.05
 # Of FP32 sums in another order.
@@ -145,10 +146,16 @@ class Trial:
     def _await(self, happened: Any) -> bool:
         """Wait for a moment of the run; False if the run ended before."""
         while not happened():
-            if self._command.poll() is not None or time.time() - self._began_s > _LIMIT_S:
+            if self._command.poll() is not None or self._hangs():
                 return False
             time.sleep(_POLL_S)
         return True
+
+    def _hangs(self) -> bool:
+        """Return whether nothing has happened for too long."""
+        signs = [self._began_s, *self.strikes_s, *self._rounds_s.values()]
+        silent_since_s = time.time() - _SILENCE_S
+        return max(signs) < silent_since_s and self._rack.training_since(silent_since_s) is None
 
     def _strike(self, fault: Fault) -> None:
         if self._command.poll() is not None:
@@ -172,21 +179,21 @@ class Trial:
         """Wait for the end and judge the run."""
         again_s = None
         last_s = max(self.strikes_s, default=None)
-        while self._command.poll() is None and time.time() - self._began_s < _LIMIT_S:
+        while self._command.poll() is None and not self._hangs():
             if last_s is not None and again_s is None:
                 again_s = self._rack.training_since(last_s)
             time.sleep(_POLL_S)
         faults = []
         status = self._command.poll()
         if status is None:
-            faults.append(f"not ended after {_LIMIT_S:g} s")
+            faults.append(f"nothing happened for {_SILENCE_S:g} s")
         elif status:
             faults.append(f"exit status {status}: {tail(self._folder / 'said', 2)}")
         wall_s = time.time() - self._began_s
         if status is None:
             self._keep_evidence()
-        self._watch.join() if status is not None else None
         end_command(self._command)
+        self._watch.join()
         result = self._result() if status == 0 else {}
         rounds = result.get("rounds", [])
         numbers = [entry["round"] for entry in rounds]

@@ -310,7 +310,9 @@ def test_a_run_is_submitted_again_until_the_super_link_takes_it(for_s: float) ->
     assert link.left_s < 3 * CALL_S + LOAD_S + 3 * ALIVE_INTERVAL_S
 
 
-def test_a_run_that_no_super_link_takes_ends_at_once_at_first_and_else_after_three_minutes() -> None:
+def test_a_run_that_no_super_link_takes_ends_at_once_at_first_and_else_after_three_minutes() -> (
+    None
+):
     first, again = SuperLink(0.0, 1e4), SuperLink(0.0, 1e4)
     refused(lambda: follow(first), "did not start")
     assert first.now_s < 5.0
