@@ -25,7 +25,7 @@ from benchmarks.fault_rack.cells import Cell, matrix, random_cells
 from benchmarks.fault_rack.rack import SOCFLOWER
 from benchmarks.fault_rack.resident import Resident
 from benchmarks.fault_rack.trial import SCENARIOS, Outcome
-from benchmarks.harness import Row, from_json, kept, note
+from benchmarks.harness import Row, from_json, kept, note, peer_notes
 from tests.testbed.testbed import missing
 
 LONGEST_S = 40.0
@@ -39,7 +39,7 @@ def run(
     seed: int = 1,
     most: int = 0,
 ) -> list[Row]:
-    """Return a row for each cell of the matrix and of `random` random pairs; at most `most` that have not run yet."""
+    """Return a row for each cell of the matrix and of `random` random pairs; -1 of `most` runs none now."""
     reason = missing()
     if reason is not None:
         sys.exit(reason)
@@ -47,6 +47,7 @@ def run(
     if quick:
         wanted = wanted[::16]
     outcomes = list(outcomes_of(wanted, cells, most or len(wanted)))
+    peer_notes.update(cells=len(wanted), outcomes=[asdict(outcome) for outcome in outcomes])
     return [*map(_row, outcomes), *_summary(outcomes)]
 
 
