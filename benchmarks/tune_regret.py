@@ -7,7 +7,7 @@ costs of other models: there both searches are predictions. A case's cost is cou
 
 `regret` is the chosen setting's time to the target (joules, where energy is preferred) over that of the optimum, minus
 1. Each training is kept in `out/bench-tune-regret`, so that an interrupted benchmark goes on where it stopped. The
-search was made with seed 1, and the published seeds are others.
+search was made with seed 1; of other seeds it has seen nothing.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ from socflower.wire.folders import temporary_folder
 
 _CASES = Path(__file__).with_name("tune_regret_cases")
 _OUT = Path("out/bench-tune-regret")
-SEED, BUDGET = 21, 10
+SEED, BUDGET = 2, 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

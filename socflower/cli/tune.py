@@ -44,7 +44,12 @@ _Strategies = Annotated[
     str | None, typer.Option(help="Comma-separated; default all without a cloud.")
 ]
 _Arithmetics = Annotated[str, typer.Option(help="Comma-separated: some of fp32, int8, mixed.")]
-_Budget = Annotated[int, typer.Option(help="How many candidates are trained at all.")]
+_Budget = Annotated[
+    int,
+    typer.Option(
+        help="How long the search trains: a quarter of so many trainings. Of an app: how many run configs run."
+    ),
+]
 _Prefer = Annotated[str, typer.Option(help="`time` or `energy`: which end of the front is chosen.")]
 _Out = Annotated[Path | None, typer.Option(help="Folder; an interrupted search continues there.")]
 _Vary = Annotated[

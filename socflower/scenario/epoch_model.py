@@ -15,8 +15,8 @@ from socflower.scenario.candidates import Candidate
 
 # In octaves of a setting: how far what a training shows reaches.
 _REACH = 2.0
-# Standard deviations of the logarithm of epochs: between arithmetics, within one, and of a projection.
-_BETWEEN, _WITHIN, _PROJECTION = 0.7, 0.7, 0.25
+# Standard deviations of the logarithm of epochs: between arithmetics, and within one.
+_BETWEEN, _WITHIN = 0.7, 0.8
 # Correlation of candidates with different arithmetics.
 _ACROSS = 0.5
 _LEAST, _MOST = 1e-3, 1e4
@@ -43,8 +43,10 @@ class EpochModel:
         self._covariance = (within + _BETWEEN**2) * is_alike
         self._places, self._kinds = places, kinds
 
-    def after(self, epochs: Mapping[int, float]) -> Belief:
+    def after(self, epochs: Mapping[int, float], deviations: Mapping[int, float]) -> Belief:
         """Return the belief after candidates, by their index, were seen to need so many epochs, at least one of them.
+
+        `deviations` are standard deviations of the logarithms of those epochs, s in
 
         mean = m + K_s (K + s^2 I)^-1 (y - m), with m the mean of all y = ln epochs (Rasmussen and Williams, 2.2).
         """
@@ -52,7 +54,7 @@ class EpochModel:
         found = np.log(np.clip(list(epochs.values()), _LEAST, _MOST))
         overall = found.mean()
         between = self._covariance[seen]
-        noisy = between[:, seen] + _PROJECTION**2 * np.eye(len(seen))
+        noisy = between[:, seen] + np.diag([deviations[index] ** 2 for index in epochs])
         weights = np.linalg.solve(noisy, between)
         explained = np.einsum("ij,ij->j", between, weights)
         variance = np.maximum(0.0, np.diag(self._covariance) - explained)

@@ -1,11 +1,12 @@
 """`socflower tune`: which method, on how many SoCs, with which settings, at the least time and energy to a target.
 
-Candidates come from `candidates_of`, with the predicted cost of an epoch. So many of them as asked for train the first
-part of the scenario's epochs: one of each arithmetic, and then those that are expected to be quickest, or most frugal,
-by what the others needed (`EpochModel`). Those whose projected time and energy to the target are nearest to the front
-train twice as far, and so on, until the last ones train to the target. None trains longer than until another one
-dominates it. The epochs that a candidate needed, times the predicted cost of its settings' epochs, are the time and
-energy of each of its settings; the chosen setting is trained itself.
+Candidates come from `candidates_of`, with the predicted cost of an epoch. They train a part of a training at a time:
+first one of each arithmetic, then always the candidate that is expected to reach the target at the least time, or
+energy, by what all have shown so far (`EpochModel`). So one that falls behind waits, and others begin or continue
+(Swersky, Snoek and Adams, Freeze-Thaw Bayesian Optimization, 2014). The search ends when its epochs are used up, or
+when every other candidate has cost more than one that has reached the target. The epochs that a candidate needed, times
+the predicted cost of its settings' epochs, are the time and energy of each of its settings; the chosen setting is
+trained itself.
 """
 
 import json
@@ -26,20 +27,24 @@ from socflower.report.quality import ACCURACY, Quality
 from socflower.scenario.candidates import Candidate, Costs, Setting, candidates_of, front, unbeaten
 from socflower.scenario.comparison import OnStart, finished
 from socflower.scenario.epoch_model import EpochModel
-from socflower.scenario.halving import ENERGY, TIME, halve, part_of_rung
+from socflower.scenario.halving import ENERGY, TIME
 from socflower.scenario.schema.config import ARITHMETICS
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import STRATEGIES
+from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy
 from socflower.scenario.tuning import described
 from socflower.wire.folders import exclusive_folder
 from socflower.wire.saved_state import write_atomically
 
 Run: TypeAlias = Callable[[Scenario, str, Ending], Mapping[str, Any]]
 """(scenario, label, when it ends) -> the result of a training."""
-# How many standard deviations below its mean a candidate's cost is hoped to be, when it is chosen to be trained.
-_HOPE = 0.5
-# Every so many candidates one is chosen for what is not preferred, so that the front has two ends.
-_FOR_THE_OTHER = 4
+_OTHER = {TIME: ENERGY, ENERGY: TIME}
+_KEYS = {TIME: "time_s", ENERGY: "energy_j"}
+# Parts of the scenario's epochs: what a candidate trains at a time, and the search for each unit of its budget.
+_PART, _OF_BUDGET = 1 / 16, 1 / 4
+# The error, or the loss, falls as epochs^(-1 / _SLOWNESS), as the LeNets of `bench tune-regret` had it.
+_SLOWNESS = 1.25
+# Standard deviations of the logarithm of epochs to the target: if it was reached, and what each factor of e to it adds.
+_KNOWN, _BY_E_FOLD = 0.1, 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +59,14 @@ class Trained:
     value: float | None
     # How many times as much as predicted its epochs have cost: mixed training measures how much int8 may compute.
     over_predicted: Costs
+    # Whether the training ended in an error.
+    failed: bool = False
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of the logarithm of `needed`."""
+        is_known = math.isfinite(self.needed) and self.epochs > 0
+        return _KNOWN + _BY_E_FOLD * abs(math.log(self.needed / self.epochs)) if is_known else 1.0
 
     def costs(self) -> list[Costs]:
         """Return what each setting costs to the target."""
@@ -80,8 +93,9 @@ def tune(
     """Search, and return the document.
 
     It is also in `out/tune.json`, the chosen scenario in `out/chosen.toml`, and the front in `out/report.html`.
-    `run` trains in this process or others; `budget` candidates are trained at all. Raises `ConfigError` for a scenario
-    without a target and for a small budget, `TrainingFailed` if no candidate reached the target.
+    `run` trains in this process or others. Without that of the chosen setting, all trainings have at most as many
+    epochs as a quarter of `budget` whole ones. Raises `ConfigError` for a scenario without a target and for a small
+    budget, `TrainingFailed` if no candidate reached the target.
     """
     target_of(scenario)
     require_budget(budget)
@@ -110,8 +124,8 @@ def tune_among(
         rows = _settings_of(search.reached)
         if not rows:
             raise TrainingFailed(
-                f"tune: none of {budget} candidates reached {quality.goal(target)} in {scenario.train.epochs} epochs; "
-                "give more epochs, or a larger --budget"
+                f"tune: none of {len(search.tried)} candidates reached {quality.goal(target)} with --budget "
+                f"{budget} and at most {scenario.train.epochs} epochs; give a larger budget, or more epochs"
             )
         best = front([costs for _, costs in rows])
         chosen = best[0] if prefer == TIME else best[-1]
@@ -143,9 +157,9 @@ def tune_among(
 
 
 def require_budget(budget: int) -> None:
-    """Raise `ConfigError` for fewer candidates than can be halved."""
+    """Raise `ConfigError` for a budget with which nothing can be compared."""
     if budget < 2:
-        raise ConfigError(f"tune: budget = {budget}; give 2 or more candidates to train")
+        raise ConfigError(f"tune: budget = {budget}; give 2 or more")
 
 
 def write_files(
@@ -228,10 +242,15 @@ class _Search:
     def __init__(
         self, scenario: Scenario, quality: Quality, target: float, run: Run, prefer: str
     ) -> None:
-        self._scenario, self._run, self._prefer = scenario, run, prefer
+        self._num_epochs, self._run, self._prefer = float(scenario.train.epochs), run, prefer
         self._quality, self._target = quality, target
         self._latest: dict[str, Trained] = {}
         self.history: list[dict[str, Any]] = []
+
+    @property
+    def tried(self) -> list[Trained]:
+        """The candidates that have been trained."""
+        return list(self._latest.values())
 
     @property
     def reached(self) -> list[Trained]:
@@ -239,67 +258,88 @@ class _Search:
         return [each for each in self._latest.values() if each.reached]
 
     def run(self, candidates: Sequence[Candidate], budget: int) -> None:
-        """Train so many candidates a little, and the better half of them farther, again and again."""
-        first = self._first_rung(candidates, min(budget, len(candidates)))
-        halve(first, lambda each, rung: self._train(each.candidate, rung), self._prefer)
+        """Train for what is preferred, and with the epochs that are left for the other end of the front."""
+        model, num_epochs = EpochModel(candidates), budget * _OF_BUDGET * self._num_epochs
+        for wanted in (self._prefer, _OTHER[self._prefer]):
+            while (candidate := self._most_promising(model, candidates, wanted)) is not None:
+                spent = sum(each.epochs for each in self._latest.values())
+                if spent + self._after_part(candidate) - self._epochs_of(candidate) > num_epochs:
+                    return
+                self._train(candidate)
 
-    def _first_rung(self, candidates: Sequence[Candidate], budget: int) -> list[Trained]:
-        """Return so many candidates, trained a little: one of each arithmetic, then the most promising ones."""
-        model, tried = EpochModel(candidates), {}
-        costs = [_least_costs(each) for each in candidates]
-        middles = sorted(
-            model.middles(), key=lambda index: getattr(costs[index], _KEYS[self._prefer])
+    def _most_promising(
+        self, model: EpochModel, candidates: Sequence[Candidate], wanted: str
+    ) -> Candidate | None:
+        """Return the candidate to train farther: one of each arithmetic, then what is expected to cost least.
+
+        None if each one that could train farther would have cost more after a round than one that reached the target.
+        """
+        latest = {
+            index: self._latest[each.key]
+            for index, each in enumerate(candidates)
+            if each.key in self._latest
+        }
+        of_epoch = np.array([self._cost_of_epoch(each, wanted) for each in candidates])
+        at_least = of_epoch * [
+            self._epochs_of(each) + _round_epochs(each.trained.scenario) for each in candidates
+        ]
+        best = min(
+            (getattr(own, _KEYS[wanted]) for each in self.reached for own in each.costs()),
+            default=math.inf,
         )
-        for index in middles[: max(1, budget // 2)]:
-            tried[index] = self._train(candidates[index], 0)
-        while len(tried) < budget:
-            belief = model.after({index: each.needed for index, each in tried.items()})
-            is_for_other = len(tried) % _FOR_THE_OTHER == _FOR_THE_OTHER - 1
-            wanted = self._prefer
-            if is_for_other:
-                wanted = ENERGY if wanted == TIME else TIME
-            epoch = np.array([getattr(each, _KEYS[wanted]) for each in costs])
-            hoped = np.log(epoch) + belief.mean - _HOPE * belief.deviation
-            hoped[list(tried)] = math.inf
-            index = int(hoped.argmin())
-            tried[index] = self._train(candidates[index], 0)
-        return list(tried.values())
+        may_win = [
+            index
+            for index, each in enumerate(candidates)
+            if at_least[index] < best and self._can_go_farther(each)
+        ]
+        untried = [index for index in model.middles() if index in may_win and index not in latest]
+        if untried:
+            return candidates[min(untried, key=lambda index: of_epoch[index])]
+        if not may_win:
+            return None
+        belief = model.after(
+            {index: each.needed for index, each in latest.items()},
+            {index: each.deviation for index, each in latest.items()},
+        )
+        expected = np.maximum(np.exp(belief.mean) * of_epoch, at_least)
+        return candidates[min(may_win, key=lambda index: expected[index])]
 
-    def _train(self, candidate: Candidate, rung: int) -> Trained:
-        """Train a candidate through a rung at most: to the target, or until another one dominates it."""
-        before = self._latest.get(candidate.key)
-        if before is not None and before.reached:
-            return before
-        epochs = min(self._scenario.train.epochs * part_of_rung(rung), self._most_epochs(candidate))
+    def _cost_of_epoch(self, candidate: Candidate, wanted: str) -> float:
+        """Return the least cost of an epoch over the settings: as predicted, or as it was found to be."""
+        latest, key = self._latest.get(candidate.key), _KEYS[wanted]
+        over: float = 1.0 if latest is None else getattr(latest.over_predicted, key)
+        least: float = min(getattr(setting.epoch, key) for setting in candidate.settings)
+        return over * least
+
+    def _epochs_of(self, candidate: Candidate) -> float:
+        latest = self._latest.get(candidate.key)
+        return 0.0 if latest is None else latest.epochs
+
+    def _after_part(self, candidate: Candidate) -> float:
+        """Return a candidate's epochs after another part, which has one round or more."""
+        part = max(_PART * self._num_epochs, _round_epochs(candidate.trained.scenario))
+        return min(self._epochs_of(candidate) + part, self._num_epochs)
+
+    def _can_go_farther(self, candidate: Candidate) -> bool:
+        latest = self._latest.get(candidate.key)
+        return latest is None or (
+            not latest.reached and not latest.failed and latest.epochs < self._num_epochs
+        )
+
+    def _train(self, candidate: Candidate) -> None:
+        """Train a candidate for another part, or to the target."""
+        epochs = self._after_part(candidate)
         trained = _trained(candidate, epochs, self._target, self._quality, self._run)
         self._latest[candidate.key] = trained
-        self.history.append(_entry(trained, rung))
-        return trained
-
-    def _most_epochs(self, candidate: Candidate) -> float:
-        """Return the epochs after which each setting of a candidate has cost more than one that reached the target."""
-        best = [costs for each in self.reached for costs in each.costs()]
-        if not best:
-            return math.inf
-        return max(
-            min(
-                max(own.time_s / setting.epoch.time_s, own.energy_j / setting.epoch.energy_j)
-                for own in best
-            )
-            for setting in candidate.settings
-        )
+        self.history.append(_entry(trained))
 
 
-_KEYS = {TIME: "time_s", ENERGY: "energy_j"}
-
-
-def _least_costs(candidate: Candidate) -> Costs:
-    """Return the least time and the least energy of an epoch, be they of different settings."""
-    epochs = [setting.epoch for setting in candidate.settings]
-    return Costs(
-        time_s=min(epoch.time_s for epoch in epochs),
-        energy_j=min(epoch.energy_j for epoch in epochs),
-    )
+def _round_epochs(scenario: Scenario) -> float:
+    """Return the epochs of a round, after which a model is evaluated; 0 if rounds become longer."""
+    if not isinstance(STRATEGIES[scenario.strategy.name], GroupStrategy):
+        return float(scenario.train.local_epochs)
+    interval = scenario.interval_epochs
+    return 0.0 if isinstance(interval, str) else interval
 
 
 def _trained(
@@ -318,6 +358,7 @@ def _trained(
             reached=False,
             value=None,
             over_predicted=Costs(time_s=1.0, energy_j=1.0),
+            failed=True,
         )
     rounds = result["rounds"]
     good = next((each for each in rounds if quality.reaches(each[quality.name], target)), None)
@@ -343,12 +384,12 @@ def _ratio(measured: float, predicted: float) -> float:
 
 
 def projected_over(value: float | None, target: float, quality: Quality) -> float:
-    """Return how many times as many epochs are projected: the error, or the loss, falls as 1 over the epochs."""
+    """Return how many times as many epochs are projected, 1 or more."""
     if value is None:
         return math.inf
     if quality is ACCURACY:
-        return (1.0 - value) / max(1e-9, 1.0 - target)
-    return value / max(1e-9, target)
+        value, target = 1.0 - value, 1.0 - target
+    return math.pow(max(1.0, value / max(1e-9, target)), _SLOWNESS)
 
 
 def _settings_of(trained: Sequence[Trained]) -> list[tuple[Setting, Costs]]:
@@ -366,10 +407,9 @@ def _label(setting: Setting) -> str:
     return "_".join(f"{key}-{value}" for key, value in _named(setting).items())
 
 
-def _entry(trained: Trained, rung: int) -> dict[str, Any]:
+def _entry(trained: Trained) -> dict[str, Any]:
     return {
         **_named(trained.candidate.trained),
-        "rung": rung,
         "epochs": trained.epochs,
         "value": trained.value,
         "reached": trained.reached,

@@ -55,11 +55,12 @@ def test_a_belief_is_sure_of_what_was_seen_and_doubts_what_is_far_from_it() -> N
     first, *others = model.middles()
     assert others
     seen = dict.fromkeys((first, *others), 4.0)
-    before, after = model.after({first: 4.0}), model.after(seen)
+    deviations = dict.fromkeys(seen, 0.25)
+    before, after = model.after({first: 4.0}, deviations), model.after(seen, deviations)
     assert (after.deviation <= before.deviation + 1e-9).all()
     for index in seen:
         assert after.deviation[index] == pytest.approx(0.25, abs=0.05)
     # What has been seen alike everywhere is expected everywhere.
     np.testing.assert_allclose(after.mean, np.log(4.0))
-    lower = model.after({**seen, first: 1.0})
+    lower = model.after({**seen, first: 1.0}, deviations)
     assert lower.mean[first] < after.mean[first]
