@@ -41,6 +41,8 @@ _OTHER = {TIME: ENERGY, ENERGY: TIME}
 _KEYS = {TIME: "time_s", ENERGY: "energy_j"}
 # Parts of the scenario's epochs: what a candidate trains at a time, and the search for each unit of its budget.
 _PART, _OF_BUDGET = 1 / 16, 1 / 4
+# How many times its budget a search may have until the first candidate reaches the target.
+_UNTIL_REACHED = 2
 # The error, or the loss, falls as epochs^(-1 / _SLOWNESS), as the LeNets of `bench tune-regret` had it.
 _SLOWNESS = 1.25
 # Standard deviations of the logarithm of epochs to the target: if it was reached, and what each factor of e to it adds.
@@ -94,8 +96,8 @@ def tune(
 
     It is also in `out/tune.json`, the chosen scenario in `out/chosen.toml`, and the front in `out/report.html`.
     `run` trains in this process or others. Without that of the chosen setting, all trainings have at most as many
-    epochs as a quarter of `budget` whole ones. Raises `ConfigError` for a scenario without a target and for a small
-    budget, `TrainingFailed` if no candidate reached the target.
+    epochs as a quarter of `budget` whole ones, or twice as many if none has reached the target by then. Raises
+    `ConfigError` for a scenario without a target and for a small budget, `TrainingFailed` if no candidate reached it.
     """
     target_of(scenario)
     require_budget(budget)
@@ -263,7 +265,8 @@ class _Search:
         for wanted in (self._prefer, _OTHER[self._prefer]):
             while (candidate := self._most_promising(model, candidates, wanted)) is not None:
                 spent = sum(each.epochs for each in self._latest.values())
-                if spent + self._after_part(candidate) - self._epochs_of(candidate) > num_epochs:
+                most = num_epochs if self.reached else _UNTIL_REACHED * num_epochs
+                if spent + self._after_part(candidate) - self._epochs_of(candidate) > most:
                     return
                 self._train(candidate)
 
