@@ -1,5 +1,7 @@
 """Small networks that hold every operator and every way in which operators meet, and how tests train them."""
 
+import copy
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -253,13 +255,26 @@ def trained_of(state):
 
 def int8(module, algorithm=NITI, *, shape=IMAGE, options=None, rescaling=ALWAYS, **settings):
     """Return the int8 model of a module, or of a network by its name."""
+    engine = EngineSettings(rescaling=rescaling, **settings)
+    if isinstance(module, str) and not options:
+        captured = _captured(module, algorithm, shape)
+        parameters = copy.deepcopy(captured.parameters)
+        return Int8Model(captured.graph, parameters, algorithm=algorithm, settings=engine)
     return Int8Model.from_module(
         build(module) if isinstance(module, str) else module,
         input_shape=shape,
         algorithm=algorithm,
-        settings=EngineSettings(rescaling=rescaling, **settings),
+        settings=engine,
         **(options or {}),
     )
+
+
+@functools.cache
+def _captured(name, algorithm, shape):
+    """Return an int8 model of a network that nobody trains: capturing takes longer than a few steps."""
+    model = Int8Model.from_module(build(name), input_shape=shape, algorithm=algorithm)
+    assert not model.islands, f"{name} would share modules of torch"
+    return model
 
 
 def train(model, data, rate=0.05):

@@ -18,7 +18,8 @@ def exponent_for(largest):
     """Return the smallest e with largest <= 127 * 2^e, by counting up; 0 for 0."""
     if largest == 0:
         return 0
-    exponent = -200
+    # None below it is enough: 127 < 2^7, and `largest` is at least half the power of two that frexp gives.
+    exponent = math.frexp(largest)[1] - 8
     while Fraction(float(largest)) > 127 * Fraction(2) ** exponent:
         exponent += 1
     return exponent

@@ -13,7 +13,6 @@ from torch import nn
 from socflower import _int8
 from socflower.precision import NITI
 from socflower.precision.algorithm import ADAPTIVE_INT16, REAL_SCALES, IntegerUpdate
-from socflower.precision.int8.from_torch import capture_network
 from tests.one_line import refused
 from tests.precision import numpy_kernels as nk
 from tests.precision.networks import (
@@ -77,8 +76,7 @@ BLOCKS = {"0": 2, "3": 4, "stem": 1, "b": 5}
 
 def blocks_of(name):
     """Return the part of `BLOCKS` that a network has."""
-    nodes = capture_network(build(name), IMAGE).graph.nodes
-    names = [node.name for node in nodes if node.kind == "convolution"]
+    names = [node.name for node in int8(name).graph.nodes if node.kind == "convolution"]
     return {name: block for name, block in BLOCKS.items() if name in names}
 
 
@@ -197,8 +195,8 @@ def numpy_trainer_of(algorithm):
 
 def assert_steps_equal_numpy(module, algorithm, policy, data, image=IMAGE):
     """Train a module, or a network by its name, both ways; return NumPy's trainer."""
-    module = build(module) if isinstance(module, str) else module
     model = int8(module, algorithm, rescaling=policy, shape=image)
+    module = build(module) if isinstance(module, str) else module
     state = {name: array.numpy().copy() for name, array in module.state_dict().items()}
     trainer = numpy_trainer_of(algorithm)(model.graph, state, algorithm, policy)
     for index, (images, labels) in enumerate(data):
