@@ -1,13 +1,18 @@
 """The command line as a fixture."""
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import typer.main
 
 from tests.one_line import one_line
+
+# Typer builds all commands for each call, which takes ten times as long as to read a mistake in their options.
+built_once = functools.cache(typer.main.get_command)
 
 
 class Ran(NamedTuple):
@@ -37,6 +42,7 @@ def socflower(
     from socflower.user_code import forgotten_modules
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(typer.main, "get_command", built_once)
 
     def run(command: str, *arguments: object) -> Ran:
         monkeypatch.setattr(sys, "argv", ["socflower", *command.split(), *map(str, arguments)])
