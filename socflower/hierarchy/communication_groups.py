@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Protocol
 
-import networkx as nx
-
 
 class PlacedGroup(Protocol):
     """The properties of a group that colouring needs."""
@@ -46,6 +44,9 @@ def communication_groups(groups: Sequence[PlacedGroup]) -> tuple[tuple[int, ...]
     These are two where possible, which includes all groups placed in sequence: their conflicts form paths. Groups
     without a conflict are in the first one, as is the lowest id of each connected component with two colours.
     """
+    # Clients import this package without planning, and networkx takes as long to import as all of it.
+    import networkx as nx
+
     neighbours = conflicts(groups)
     graph = nx.Graph()
     graph.add_nodes_from(sorted(neighbours))

@@ -10,7 +10,6 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Annotated
 
-import networkx as nx
 from pydantic import Field
 
 from socflower.cluster import TaskGraph, Usage, VirtualClock
@@ -229,10 +228,11 @@ def training_usage(
 
 def late_together(plan: GroupPlan) -> list[list[Group]]:
     """Return the groups in sets that share uplinks, directly or through others, in order of their first group."""
-    sharing, by_id = (
-        nx.Graph(conflicts(plan.groups)),
-        {group.group_id: group for group in plan.groups},
-    )
+    # See `communication_groups`.
+    import networkx as nx
+
+    sharing = nx.Graph(conflicts(plan.groups))
+    by_id = {group.group_id: group for group in plan.groups}
     found = [sorted(ids) for ids in nx.connected_components(sharing)]
     return [[by_id[ident] for ident in ids] for ids in sorted(found)]
 
