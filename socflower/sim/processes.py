@@ -180,6 +180,19 @@ class EndedActivity(NamedTuple):
     end_s: float = 0.0
 
 
+class _Way(NamedTuple):
+    """How bytes go from one place of the cluster to another."""
+
+    tier: Tier
+    # Paths of the handling of messages and of their bytes.
+    handling_path: int
+    data_path: int
+    links: tuple[str, ...]
+    socs: tuple[int, ...]
+    # Their numbers in the simulation.
+    local_socs: tuple[int, ...]
+
+
 class _Log:
     """The first `max_spans` activities that ended, and the number of the others."""
 
@@ -229,6 +242,7 @@ class Simulation(Kernel):
         self._processors: dict[tuple[Endpoint, str], SimulatedProcessor] = {}
         self._cluster_links: dict[str, Link] = {}
         self._paths: dict[tuple[int, ...], int] = {}
+        self._ways: dict[tuple[Endpoint, Endpoint], _Way] = {}
         self._changing: dict[int, _ChangingRate] = {}
         # Links with changing rates, by the activity of their changes.
         self._link_of: dict[int, int] = {}
@@ -238,7 +252,8 @@ class Simulation(Kernel):
         self._unused: list[int] = []
         self._num_begun = 0
         self._ready: list[int] = []
-        self._resumed: deque[Callable[[], None]] = deque()
+        # Processes whose event has happened, with its value.
+        self._resumed: deque[tuple[Callable[[Any], None], Any]] = deque()
         # Processes that must end, and what each waits for.
         self._left: dict[Process[Any], tuple[str, Event[Any]]] = {}
         self.log = _Log(max_spans)
@@ -274,11 +289,14 @@ class Simulation(Kernel):
                 return
             if not background:
                 self._left[process] = (name, event)
-            event.then(lambda result: self._resumed.append(lambda: resume(result)))
+            event.then(wake)
+
+        def wake(result: Any) -> None:
+            self._resumed.append((resume, result))
 
         if not background:
             self._left[process] = (name, ended)
-        self._resumed.append(lambda: resume(None))
+        wake(None)
         return ended
 
     def run(self, until_s: float = inf) -> None:
@@ -413,19 +431,18 @@ class Simulation(Kernel):
         num_messages: int = 1,
     ) -> Event[float]:
         """Return the event of the end of a transfer between places of the cluster, with the seconds that it took."""
-        route = self._routes.between(source, target)
-        self.num_bytes[route.tier] += num_bytes
-        handlers = [self._cluster_link(each) for each in route.handlers]
-        links = [self._cluster_link(each) for each in route.links]
-        socs = [end for end in (source, target) if isinstance(end, int)]
+        way = self._ways.get((source, target))
+        if way is None:
+            way = self._ways[source, target] = self._way(source, target)
+        self.num_bytes[way.tier] += num_bytes
         step = TransferStep(
             _amount(num_messages, "num_messages") * self._routes.message_s,
-            self._path(handlers),
+            way.handling_path,
             _amount(num_bytes, "num_bytes"),
-            self._path(links),
-            tuple([self._local[soc] for soc in socs]),
+            way.data_path,
+            way.local_socs,
         )
-        return self._begin(step, EndedActivity(name, None, route.links, tuple(socs), num_bytes))
+        return self._begin(step, EndedActivity(name, None, way.links, way.socs, num_bytes))
 
     def timeout(self, seconds: float) -> Event[float]:
         """Return the event of a time from now, with `seconds`; infinity never comes."""
@@ -482,6 +499,20 @@ class Simulation(Kernel):
             self._cluster_links[name] = known
         return known
 
+    def _way(self, source: Endpoint, target: Endpoint) -> _Way:
+        route = self._routes.between(source, target)
+        handlers = [self._cluster_link(each) for each in route.handlers]
+        links = [self._cluster_link(each) for each in route.links]
+        socs = tuple([end for end in (source, target) if isinstance(end, int)])
+        return _Way(
+            route.tier,
+            self._path(handlers),
+            self._path(links),
+            route.links,
+            socs,
+            tuple([self._local[soc] for soc in socs]),
+        )
+
     def _path(self, links: Sequence[Link]) -> int:
         numbers = tuple([link.number for link in links])
         known = self._paths.get(numbers)
@@ -497,7 +528,8 @@ class Simulation(Kernel):
             for activity in ended:
                 self._end_stage(activity, self._ready)
             while self._resumed:
-                self._resumed.popleft()()
+                resume, result = self._resumed.popleft()
+                resume(result)
             ready, self._ready = self._ready, []
             ended = self._start(ready)
         # Rates are set before flows share them.
@@ -572,6 +604,9 @@ class Simulation(Kernel):
 
 
 def _amount(value: float, key: str) -> float:
+    # Nearly all are plain numbers in the range, and there are three in a transfer.
+    if type(value) in (float, int) and 0 <= value < inf:
+        return value
     named: dict[str, Any] = {key: value}
     require_range("simulation", least=0, **named)
     return value
