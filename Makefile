@@ -93,9 +93,9 @@ test-random: setup ## the tests in random order, properties with other examples;
 test-slow: setup coverage ## coverage, then the tests that take more than about ten seconds
 	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal
 
-test-matrix: setup ## every cell of what goes together, and every scenario with other seeds, of which test-slow has twelve
+test-matrix: setup ## every cell of what goes together, and every scenario, also with other seeds; test-slow has some of each
 	SOCFLOWER_CELLS=all $(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal \
-	  tests/test_combinations.py tests/test_scenario_seeds.py
+	  tests/test_combinations.py tests/test_scenario_seeds.py tests/test_scenarios.py
 
 other-flower: setup
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target build/flwr flwr==$(OTHER_FLOWER)

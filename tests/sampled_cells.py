@@ -10,14 +10,14 @@ Cell = TypeVar("Cell")
 NUM_SAMPLED = 12
 
 
-def sampled(cells: Iterable[Cell]) -> list[Cell]:
-    """Return twelve of the cells in their order, the same in every process; all of them if `SOCFLOWER_CELLS=all`.
+def sampled(cells: Iterable[Cell], count: int = NUM_SAMPLED) -> list[Cell]:
+    """Return `count` of the cells in their order, the same in every process; all of them if `SOCFLOWER_CELLS=all`.
 
     `SOCFLOWER_CELLS` may be a number too, which draws other cells.
     """
     found = list(cells)
     wanted = os.environ.get("SOCFLOWER_CELLS", "0")
-    if wanted == "all" or len(found) <= NUM_SAMPLED:
+    if wanted == "all" or len(found) <= count:
         return found
-    drawn = sorted(random.Random(int(wanted)).sample(range(len(found)), NUM_SAMPLED))
+    drawn = sorted(random.Random(int(wanted)).sample(range(len(found)), count))
     return [found[at] for at in drawn]

@@ -15,6 +15,7 @@ from socflower import load_data
 from socflower.errors import DataUnavailable
 from socflower.scenario.runner import run_scenario
 from tests.command_line import Ran, Socflower
+from tests.sampled_cells import sampled
 from tests.scenario.small_runs import small
 
 ROOT = Path(__file__).parents[1]
@@ -54,9 +55,11 @@ def document_of(ran: Ran) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "scenario",
     [
-        pytest.param(path, id=path.stem, marks=[] if path.stem in QUICK else [pytest.mark.slow])
-        for path in SMALL
-        if path.stem != "digits_demo"
+        *(pytest.param(path, id=path.stem) for path in SMALL if path.stem in QUICK),
+        *(
+            pytest.param(path, id=path.stem, marks=pytest.mark.slow)
+            for path in sampled(path for path in SMALL if path.stem not in QUICK | {"digits_demo"})
+        ),
     ],
 )
 def test_the_claim_of_each_scenario_holds(
@@ -101,7 +104,7 @@ def test_local_and_simulation_give_equal_weights() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("scenario", FULL, ids=lambda path: path.stem)
+@pytest.mark.parametrize("scenario", sampled(FULL, 3), ids=lambda path: path.stem)
 def test_the_claim_of_each_full_scenario_holds_on_both_engines(
     scenario: Path, tmp_path: Path
 ) -> None:
