@@ -22,11 +22,12 @@ from socflower.scenario.schema.file import from_document, load_scenario, to_docu
 from socflower.scenario.schema.scenario_file import Scenario
 from socflower.workloads.sources import load_data
 from tests.command_line import Socflower
+from tests.few_digits import few_digits
 from tests.one_line import last_key, refused
 from tests.scenario.small_runs import LENET_BYTES, small
 
-HELD_OUT = 3400
-"""Of 4,000 digits: alpha is measured on many, so that training has few steps."""
+HELD_OUT = 400
+"""Of the 1,000 digits that `run` trains on: alpha is measured on many, so that training has few steps."""
 
 
 def mixed(
@@ -41,9 +42,15 @@ def mixed(
     return small(**{"batch_size": 128, **changes}).replaced(precision=precision)
 
 
+def run(scenario: Scenario) -> dict[str, Any]:
+    """Run in this process, on a few of the digits."""
+    with few_digits():
+        return run_scenario(scenario, num_workers=0)
+
+
 @cache
 def _run(rule: str, arithmetic: str) -> dict[str, Any]:
-    return run_scenario(mixed(rule, arithmetic=arithmetic), num_workers=0)
+    return run(mixed(rule, arithmetic=arithmetic))
 
 
 def result(rule: str = "paper", *, arithmetic: str = "mixed") -> dict[str, Any]:
@@ -63,9 +70,11 @@ def test_the_rule_fp32_is_the_arithmetic_fp32_on_the_same_samples() -> None:
 @pytest.mark.timeout(900)
 def test_local_and_simulation_give_equal_weights() -> None:
     pytest.importorskip("ray", reason="the engine simulation needs socflower[simulation]")
-    simulated = run_scenario(mixed(), "simulation")
+    # Processes of the simulation have all of the digits.
+    scenario = mixed(held_out=3400)
+    simulated, here = run_scenario(scenario, "simulation"), run_scenario(scenario, num_workers=0)
     for key in ("weights_sha256", "virtual_s", "energy_j", "final_accuracy"):
-        assert simulated[key] == result()[key]
+        assert simulated[key] == here[key]
 
 
 # ------------------------------------------------------------------------------------------------- results
@@ -107,7 +116,7 @@ def test_the_papers_rule_computes_at_most_e_times_as_fast() -> None:
 
 def test_a_device_without_npu_trains_in_fp32_or_is_refused() -> None:
     slow = {"boards": (2, 2), "device": "raspberry-pi-4b"}
-    ran = run_scenario(mixed().replaced(cluster=slow), num_workers=0)
+    ran = run(mixed().replaced(cluster=slow))
     assert ran["weights_sha256"] == result("fp32")["weights_sha256"]
     assert {entry["cpu_share"] for entry in ran["rounds"][1:]} == {1.0}
     half = mixed("half").replaced(cluster=slow)
@@ -117,7 +126,7 @@ def test_a_device_without_npu_trains_in_fp32_or_is_refused() -> None:
 # ------------------------------------------------------------------------------------------- int8 models apart
 def test_alpha_falls_by_more_than_a_tenth_if_the_npus_train_int8_models_of_their_own() -> None:
     """Fig. 15 of SoCFlow+; the first alpha is that of fresh copies. Shares follow from each, in every group."""
-    ran = run_scenario(mixed(merge="weights", batch_size=32), num_workers=0)
+    ran = run(mixed(merge="weights", batch_size=32))
     first, *rounds = ran["rounds"]
     assert "alpha" not in first
     alphas = [entry["alpha"] for entry in rounds]
@@ -143,14 +152,14 @@ def test_own_models_are_merged_with_any_exchange_of_gradients_and_models(
     changes: dict[str, Any],
 ) -> None:
     """The FP32 model's gradients and the merged models travel as they do without an NPU."""
-    ran = run_scenario(mixed(merge="weights", **changes), num_workers=0)
+    ran = run(mixed(merge="weights", **changes))
     assert all("alpha" in entry and not entry["events"] for entry in ran["rounds"][1:])
     assert ran["weights_sha256"] != result()["weights_sha256"]
 
 
 def test_a_synchronisation_sums_the_merged_weights_in_each_group() -> None:
     """Two intervals, in which two groups of two SoCs each send a model more than with gradients that are merged."""
-    ran = run_scenario(mixed(merge="weights"), num_workers=0)
+    ran = run(mixed(merge="weights"))
     more = sum(ran["bytes"].values()) - sum(result()["bytes"].values())
     assert more == pytest.approx(2 * 4 * LENET_BYTES, rel=1e-3)
 
@@ -372,9 +381,9 @@ def test_training_follows_the_placement_of_a_profile(arithmetic: str, tmp_path: 
             arithmetic=arithmetic, held_out=HELD_OUT, fp32_operators=placed.precision.fp32_operators
         )
     )
-    ran = run_scenario(named, num_workers=0)
+    ran = run(named)
     assert any("9 (Linear), 11 (Linear)" in note for note in ran["notes"])
-    assert ran["weights_sha256"] != run_scenario(small_run, num_workers=0)["weights_sha256"]
+    assert ran["weights_sha256"] != run(small_run)["weights_sha256"]
 
 
 @pytest.mark.parametrize(
