@@ -93,14 +93,19 @@ def written_by(page: Path) -> frozenset[str]:
     )
 
 
-def names_of_paths(line: str) -> Iterator[str]:
-    """What looks like a path of the repository: it has one of its endings or begins with one of its folders."""
-    first_folders = {
+@cache
+def first_folders() -> frozenset[str]:
+    """Return the names with which a path of the repository, or of the package, begins."""
+    return frozenset(
         path.name
         for base in (ROOT, ROOT / "socflower")
         for path in base.iterdir()
         if path.is_dir() and not path.name.startswith(".")
-    }
+    )
+
+
+def names_of_paths(line: str) -> Iterator[str]:
+    """What looks like a path of the repository: it has one of its endings or begins with one of its folders."""
     for token in re.split(r"""[\s`"'()\[\],;=|]+""", line):
         token = token.partition("#")[0].rstrip(".:").partition("::")[0]
         has_ending = re.fullmatch(rf"[\w./-]+\.({'|'.join(ENDINGS)})", token)
@@ -111,7 +116,7 @@ def names_of_paths(line: str) -> Iterator[str]:
             or re.match(r"(DIR|FILE|HOST|NAME)[/.]", token)
         ):
             continue
-        if has_ending or (below_ours and below_ours.group(1) in first_folders):
+        if has_ending or (below_ours and below_ours.group(1) in first_folders()):
             yield token
 
 
