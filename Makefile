@@ -95,7 +95,7 @@ test-slow: setup coverage ## coverage, then the tests that take more than about 
 
 test-matrix: setup ## every cell of what goes together, and every scenario, also with other seeds; test-slow has some of each
 	SOCFLOWER_CELLS=all $(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal \
-	  tests/test_combinations.py tests/test_scenario_seeds.py tests/test_scenarios.py
+	  tests/test_combinations.py tests/test_scenario_seeds.py tests/test_scenarios.py tests/thermal/fans/test_failsafe.py
 
 other-flower: setup
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target build/flwr flwr==$(OTHER_FLOWER)
