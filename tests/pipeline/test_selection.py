@@ -1,5 +1,6 @@
 """The planner's choice: cases in which one kind of parallelism must win, memory, K, and what cannot be planned."""
 
+import math
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from socflower.errors import InfeasiblePlan, SocflowerError
 from socflower.pipeline.plan import PipelinePlan
+from socflower.pipeline.planner import selection
 from socflower.pipeline.planner.baselines import compare
 from socflower.pipeline.planner.closed_form import update_latency
 from socflower.pipeline.planner.pruning import near
@@ -126,6 +128,18 @@ def test_other_micro_batch_sizes_of_the_same_mini_batch_may_win() -> None:
     assert found.plan.num_samples == 32
     settings = PlannerSettings(micro_batch_sizes=(5,))
     refused(lambda: plan_pipeline(case, settings), "5", "32")
+
+
+def test_sizes_that_are_left_out_hold_no_better_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = PlannerSettings(micro_batch_sizes=(1, 2, 8), num_simulated=3, two_d=False)
+    shape = {"micro_batch_size": 4, "num_micro_batches": 4}
+    cases = [random_problem(np.random.default_rng(seed), 4, 3, **shape) for seed in range(3)]
+    chosen = [plan_pipeline(case, settings) for case in cases]
+    monkeypatch.setattr(selection, "_CLOSED_FORM_ERROR", math.inf)
+    of_all = [plan_pipeline(case, settings) for case in cases]
+    assert [each.plan for each in chosen] == [each.plan for each in of_all]
+    simulated = [sum(len(each.alternatives) for each in every) for every in (chosen, of_all)]
+    assert simulated[0] < 0.8 * simulated[1]
 
 
 def test_a_pruned_search_is_near_the_whole_one() -> None:

@@ -7,6 +7,7 @@ for K, keeps several pipelines of each state and may leave devices out. `quick_s
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Annotated, Any
 
 import numpy as np
@@ -58,6 +59,10 @@ _MOST_OF_SMALL = 400
 
 _CHANGED, _CHANGED_OF_SMALL = 4, 16
 """Pipelines that `local_search` changes, by those kept of each state."""
+
+_CLOSED_FORM_ERROR = 1.1
+"""A size of micro-batches is not simulated if the closed form of its best plan exceeds the best simulated time by this
+factor. The closed form takes the best K, and no simulated plan was more than 3 % below it."""
 
 _TRIED_COUNTS = 2
 """Choices of K that are simulated of a plan."""
@@ -153,8 +158,9 @@ def plan_pipeline(
     """Return the plan with the least simulated seconds of a mini-batch, its prediction, and the next best.
 
     It may be one device, data parallelism, a pipeline, a hybrid of them or pipelines in parallel: `plan.architecture`.
-    Other K are tried for the best `num_tuned` plans of each size of micro-batches. After a pruned search, whose plans
-    take long to simulate, they are tried for the best plans of all sizes together.
+    Other K are tried for the best `num_tuned` plans of each size of micro-batches. Sizes whose plans are all slower by
+    the closed form than a plan that was simulated are left out. After a pruned search, whose plans take long to
+    simulate, other K are tried for the best plans of all sizes together.
 
     Raises
     ------
@@ -179,6 +185,8 @@ def plan_pipeline(
         found, own_exact = candidates(sized, settings)
         num_candidates, exact = num_candidates + len(found), exact and own_exact
         on_step(f"simulating the best, {what}", 2 * number + 1, total)
+        if own_exact and ranked and not _may_be_best(sized, found, ranked):
+            continue
         simulated = _simulated(sized, found, settings)
         ranked += _tuned(simulated, settings) if own_exact else simulated
     if not ranked:
@@ -446,6 +454,14 @@ def _simulated(
     return [
         Planned(problem=problem, plan=plan, prediction=predict(problem, plan)) for plan in chosen
     ]
+
+
+def _may_be_best(
+    problem: PipelineProblem, plans: Sequence[PipelinePlan], ranked: Iterable[Planned]
+) -> bool:
+    """Return whether the simulator may prefer one of `plans`, the least latency first, to all of `ranked`."""
+    least_s = update_latency(problem, plans[0], duplex=True) if plans else inf
+    return least_s <= _CLOSED_FORM_ERROR * min(map(_step_s, ranked))
 
 
 def _step_s(planned: Planned) -> float:
