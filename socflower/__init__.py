@@ -101,6 +101,7 @@ _EXPORTS = {
     "thermal.sensors.step_times": ("StepTiming", "TimedSource"),
     "thermal.fans.control_loop": ("FanControl", "FanSettings", "StopSignals"),
     "thermal.fans.hwmon_pwm": ("HwmonPwm", "find_hwmon"),
+    "thermal.fans.objectives": ("ObjectiveCooling",),
     "thermal.fans.policies": ("FixedSpeed", "PassiveCooling", "PlannedLoad", "PredictiveCooling"),
     "thermal.model.rack": ("Rack",),
     "thermal.model.dynamics": ("RackDynamics",),

@@ -49,6 +49,7 @@ FIXED_TIME = {
     **dict.fromkeys(
         (
             "failed_fan",
+            "fewest_joules",
             "hot_ambient",
             "hot_board",
             "int8_heat_and_users",

@@ -14,6 +14,7 @@ from socflower.scenario.split_setting import SplitSetting
 from socflower.sim import EventClock
 from socflower.strategies.balancer import Balancer
 from socflower.thermal.fans.fan_curve import rack_fans
+from socflower.thermal.fans.objectives import ObjectiveCooling
 from socflower.thermal.fans.policies import (
     FanPolicy,
     FixedSpeed,
@@ -181,6 +182,13 @@ def _policy(thermal: ThermalConfig, scenario: Scenario, cluster: Cluster, rack: 
         return FixedSpeed(fixed_rpm=thermal.rpm)
     if thermal.fan == "passive":
         return thermal.passive_cooling()
+    if thermal.fan == "objective":
+        return ObjectiveCooling(
+            load=planned_load(scenario, cluster, rack),
+            objective=thermal.objective,
+            ambient_c=thermal.first_ambient_c,
+            rack_j_per_k=rack.total_j_per_k,
+        )
     return PredictiveCooling(
         load=planned_load(scenario, cluster, rack),
         ambient_c=thermal.first_ambient_c,
@@ -200,6 +208,8 @@ def planned_load(scenario: Scenario, cluster: Cluster, rack: Rack) -> PlannedLoa
         busy_w = sum(device.processor(device.default_processor).active_w for device in busy)
         return PlannedLoad(
             rack_w=busy_w + sum(idle_w[num_socs:]),
+            idle_w=sum(idle_w),
+            num_busy=num_socs,
             local_rise_c=rack.local_rise_c(busy_w / num_socs, max(cluster.slots_per_board)),
         )
     training = planned_training(scenario, cluster)
@@ -208,5 +218,8 @@ def planned_load(scenario: Scenario, cluster: Cluster, rack: Rack) -> PlannedLoa
     return PlannedLoad(
         rack_w=busy_w + others_w,
         end_s=training.duration_s,
+        idle_w=sum(idle_w),
+        num_busy=len(training.socs),
+        compute_part=min(1.0, training.compute_part),
         local_rise_c=rack.local_rise_c(busy_w / len(training.socs), max(cluster.slots_per_board)),
     )

@@ -56,6 +56,20 @@ class PlannedTraining:
     socs: tuple[int, ...]
     # Of the SoC that needs most.
     memory_bytes: float
+    # The part of the time in which a SoC computes, on average.
+    compute_part: float
+
+    @classmethod
+    def of(cls, usage: Usage, socs: Sequence[int], memory_bytes: float) -> "PlannedTraining":
+        """Return the cost from the usage of the whole training."""
+        computing_s = usage.soc_seconds.get(Activity.COMPUTE, 0.0)
+        return cls(
+            duration_s=usage.duration_s,
+            energy_j=usage.total_energy_j,
+            socs=tuple(socs),
+            memory_bytes=memory_bytes,
+            compute_part=computing_s / (usage.duration_s * len(socs)),
+        )
 
 
 def planned_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
@@ -63,12 +77,8 @@ def planned_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
     clock = EventClock(cluster)
     work, _ = planned_work(scenario, cluster, clock)
     usage = _usage_of(scenario, work, clock)
-    return PlannedTraining(
-        duration_s=usage.duration_s,
-        energy_j=usage.total_energy_j,
-        socs=work.plan.participants,
-        memory_bytes=_memory_bytes(work, optimizer_copies(scenario)),
-    )
+    memory_bytes = _memory_bytes(work, optimizer_copies(scenario))
+    return PlannedTraining.of(usage, work.plan.participants, memory_bytes)
 
 
 def _memory_bytes(work: IntervalCosts, copies: float) -> float:

@@ -70,7 +70,7 @@ def _local_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
     memory_bytes = profile.training_memory_bytes(
         max(batches.values()), optimizer_copies=optimizer_copies(scenario)
     )
-    return _planned(whole, tuple(training), memory_bytes)
+    return PlannedTraining.of(whole, tuple(training), memory_bytes)
 
 
 def _part_sizes(scenario: Scenario, num_parts: int) -> Sequence[int]:
@@ -111,7 +111,7 @@ def _pipeline_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
         for stage in part.stages
         for _, share in stage.members
     )
-    return _planned(total, plan.socs, memory_bytes)
+    return PlannedTraining.of(total, plan.socs, memory_bytes)
 
 
 def _interval(planned: Planned, cluster: Cluster, num_steps: int) -> Usage:
@@ -123,12 +123,3 @@ def _interval(planned: Planned, cluster: Cluster, num_steps: int) -> Usage:
     without_last = interval_usage(planned.problem, planned.plan, EventClock(cluster), few - 1)
     last_step = usage + without_last * -1.0
     return usage + last_step * (num_steps - few)
-
-
-def _planned(usage: Usage, socs: Sequence[int], memory_bytes: float) -> PlannedTraining:
-    return PlannedTraining(
-        duration_s=usage.duration_s,
-        energy_j=usage.total_energy_j,
-        socs=tuple(socs),
-        memory_bytes=memory_bytes,
-    )

@@ -9,6 +9,7 @@ from socflower.errors import ConfigError
 from socflower.field_rules import OneOf, Pairs, Positive
 from socflower.scenario.schema.key_rules import is_set, require_distinct, require_reader, shown
 from socflower.thermal.fans.fan_curve import rack_fans
+from socflower.thermal.fans.objectives import Objective
 from socflower.thermal.fans.policies import PassiveCooling
 from socflower.thermal.model.background_load import (
     GAME,
@@ -19,7 +20,7 @@ from socflower.thermal.model.background_load import (
 from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C
 from socflower.toml_file import Table
 
-FAN_POLICIES = ("fixed", "passive", "predictive")
+FAN_POLICIES = ("fixed", "passive", "predictive", "objective")
 GAMES = ("none", "tidal")
 
 _READERS = {
@@ -27,6 +28,7 @@ _READERS = {
     "hot_c": ("passive",),
     "cool_c": ("passive",),
     "max_slowdown": ("predictive",),
+    "objective": ("objective",),
 }
 """Keys that only some fan policies read."""
 
@@ -44,10 +46,20 @@ class ThermalConfig(Table):
         "fixed",
         description=(
             "`fixed`: one speed; `passive`: slow until the hottest SoC is at `hot_c`, then fast until `cool_c`; "
-            "`predictive`: by the planned load ([fans](guides/heat.md#fans-socflower-fan) has its settings)"
+            "`predictive`: by the planned load ([fans](guides/heat.md#fans-socflower-fan) has its settings); "
+            "`objective`: what costs least by `objective`"
         ),
     )
-    rpm: FanSpeed = Field(3250.0, description="of `fixed` fans; the low speed of the others")
+    objective: Objective = Field(
+        "energy-delay",
+        description=(
+            "what `objective` fans minimise over the whole work: the joules of SoCs and fans (`energy`), the seconds "
+            "(`time`), or joules times seconds (`energy-delay`)"
+        ),
+    )
+    rpm: FanSpeed = Field(
+        3250.0, description="of `fixed` fans; the low speed of `passive` and `predictive` ones"
+    )
     high_rpm: FanSpeed = Field(
         11000.0, description="the high speed of `passive` fans, the most of `predictive` ones"
     )

@@ -4,7 +4,7 @@ import re
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -16,7 +16,15 @@ from socflower.field_rules import Positive, SchemaVersion, checked
 from socflower.thermal.fans.control_loop import FanSettings
 from socflower.thermal.fans.hwmon_pwm import HwmonPwm, find_hwmon
 from socflower.thermal.fans.ipmi import IpmiCommand
+from socflower.thermal.fans.objectives import ObjectiveCooling
 from socflower.thermal.fans.outputs import DutyCurve, FanOutput, SimulatedFan
+from socflower.thermal.fans.policies import (
+    FanPolicy,
+    FixedSpeed,
+    PassiveCooling,
+    PlannedLoad,
+    PredictiveCooling,
+)
 from socflower.thermal.sensors.linux import LinuxSensors
 from socflower.thermal.sensors.reading import HeatSource
 from socflower.thermal.sensors.remote import FileSource, HttpSource
@@ -346,3 +354,31 @@ def _absolute(key: str, path: str) -> Path:
     if not Path(path).is_absolute() or "\0" in path:
         raise ConfigError(f"{key} = {path!r} must be an absolute path")
     return Path(path)
+
+
+class _Fixed(Table):
+    """Keys of the policy "fixed"."""
+
+    rpm: Positive
+
+
+def make_policy(name: str, settings: Mapping[str, object]) -> FanPolicy:
+    """Return a policy of a configuration file; `ConfigError` for an unknown name or key, or an invalid value.
+
+    Keys are the classes' fields; `rpm` for "fixed", and for "predictive" and "objective" also those of their load.
+    """
+    where = f"policy {name}"
+    if name == "fixed":
+        return FixedSpeed(fixed_rpm=read_table(_Fixed, settings, where).rpm)
+    if name == "passive":
+        return read_table(PassiveCooling, settings, where)
+    planned: dict[str, type[PredictiveCooling | ObjectiveCooling]] = {
+        "predictive": PredictiveCooling,
+        "objective": ObjectiveCooling,
+    }
+    if name not in planned:
+        raise ConfigError(f"policy: name = {name!r}: use fixed, passive, predictive or objective")
+    of_load = {entry.name for entry in fields(PlannedLoad)}
+    load = {key: value for key, value in settings.items() if key in of_load}
+    others = {key: value for key, value in settings.items() if key not in of_load}
+    return read_table(planned[name], {"load": load, **others}, where)

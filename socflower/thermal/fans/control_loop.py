@@ -15,7 +15,12 @@ from socflower.errors import ConfigError, require_order
 from socflower.field_rules import NotNegative, Positive, checked
 from socflower.plain_numbers import plain_numbers
 from socflower.thermal.fans.outputs import FanNotFound, FanOutput, measured_speed
-from socflower.thermal.fans.policies import FanObservation, FanPolicy, PredictingPolicy
+from socflower.thermal.fans.policies import (
+    FanObservation,
+    FanPolicy,
+    PredictingPolicy,
+    RememberingPolicy,
+)
 from socflower.thermal.fans.quorum import STUCK_AFTER_S, Alerts, FilteredTemperatures, Quorum
 from socflower.thermal.sensors.reading import HeatSource, Temperature, is_number
 
@@ -250,6 +255,8 @@ class FanControl:
         if boards is not None and boards.keys() != sources.keys():
             raise ConfigError(f"fan control: boards of {[*boards]}, but sources of {[*sources]}")
         self._policy = policy
+        # Of a policy that remembers.
+        self._memory: Any = None
         self._settings = settings
         self._clock = clock
         self._alerts = Alerts(say, clock)
@@ -302,6 +309,8 @@ class FanControl:
             rpm=self._policy_rpm,
             num_unknown=len(temperatures_c) - len(accepted),
             num_socs=len(temperatures_c),
+            temperatures_c=tuple(value + risen_c for value in accepted.values()),
+            clock_factors=self._temperatures.clock_factors(accepted),
         )
         # The policy is called also without a quorum: its failures must be reported.
         failsafe = not self._has_quorum(now_s, accepted)
@@ -361,7 +370,7 @@ class FanControl:
     def _wanted_rpm(self, observation: FanObservation) -> float | None:
         """Return the policy's speed, or None if it is not valid."""
         try:
-            wanted_rpm: Any = self._policy.rpm(observation)
+            wanted_rpm: Any = self._policy_speed(observation)
             problem = None
             if not is_number(wanted_rpm) or wanted_rpm <= 0.0:
                 problem = "gives no valid speed"
@@ -370,6 +379,12 @@ class FanControl:
         text = problem and f"the policy {problem}; the fans turn at the fail-safe speed"
         self._alerts.set("policy", text, well="the policy works again")
         return None if problem else float(wanted_rpm)
+
+    def _policy_speed(self, observation: FanObservation) -> float:
+        if not isinstance(self._policy, RememberingPolicy):
+            return self._policy.rpm(observation)
+        wanted_rpm, self._memory = self._policy.decide(observation, self._memory)
+        return wanted_rpm
 
     def _rpm_of(self, fan: _Fan) -> float:
         """Return the speed for a fan: the highest if another one has stopped."""

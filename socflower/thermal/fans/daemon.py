@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from socflower.errors import ConfigError
-from socflower.thermal.fans.config import FanFile, HwmonTable, read_fan_file
+from socflower.thermal.fans.config import FanFile, HwmonTable, make_policy, read_fan_file
 from socflower.thermal.fans.control_loop import (
     MOST_MISSING,
     FanControl,
@@ -26,7 +26,7 @@ from socflower.thermal.fans.control_loop import (
 )
 from socflower.thermal.fans.hwmon_pwm import HwmonPwm
 from socflower.thermal.fans.outputs import DutyOutput, FanFailure, FanNotFound, FanOutput, calibrate
-from socflower.thermal.fans.policies import FanPolicy, make_policy
+from socflower.thermal.fans.policies import FanPolicy
 from socflower.thermal.sensors.guarded import GuardedSource
 from socflower.thermal.sensors.sysfs import DeviceIdentity
 from socflower.wire.folders import FolderLock

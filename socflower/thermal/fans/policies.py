@@ -1,18 +1,17 @@
 """Fan policies: fixed speed, the paper's passive cooling (F19), and predictive cooling for a planned load."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import Field
 
-from socflower.errors import ConfigError, require_order
+from socflower.errors import require_order
 from socflower.field_rules import NotNegative, Positive, checked
 from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
 from socflower.thermal.model.constants import constant
-from socflower.toml_file import Table, read_table
 
 _FASTER = 1.005
 """Factor by which fans speed up per step while the planned speed is not enough; a step takes seconds."""
@@ -32,6 +31,9 @@ class FanObservation:
     num_unknown: int = 0
     num_socs: int = 0
     num_throttled: int = 0
+    # Of the SoCs with an accepted temperature, in one order; clocks, relative to the highest, are empty if unknown.
+    temperatures_c: Sequence[float] = ()
+    clock_factors: Sequence[float] = ()
 
     @property
     def lacks_temperatures(self) -> bool:
@@ -61,6 +63,19 @@ class PredictingPolicy(FanPolicy, Protocol):
         duration_s: float,
     ) -> float | None:
         """Return the predicted temperature of the hottest SoC at `at_s`, after `duration_s` at this speed, or None."""
+        ...
+
+
+@runtime_checkable
+class RememberingPolicy(FanPolicy, Protocol):
+    """A policy that remembers what it has observed: its caller keeps the memory, so that it can be stored."""
+
+    def decide(self, observation: FanObservation, memory: Any) -> tuple[float, Any]:
+        """Return the wanted speed, and the memory for the next step; the first one is None."""
+        ...
+
+    def restored(self, plain: Sequence[Any]) -> Any:
+        """Return a memory from the lists that JSON made of it."""
         ...
 
 
@@ -111,17 +126,24 @@ class PlannedLoad:
     """The heat that a plan predicts, on the clock of the observations.
 
     `rack_w` is the mean heat of all SoCs at full clock, while the plan is carried out; `local_rise_c` the temperature
-    of the busy SoCs above the chassis air. The work ends at `end_s` at full clock.
+    of the busy SoCs above the chassis air. The work ends at `end_s` at full clock. `idle_w` is the part of `rack_w`
+    that no clock changes, `compute_part` the part of the time that clocks lengthen, and `num_busy` the number of SoCs
+    that work, by default all; with `waits` each of them waits for the slowest one.
     """
 
     rack_w: NotNegative
     local_rise_c: NotNegative
     begin_s: float = 0.0
     end_s: _Endless = math.inf
+    idle_w: NotNegative = 0.0
+    compute_part: Annotated[float, Field(ge=0, le=1)] = 1.0
+    num_busy: Annotated[int, Field(ge=1)] | None = None
+    waits: bool = True
 
     def check(self) -> None:
         """Refuse an end before the beginning."""
         require_order(equal=True, begin_s=self.begin_s, end_s=self.end_s)
+        require_order(equal=True, idle_w=self.idle_w, rack_w=self.rack_w)
 
 
 @checked
@@ -307,27 +329,3 @@ def _most_efficient_rpm(
 
     speeds = [low_rpm + (high_rpm - low_rpm) * part / 200 for part in range(1, 201)]
     return max(speeds, key=gain)
-
-
-class _Fixed(Table):
-    """Keys of the policy "fixed"."""
-
-    rpm: Positive
-
-
-def make_policy(name: str, settings: Mapping[str, object]) -> FanPolicy:
-    """Return a policy of a configuration file; `ConfigError` for an unknown name or key, or an invalid value.
-
-    Keys are the classes' fields; `rpm` for "fixed", and for "predictive" also those of its load.
-    """
-    where = f"policy {name}"
-    if name == "fixed":
-        return FixedSpeed(fixed_rpm=read_table(_Fixed, settings, where).rpm)
-    if name == "passive":
-        return read_table(PassiveCooling, settings, where)
-    if name != "predictive":
-        raise ConfigError(f"policy: name = {name!r}: use fixed, passive or predictive")
-    of_load = {entry.name for entry in fields(PlannedLoad)}
-    load = {key: value for key, value in settings.items() if key in of_load}
-    others = {key: value for key, value in settings.items() if key not in of_load}
-    return read_table(PredictiveCooling, {"load": load, **others}, where)

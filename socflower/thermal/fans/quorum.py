@@ -5,7 +5,7 @@ under load.
 """
 
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -93,6 +93,8 @@ class _SourceState:
     # When its time stamp or temperature last changed.
     renewed_s: float = math.nan
     idle: bool = False
+    # None if the source does not report it.
+    clock_factor: float | None = None
     # The highest temperature since the last cause of a fall, its time, and until when a fall without one counts.
     peak_c: float = -math.inf
     peak_s: float = 0.0
@@ -221,6 +223,12 @@ class FilteredTemperatures:
             self._alerts.set(("soc", soc), text, well=f"SoC {soc} is plausible again")
         return {soc: None if soc in rejections else values_c[soc] for soc in self._sources}
 
+    def clock_factors(self, socs: Iterable[int]) -> tuple[float, ...]:
+        """Return the SoCs' clocks over their highest, as of the last poll; empty if one of them does not report it."""
+        clocks = [self._states[soc].clock_factor for soc in socs]
+        known = [clock for clock in clocks if clock is not None and 0.0 < clock <= 1.0]
+        return tuple(known) if len(known) == len(clocks) else ()
+
     def _became_idle(self, now_s: float, socs: Collection[int]) -> bool:
         """Return whether SoCs told that they became idle not long ago: the others' air cools then."""
         num_idle = sum(self._states[soc].idle for soc in socs)
@@ -242,6 +250,7 @@ class FilteredTemperatures:
                 temperature_c = reading.temperature_c
                 at = reading.at_s
                 load = getattr(reading, "user_load", None)
+                clock = getattr(reading, "clock_factor", None)
             # Foreign code may raise anything.
             except Exception as error:
                 rejections[soc] = f"cannot be read ({type(error).__name__})"
@@ -259,6 +268,8 @@ class FilteredTemperatures:
             known_load = load if is_number(load) else None
             is_idle = state.is_idle(now_s, known_load, self._stuck_after_s)
             busy_s[soc] = 0.0 if is_idle else elapsed_s
+            # An idle SoC's clock is low to save power, not because of heat.
+            state.clock_factor = 1.0 if is_idle else clock if is_number(clock) else None
             state.record(now_s, known_c, at if is_number(at) else None)
         return values_c, busy_s, rejections
 

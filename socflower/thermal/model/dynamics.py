@@ -10,7 +10,7 @@ import numpy as np
 from socflower.errors import ConfigError, require_range
 from socflower.plain_numbers import plain_numbers
 from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
-from socflower.thermal.fans.policies import FanObservation, FanPolicy
+from socflower.thermal.fans.policies import FanObservation, FanPolicy, RememberingPolicy
 from socflower.thermal.model.background_load import NOBODY, BackgroundLoad, Steps, always
 from socflower.thermal.model.governor import ClockGovernor, Levels, snapdragon_governor
 from socflower.thermal.model.rack import Rack, ThermalNetwork, Vector
@@ -61,6 +61,8 @@ class _State:
     temperatures_c: Vector
     levels: Levels
     rpm: float
+    # Of a policy that remembers.
+    memory: Any = None
 
 
 @plain_numbers
@@ -87,6 +89,8 @@ class RackDynamics:
         require_range("rack", above=0.0, tick_s=tick_s)
         self._rack = rack
         self._policy = policy
+        # Looking for the methods of a protocol takes as long as a tick.
+        self._remembering = policy if isinstance(policy, RememberingPolicy) else None
         self._governor = governor or snapdragon_governor()
         self._fans = fans or rack_fans()
         self._clock_factors = np.array(self._governor.clock_factors)
@@ -185,7 +189,7 @@ class RackDynamics:
         duration_s = until_s - state.time_s
         network = self._network(state)
         end_c = network.end_c(state.temperatures_c, heat_w, ambient_c, duration_s)
-        state = _State(until_s, end_c, state.levels, state.rpm)
+        state = replace(state, time_s=until_s, temperatures_c=end_c)
         if self._num_ticks(until_s) < number:
             return state, False
         return self._update_controls(state), True
@@ -203,19 +207,24 @@ class RackDynamics:
         socs_c = state.temperatures_c[: self._rack.num_socs]
         levels = self._governor.next_levels(state.levels, socs_c)
         step_c = self._sensor_step_c
-        hottest_c = float(socs_c.max())
-        sensed_c = round(hottest_c / step_c) * step_c if step_c else hottest_c
+        sensed_c = np.round(socs_c / step_c) * step_c if step_c else socs_c
         observation = FanObservation(
             at_s=state.time_s,
-            hottest_c=sensed_c,
+            hottest_c=float(sensed_c.max()),
             rpm=state.rpm,
             num_throttled=int((levels > 0).sum()),
+            temperatures_c=sensed_c.tolist(),
+            clock_factors=self._clock_factors[levels].tolist(),
         )
-        wanted_rpm = self._policy.rpm(observation)
+        memory = state.memory
+        if self._remembering:
+            wanted_rpm, memory = self._remembering.decide(observation, memory)
+        else:
+            wanted_rpm = self._policy.rpm(observation)
         rpm = math.ceil(wanted_rpm / _RPM_STEP) * _RPM_STEP
         rpm = max(rpm, self._fans.min_rpm)
         rpm = min(rpm, self._fans.max_rpm)
-        return _State(state.time_s, state.temperatures_c, levels, rpm)
+        return _State(state.time_s, state.temperatures_c, levels, rpm, memory)
 
     def _control_state(self, state: _State) -> tuple[bytes, bool, list[BackgroundLoad]]:
         """Return what speeds, powers and taken SoCs depend on."""
@@ -300,6 +309,7 @@ class RackDynamics:
             "temperatures_c": state.temperatures_c.tolist(),
             "levels": state.levels.tolist(),
             "rpm": state.rpm,
+            "memory": state.memory,
             "cooling_j": self.cooling_j,
             "peak_c": self.peak_c,
             "log_every_s": self._log_every_s,
@@ -310,7 +320,10 @@ class RackDynamics:
         """Restore the state of another rack of the same description."""
         temperatures_c = np.array(state["temperatures_c"], float)
         levels = np.array(state["levels"], np.int64)
-        self._state = _State(state["time_s"], temperatures_c, levels, state["rpm"])
+        memory = state["memory"]
+        if memory is not None and self._remembering:
+            memory = self._remembering.restored(memory)
+        self._state = _State(state["time_s"], temperatures_c, levels, state["rpm"], memory)
         self.cooling_j = state["cooling_j"]
         self.peak_c = state["peak_c"]
         self._log_every_s = state["log_every_s"]

@@ -146,6 +146,12 @@ class Rack:
         return self.num_socs + len(self.slots_per_board) + 1
 
     @property
+    def total_j_per_k(self) -> float:
+        """The heat capacity of everything."""
+        boards_j_per_k = len(self.slots_per_board) * self.board_j_per_k
+        return self.chassis_j_per_k + boards_j_per_k + self.num_socs * self.soc_j_per_k
+
+    @property
     def _edges(self) -> tuple[tuple[int, int, float], ...]:
         chassis = self.num_nodes - 1
         edges: list[tuple[int, int, float]] = []
@@ -182,3 +188,9 @@ class Rack:
         if len(soc_w) != self.num_socs:
             raise ConfigError(f"rack: {len(soc_w)} powers for {self.num_socs} SoCs")
         return [*soc_w, *(0.0,) * (len(self.slots_per_board) + 1)]
+
+
+def modelled_rack() -> Rack:
+    """Return the rack of 60 SoCs that the constants are of."""
+    num_boards = int(constant("experiment", "num_boards"))
+    return Rack(slots_per_board=(int(constant("experiment", "socs_per_board")),) * num_boards)

@@ -9,6 +9,7 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from socflower.paper.socflow_plus.heat import Experiment
+from socflower.thermal.fans.config import make_policy
 from socflower.thermal.fans.fan_curve import rack_fans
 from socflower.thermal.fans.policies import (
     FanObservation,
@@ -17,7 +18,6 @@ from socflower.thermal.fans.policies import (
     PassiveCooling,
     PlannedLoad,
     PredictiveCooling,
-    make_policy,
 )
 from socflower.thermal.model.background_load import Steps
 from socflower.thermal.model.dynamics import RackDynamics, Surroundings
