@@ -43,7 +43,7 @@ WORLDS: Mapping[str, dict[str, float]] = {
     "load 28 % above plan": {"load": 1.28},
 }
 # Drawn when the code was frozen.
-_FIRST_SEED = 153697
+_FIRST_SEED = 548195
 
 
 class Outcome(NamedTuple):

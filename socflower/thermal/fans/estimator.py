@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from socflower.thermal.fans.policies import PlannedLoad
 from socflower.thermal.model.rack import Vector
+
+_Values = TypeVar("_Values", float, Vector)
 
 _CLASS_EDGES = (1 / 6, 1 / 2, 5 / 6)
 """Positions, among busy SoCs from hot to cool, of the SoCs that stand for a third of them each."""
@@ -77,10 +79,10 @@ class RackModel:
         """Return the power of a SoC of each class, relative to that at full clock."""
         load = self.load
         still = load.idle_w / load.rack_w
-        speeds = np.asarray(speed)[..., None] if load.waits else clocks
+        speeds = speed[..., None] if load.waits else clocks
         return still + (1.0 - still) * clocks ** (self.power_exponent - 1.0) * speeds
 
-    def heat_w(self, estimate: RackEstimate, dynamic: Vector | float) -> Vector:
+    def heat_w(self, estimate: RackEstimate, dynamic: _Values) -> _Values:
         """Return the rack's watts."""
         load = self.load
         return estimate.mean[_LOAD] * (load.idle_w + (load.rack_w - load.idle_w) * dynamic)

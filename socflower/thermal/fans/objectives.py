@@ -25,15 +25,19 @@ OBJECTIVES = ("energy", "time", "energy-delay")
 
 Objective = Annotated[str, OneOf(OBJECTIVES)]
 
-_NUM_SPEEDS = 15
+_NUM_SPEEDS = 12
 """Fan speeds above their threshold that are compared."""
 
 _BELOW_TRIP_C = 0.5
 _BAND_C = 1.0
 """Alternating fans turn fast from so far below a trip point, until the SoC is so much cooler."""
 
-_MARGIN_C = 0.3
-"""Predicted temperatures count as so much hotter where a clock changes: a choice must not depend on a sensor's step."""
+_ERRORS_C = (-0.4, -0.2, 0.0, 0.2, 0.4)
+"""Each choice is predicted with SoCs that are so much hotter, and its cost is the mean: near a trip point a choice must
+not depend on less than a sensor's step."""
+
+_INSIDE_C = 0.1
+"""How far a SoC is from the points at which its clock would have changed, at least."""
 
 _STEP_S = 60.0
 _NUM_STEPS = 60
@@ -68,10 +72,14 @@ class Spent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Choices:
-    """Alternatives that are predicted together: fans at `rpm` from `from_c` on, else at the lowest speed."""
+    """Alternatives that are predicted together: fans at `rpm` from `from_c` on, else at the lowest speed.
+
+    All stand there once for each of `_ERRORS_C`, `error_c`.
+    """
 
     rpm: Vector
     from_c: Vector
+    error_c: Vector
 
 
 @checked
@@ -126,8 +134,9 @@ class ObjectiveCooling:
 
     def restored(self, plain: Sequence[Any]) -> Spent:
         """Return what `decide` remembered from the lists that JSON made of it."""
-        *values, sums, estimate = plain
-        return Spent(*values, tuple(sums), RackEstimate(*map(_tuples, estimate)))
+        spent = Spent._make(plain)
+        estimate = RackEstimate._make(map(_tuples, spent.estimate))
+        return spent._replace(sums=tuple(spent.sums), estimate=estimate)
 
     @property
     def _model(self) -> RackModel:
@@ -148,7 +157,19 @@ class ObjectiveCooling:
         if not observation.clock_factors:
             levels = np.searchsorted(self.governor.trip_c, temperatures_c, side="right")
             return temperatures_c, np.array(self.governor.clock_factors)[levels]
-        return temperatures_c, np.array(observation.clock_factors)[chosen]
+        clocks = np.array(observation.clock_factors)[chosen]
+        return self._consistent_c(temperatures_c, clocks), clocks
+
+    def _consistent_c(self, shown_c: Vector, clocks: Vector) -> Vector:
+        """Return temperatures as shown, but such that the governor would have left each clock as it is.
+
+        A sensor's step is wide: a SoC that is shown at its resume point and does not resume is warmer.
+        """
+        governor = self.governor
+        levels = np.abs(clocks[:, None] - np.array(governor.clock_factors)).argmin(axis=1)
+        least_c = np.array([-math.inf, *governor.resume_c])[levels]
+        most_c = np.array([*governor.trip_c, math.inf])[levels]
+        return np.clip(shown_c, least_c + _INSIDE_C, most_c - _INSIDE_C)
 
     def _first(self, observation: FanObservation) -> Spent:
         at_s = observation.at_s
@@ -171,12 +192,12 @@ class ObjectiveCooling:
     ) -> Spent:
         """Return the memory after the time since the last step, at the present clocks and the last speed."""
         elapsed_s = max(0.0, observation.at_s - spent.at_s)
-        speed, dynamic = self._model.pace(clocks)
+        speed, dynamic = map(float, self._model.pace(clocks))
         works = observation.at_s > self.load.begin_s
         soc_w = self._model.heat_w(spent.estimate, dynamic)
         fan_w = self.fans.power_w(observation.rpm)
         flow = self.fans.conductance_w_per_k(observation.rpm) - self.fans.still_w_per_k
-        now = (flow, dynamic, *self._model.soc_power(clocks, speed), *temperatures_c)
+        now = (flow, dynamic, *self._model.soc_power(clocks, np.array(speed)), *temperatures_c)
         return spent._replace(
             at_s=observation.at_s,
             done_s=spent.done_s + works * speed * elapsed_s,
@@ -202,7 +223,10 @@ class ObjectiveCooling:
         """Return the memory with the choice that costs least from now on."""
         choices = _choices_of(self)
         left_s = self._left_s(spent)
-        energy_j, time_s, peak_c = self._predict(spent.estimate, temperatures_c, clocks, left_s)
+        predicted = self._predict(spent.estimate, temperatures_c, clocks, left_s)
+        energy_j, time_s, peak_c = (
+            values.reshape(len(_ERRORS_C), -1).mean(axis=0) for values in predicted
+        )
         energy_j += spent.energy_j
         time_s += spent.time_s
         energy_j[peak_c > max(self.most_c, float(peak_c.min()))] = math.inf
@@ -246,7 +270,8 @@ class ObjectiveCooling:
                 middle = (left, energy_j, time_s)
             speed, dynamic = model.pace(factors[levels])
             socs_c = model.socs_c(estimate, air_c, model.soc_power(factors[levels], speed))
-            levels = self.governor.next_levels(levels, socs_c + _MARGIN_C)
+            socs_c += choices.error_c[:, None]
+            levels = self.governor.next_levels(levels, socs_c)
             hottest_c = socs_c[:, 0]
             peak_c = np.maximum(peak_c, hottest_c)
             cools = hottest_c >= choices.from_c - np.where(cools, _BAND_C, 0.0)
@@ -269,7 +294,8 @@ class ObjectiveCooling:
 
 
 def _all_c(observation: FanObservation) -> Vector:
-    return np.array(observation.temperatures_c or [observation.hottest_c], float)
+    shown_c: Sequence[float | None] = observation.temperatures_c or [observation.hottest_c]
+    return np.array(shown_c, float)
 
 
 @cache
@@ -288,9 +314,12 @@ def _choices_of(policy: ObjectiveCooling) -> _Choices:
     first_rpm = min(max(fans.threshold_rpm, policy.low_rpm), policy.high_rpm)
     speeds = np.linspace(first_rpm, policy.high_rpm, _NUM_SPEEDS + 1)[1:]
     limits_c = [-math.inf, *(trip_c - _BELOW_TRIP_C for trip_c in policy.governor.trip_c)]
+    rpm = [policy.low_rpm, *np.tile(speeds, len(limits_c))]
+    from_c = [-math.inf, *np.repeat(limits_c, len(speeds))]
     return _Choices(
-        rpm=np.array([policy.low_rpm, *np.tile(speeds, len(limits_c))]),
-        from_c=np.array([-math.inf, *np.repeat(limits_c, len(speeds))]),
+        rpm=np.tile(rpm, len(_ERRORS_C)),
+        from_c=np.tile(from_c, len(_ERRORS_C)),
+        error_c=np.repeat(_ERRORS_C, len(rpm)),
     )
 
 
