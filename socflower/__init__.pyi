@@ -59,6 +59,7 @@ from socflower.strategies.split_replay import SplitReplay as SplitReplay
 from socflower.strategies.warm_up import profile_group_count as profile_group_count
 from socflower.thermal.fans.control_loop import FanControl as FanControl, FanSettings as FanSettings, StopSignals as StopSignals
 from socflower.thermal.fans.hwmon_pwm import HwmonPwm as HwmonPwm, find_hwmon as find_hwmon
+from socflower.thermal.fans.objectives import ObjectiveCooling as ObjectiveCooling
 from socflower.thermal.fans.policies import FixedSpeed as FixedSpeed, PassiveCooling as PassiveCooling, PlannedLoad as PlannedLoad, PredictiveCooling as PredictiveCooling
 from socflower.thermal.limits import HeatLimits as HeatLimits, current_guard as current_guard
 from socflower.thermal.model.dynamics import RackDynamics as RackDynamics
