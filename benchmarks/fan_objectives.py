@@ -7,7 +7,6 @@ every speed of a grid and takes the best one. Joules are those of all SoCs and f
 
 import math
 import statistics
-import sys
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.harness import Row, less_is_better, main, note
+from benchmarks.harness import Row, less_is_better, note
 from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
 from socflower.thermal.fans.objectives import OBJECTIVES, ObjectiveCooling
 from socflower.thermal.fans.policies import (
@@ -234,7 +233,3 @@ def run(quick: bool = False, racks: int = 20, seed: int = _FIRST_SEED) -> list[R
         for (objective, world, name), found in ratios.items()
         for what, value in (("worst", max), ("median", statistics.median))
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))
