@@ -36,6 +36,9 @@ _ERRORS_C = (-0.4, -0.2, 0.0, 0.2, 0.4)
 """Each choice is predicted with SoCs that are so much hotter, and its cost is the mean: near a trip point a choice must
 not depend on less than a sensor's step."""
 
+_STEP_C = 0.5
+"""Of a coarse sensor."""
+
 _INSIDE_C = 0.1
 """How far a SoC is from the points at which its clock would have changed, at least."""
 
@@ -117,7 +120,7 @@ class ObjectiveCooling:
         self, observation: FanObservation, memory: Spent | None
     ) -> tuple[float, Spent | None]:
         """Return the speed, and what is to be remembered for the next observation."""
-        if observation.lacks_temperatures:
+        if observation.lacks_temperatures or observation.hottest_c is None:
             return self.high_rpm, memory
         temperatures_c, clocks = self._classes(observation)
         spent = self._first(observation) if memory is None else memory
@@ -127,7 +130,7 @@ class ObjectiveCooling:
         hottest_c = float(temperatures_c[0])
         if spent.at_s - spent.chosen_s >= self.choose_every_s:
             spent = self._choose(spent, temperatures_c, clocks)
-        if hottest_c >= self.most_c:
+        if observation.hottest_c >= self.most_c:
             return self.high_rpm, spent
         is_fast = observation.rpm > 0.5 * (self.low_rpm + spent.rpm)
         return (spent.rpm if self._cools(spent, hottest_c, is_fast) else self.low_rpm), spent
@@ -169,7 +172,9 @@ class ObjectiveCooling:
         levels = np.abs(clocks[:, None] - np.array(governor.clock_factors)).argmin(axis=1)
         least_c = np.array([-math.inf, *governor.resume_c])[levels]
         most_c = np.array([*governor.trip_c, math.inf])[levels]
-        return np.clip(shown_c, least_c + _INSIDE_C, most_c - _INSIDE_C)
+        inside_c = np.clip(shown_c, least_c + _INSIDE_C, most_c - _INSIDE_C)
+        # A clock may be low, or high, for another reason than heat.
+        return np.clip(inside_c, shown_c - _STEP_C, shown_c + _STEP_C)
 
     def _first(self, observation: FanObservation) -> Spent:
         at_s = observation.at_s
