@@ -103,7 +103,7 @@ def test_every_key_is_read(write: Write) -> None:
         assert all(
             getattr(config, key) != getattr(default, key)
             for key in type(config).model_fields
-            if key != "max_slowdown"
+            if key not in ("max_slowdown", "objective")
         )  # of another policy
     text = (
         "[thermal]\nfan = 'predictive'\nmax_slowdown = 0.1\nhigh_rpm = 9000.0\n"
@@ -114,6 +114,8 @@ def test_every_key_is_read(write: Write) -> None:
     assert predictive is not None and predictive.first_ambient_c == 22.0
     assert rack_dynamics(loaded, scenario_cluster(loaded)) is not None
     assert (predictive.max_slowdown, predictive.high_rpm) == (0.1, 9000.0)
+    chosen = load_scenario(write("[thermal]\nfan = 'objective'\nobjective = 'energy'\n")).thermal
+    assert chosen is not None and chosen.objective == "energy"
 
 
 def test_games_that_are_off_may_keep_their_settings(write: Write) -> None:
@@ -201,6 +203,7 @@ WRONG = {
         "hot_c": ["true", "-41", "151", "inf"],
         "cool_c": ["-41", "151", "nan", "35"],
         "max_slowdown": ["-0.1", "1", "nan"],
+        "objective": ["'watts'", "1"],
         "ambient_c": [
             "-41",
             "151",
@@ -251,6 +254,7 @@ def test_a_value_that_its_key_does_not_take_is_named_with_the_key(
     [
         "fan = 'predictive'\nhot_c = 36",
         "fan = 'passive'\nmax_slowdown = 0.1",
+        "fan = 'predictive'\nobjective = 'energy'",
     ],
 )
 def test_what_the_fans_do_not_read_is_named(write: Write, text: str) -> None:
