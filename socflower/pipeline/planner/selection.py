@@ -62,7 +62,8 @@ _CHANGED, _CHANGED_OF_SMALL = 4, 16
 
 _CLOSED_FORM_ERROR = 1.1
 """A size of micro-batches is not simulated if the closed form of its best plan exceeds the best simulated time by this
-factor. The closed form takes the best K, and no simulated plan was more than 3 % below it."""
+factor. This is a margin and no proof: of the best plans of the shipped scenarios none was simulated to be more than 3 %
+below its closed form."""
 
 _TRIED_COUNTS = 2
 """Choices of K that are simulated of a plan."""
