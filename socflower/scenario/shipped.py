@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from socflower.did_you_mean import did_you_mean
+from socflower.did_you_mean import closest
 from socflower.errors import ConfigError
 from socflower.workloads.sources import data_names
 
@@ -42,13 +42,13 @@ def find_scenario(path: Path) -> Path:
     if str(path) in names:
         return names[str(path)]
     is_name = path.name == str(path) and not path.suffix
-    meant = did_you_mean(path.stem, names, similarity=0.6 if is_name else 0.8)
+    meant = closest(path.stem, names, similarity=0.6 if is_name else 0.8)
     if not meant and not is_name:
         # Reading the file tells the user what is missing.
         return path
     raise ConfigError(
         f"scenario {path}: no such file, and no scenario of that name is shipped; "
-        f"{meant}{' ' if meant else ''}`socflower scenarios` lists them"
+        f"{meant and f'did you mean {meant}? '}`socflower scenarios` lists them"
     )
 
 
