@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
@@ -184,30 +185,16 @@ def test_the_token_before_is_accepted_for_a_while(tmp_path: Path) -> None:
 )
 def test_a_token_file_gives_the_newest_token_that_was_whole(contents: list[str | None]) -> None:
     """Whatever is written, or removed: an editor may write it in two steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        stamps, texts = [0], ["first-" + "x" * 16]
-        patch.setattr(
-            credentials, "stamp_of", lambda path: (0, 0, stamps[-1]) if texts[-1] else None
-        )
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
         patch.setattr(credentials, "warn", lambda line: None)
-        path = StubPath(texts)
-        tokens = TokenFile(path, grace_s=0.0, clock=lambda: 1.0)  # type: ignore[arg-type]
-        newest = texts[0]
-        for content in contents:
-            texts.append(content or "")
-            stamps.append(len(texts))
+        path, newest = Path(folder) / "token", "first-" + "x" * 16
+        path.write_text(newest)
+        tokens = TokenFile(path, grace_s=0.0)
+        for number, content in enumerate(contents, 1):
+            path.unlink(missing_ok=True)
+            if content is not None:
+                path.write_text(content)
+                # The clock of a file system may be too coarse for two changes.
+                os.utime(path, ns=(number, number))
             newest = content if content and len(content) >= 16 else newest
             assert tokens() == newest and tokens.accepted() == (newest,)
-
-
-class StubPath:
-    """What `TokenFile` asks of a path."""
-
-    def __init__(self, texts: list[str]) -> None:
-        self._texts = texts
-
-    def read_text(self, encoding: str) -> str:
-        return self._texts[-1]
-
-    def stat(self) -> os.stat_result:
-        return os.stat_result([0] * 10)

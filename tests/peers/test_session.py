@@ -288,7 +288,11 @@ class OneMember:
 
 
 def run(role: Scripted, *raised: Exception) -> tuple[str, ElasticSession]:
-    session = ElasticSession(OneMember(*raised), lambda: None)  # type: ignore[arg-type]
+    return run_with(OneMember(*raised), role)
+
+
+def run_with(membership: OneMember, role: Scripted) -> tuple[str, ElasticSession]:
+    session = ElasticSession(membership, lambda: None)  # type: ignore[arg-type]
     return session.run(role), session
 
 
@@ -311,9 +315,10 @@ def test_a_loss_in_any_state_releases_and_forms_again() -> None:
     ],
 )
 def test_what_ends_a_member_is_its_outcome(error: Exception, outcome: str) -> None:
-    found, session = run(Scripted(error))
+    membership = OneMember()
+    found, _ = run_with(membership, Scripted(error))
     assert found.replace("_", "-") == outcome
-    assert session.membership.has_left == isinstance(error, Preempted | Terminated)  # type: ignore[attr-defined]
+    assert membership.has_left == isinstance(error, Preempted | Terminated)
 
 
 def test_others_that_are_done_are_asked_before_it_forms_again() -> None:

@@ -65,7 +65,10 @@ def test_a_comparison_leaves_the_quorum_out_of_strategies_without_several_groups
         ({"name": "hybrid-pipeline"}, ("quorum",)),
         ({"name": "tree-fedavg"}, ("quorum = 0.5", "'tree-fedavg'")),
         ({"name": "post-local-sgd"}, ("quorum = 0.5", "'post-local-sgd'")),
-        ({"name": "streaming-diloco"}, ("quorum = 0.5", "'streaming-diloco'")),
+        (
+            {"name": "streaming-diloco", "sync_interval_epochs": 0.5},
+            ("quorum = 0.5", "'streaming-diloco'"),
+        ),
         ({"groups": 4, "leaders": "tree"}, ("leaders = 'tree'", "quorum = 0.5")),
         ({"groups": 4, "leaders": "ring"}, ("leaders = 'ring'", "quorum = 0.5")),
         ({"groups": 4, "server_interval": 2}, ("server_interval = 2", "quorum")),

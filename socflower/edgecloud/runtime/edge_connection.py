@@ -107,6 +107,9 @@ class EdgeConnection:
         self._fingerprint = fingerprint
         self._limits = limits or Limits()
         self._tls = tls
+        if tls is not None:
+            # Refuses files that cannot be read.
+            tls.channel_credentials()
         self._up = up
         self._down = down
         self._heartbeat_s = heartbeat_s
