@@ -41,7 +41,7 @@ WORLDS: Mapping[str, dict[str, float]] = {
     "air 3 °C warmer": {"warmer_c": 3.0},
     "load 28 % above plan": {"load": 1.28},
 }
-# Drawn when the code was frozen.
+# The second draw: after the first one, in which seconds were up to 1.054 times the best, the policy was changed.
 _FIRST_SEED = 548195
 
 
