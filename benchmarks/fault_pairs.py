@@ -108,17 +108,8 @@ class _Racks:
 
 
 def _row(outcome: Outcome) -> Row:
-    again_s = outcome.training_again_s or 0.0
     faults = "" if outcome.ok else f": {'; '.join(outcome.faults)}"
-    return Row(
-        case=f"{outcome.cell}{faults}",
-        ours=again_s,
-        peer="aim",
-        peer_value=_AIM_S,
-        unit="s",
-        ratio=_AIM_S / again_s if again_s else 0.0,
-        ok=outcome.ok,
-    )
+    return _beside_aim(f"{outcome.cell}{faults}", outcome.training_again_s or 0.0, ok=outcome.ok)
 
 
 def _summary(outcomes: list[Outcome]) -> Iterator[Row]:
@@ -127,12 +118,18 @@ def _summary(outcomes: list[Outcome]) -> Iterator[Row]:
     if not again_s:
         return
     for name, value in (("median", statistics.median(again_s)), ("longest", max(again_s))):
-        yield Row(
-            case=f"{right} of {len(outcomes)} right; training again, {name}",
-            ours=value,
-            peer="aim",
-            peer_value=_AIM_S,
-            unit="s",
-            ratio=_AIM_S / max(value, 1e-9),
-            ok=right == len(outcomes),
-        )
+        case = f"{right} of {len(outcomes)} right; training again, {name}"
+        yield _beside_aim(case, value, ok=right == len(outcomes))
+
+
+def _beside_aim(case: str, again_s: float, *, ok: bool) -> Row:
+    """Return a row of the seconds until something trains again; 0 if nothing had to."""
+    return Row(
+        case=case,
+        ours=again_s,
+        peer="aim",
+        peer_value=_AIM_S,
+        unit="s",
+        ratio=_AIM_S / again_s if again_s else 0.0,
+        ok=ok,
+    )
