@@ -36,7 +36,7 @@ PRIVATE = (
     .partition("## What is used that others do not")[2]
 )
 # Documented in spite of their names.
-_PUBLIC = {"_replace", "_asdict", "_fields", "_exit", "_make"}
+_PUBLIC = {"_replace", "_asdict", "_fields", "_exit", "_make", "_current_frames"}
 
 
 def versions_of(extra: str) -> dict[str, str]:

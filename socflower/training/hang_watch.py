@@ -5,12 +5,11 @@ still. The process itself can, since it knows when it works and when it waits fo
 than any before it, and uses no processor time meanwhile, hangs. A slow device uses its processor, so it is left alone.
 """
 
-import faulthandler
 import os
 import sys
-import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -117,22 +116,20 @@ class HangWatch:
         """Let at most a tick pass, and report the first work that hangs."""
         with self._lock:
             self.now_s += min(passed_s, 2 * _TICK_S)
-            hung = [work for work in self._work.values() if self._hangs(work)]
+            hung = [(thread, work) for thread, work in self._work.items() if self._hangs(work)]
             if not hung or self._has_hung:
                 return
             self._has_hung = True
             # With the lock, so that the work does not end meanwhile.
-            self.on_hang(self._report(hung[0]))
+            self.on_hang(self._report(*hung[0]))
 
-    def _report(self, work: _Work) -> str:
+    def _report(self, thread: int, work: _Work) -> str:
         worked_s = self.now_s - work.begun_s - work.waited_s
-        with tempfile.TemporaryFile("w+", encoding="utf-8") as stacks:
-            faulthandler.dump_traceback(stacks)
-            stacks.seek(0)
-            stack = stacks.read()
+        frame = sys._current_frames().get(thread)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         return (
             f"{work.what} has stood still for {worked_s:.0f} s without using the processor "
-            f"(longest before: {self._longest_s or 0.0:.0f} s); the stacks of all threads:\n{stack}"
+            f"(longest before: {self._longest_s or 0.0:.0f} s); its stack:\n{stack}"
         )
 
     def _hangs(self, work: _Work) -> bool:

@@ -40,12 +40,12 @@ def test_iid_holds_every_sample_once_in_sizes_that_differ_by_at_most_one(
     num_partitions=st.integers(1, 20),
     alpha=st.floats(1e-6, 1e6),
     seed=SEEDS,
-    min_size=st.integers(0, 10),
+    filling=st.floats(0, 1),
 )
 def test_dirichlet_holds_every_sample_once_and_keeps_the_minimum(
-    labels: Indices, num_partitions: int, alpha: float, seed: int, min_size: int
+    labels: Indices, num_partitions: int, alpha: float, seed: int, filling: float
 ) -> None:
-    assume(num_partitions * min_size <= len(labels))
+    min_size = min(10, int(filling * len(labels) / num_partitions))
     partitions = dirichlet_partition(labels, num_partitions, alpha, seed, min_size)
     assert len(partitions) == num_partitions
     assert_every_sample_once(partitions, len(labels))
