@@ -26,8 +26,9 @@ class Random {
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return static_cast<std::uint32_t>((z ^ (z >> 31)) >> 32);
   }
-  int between(int low, int high) {  // both included
-    return low + static_cast<int>(next() % static_cast<std::uint32_t>(high - low + 1));
+  int between(int low, int high) {  // both included; the range may be wider than an int
+    const auto width = static_cast<std::uint64_t>(static_cast<std::int64_t>(high) - low) + 1;
+    return static_cast<int>(low + static_cast<std::int64_t>(next() % width));
   }
 
  private:
