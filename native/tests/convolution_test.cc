@@ -34,6 +34,45 @@ std::uint32_t largest_of(const Buffer<std::int32_t>& acc) {
   return largest;
 }
 
+// What one convolution reads, and what the reference makes of it; the cases of a shape share it, for the
+// reference takes longer than the kernels.
+struct Operands {
+  const ConvShape& s;
+  Buffer<std::int8_t> weight, dy;
+  Buffer<std::int32_t> bias;
+  struct Pass {
+    bool activations;  // none below zero
+    Buffer<std::int8_t> x;
+    bool biased;
+    Buffer<std::int32_t> acc, weight_gradient;
+  } passes[2];
+  Buffer<std::int32_t> input_gradient;
+
+  Operands(Random& random, const ConvShape& shape, int fill)
+      : s(shape),
+        weight(tensor(random, std::size_t(s.taps()) * s.group_in_c(), s.out_c, fill)),
+        dy(tensor(random, pixels_out(s), s.out_c, fill)),
+        bias(channel_stride(s.out_c), 0),
+        passes{pass(random, fill, false), pass(random, fill, true)},
+        input_gradient(s.input_size()) {
+    for (int c = 0; c < s.out_c; ++c) bias[c] = random.between(-1000000, 1000000);
+    for (Pass& pass : passes) {
+      reference::convolution(s, pass.x.data(), weight.data(), bias_of(pass), pass.acc.data());
+      reference::convolution_weight_gradient(s, pass.x.data(), dy.data(), pass.weight_gradient.data());
+    }
+    reference::convolution_input_gradient(s, dy.data(), weight.data(), input_gradient.data());
+  }
+
+  const std::int32_t* bias_of(const Pass& pass) const { return pass.biased ? bias.data() : nullptr; }
+
+ private:
+  Pass pass(Random& random, int fill, bool activations) const {
+    return {activations, tensor(random, pixels_in(s), s.in_c, fill, activations ? 0 : -127),
+            random.next() % 2 != 0, Buffer<std::int32_t>(s.output_size()),
+            Buffer<std::int32_t>(s.weight_size())};
+  }
+};
+
 // One convolution on one path, every function, with what the calls have in common.
 struct ConvolutionCase {
   const Path& path;
@@ -84,34 +123,24 @@ struct ConvolutionCase {
     }
   }
 
-  void run(Random& random, int fill) {
-    const Buffer<std::int8_t> weight = tensor(random, std::size_t(s.taps()) * s.group_in_c(), s.out_c, fill);
-    const Buffer<std::int8_t> dy = tensor(random, pixels_out(s), s.out_c, fill);
-    const int cs = channel_stride(s.out_c);
-    Buffer<std::int32_t> bias(cs, 0);
-    for (int c = 0; c < s.out_c; ++c) bias[c] = random.between(-1000000, 1000000);
-    for (const bool activations : {false, true}) {
-      const Buffer<std::int8_t> x = tensor(random, pixels_in(s), s.in_c, fill, activations ? 0 : -127);
-      const std::int32_t* const maybe_bias = random.next() % 2 != 0 ? bias.data() : nullptr;
-      Buffer<std::int32_t> acc(s.output_size());
-      reference::convolution(s, x.data(), weight.data(), maybe_bias, acc.data());
-      destinations("forward", random, acc, true, [&](const Destination& to) {
-        return convolution.forward(path, pool, x.data(), activations, weight.data(), maybe_bias, to,
+  void run(Random& random, const Operands& operands) {
+    const std::int8_t* const weight = operands.weight.data();
+    const std::int8_t* const dy = operands.dy.data();
+    for (const Operands::Pass& pass : operands.passes) {
+      destinations("forward", random, pass.acc, true, [&](const Destination& to) {
+        return convolution.forward(path, pool, pass.x.data(), pass.activations, weight, operands.bias_of(pass), to,
                                    workspace.data());
       });
-      Buffer<std::int32_t> expected(s.weight_size()), got(s.weight_size(), 99);
-      reference::convolution_weight_gradient(s, x.data(), dy.data(), expected.data());
+      const Buffer<std::int32_t>& expected = pass.weight_gradient;
+      Buffer<std::int32_t> got(expected.size(), 99);
       const std::uint32_t largest = largest_of(expected);
-      const std::uint32_t got_largest =
-          convolution.weight_gradient(path, pool, x.data(), activations, dy.data(), got.data(),
-                                      workspace.data());
-      equal("weight gradient", expected.data(), got.data(), got.size(), activations);
-      equal("weight gradient's maximum", &largest, &got_largest, 1, activations);
+      const std::uint32_t got_largest = convolution.weight_gradient(path, pool, pass.x.data(), pass.activations, dy,
+                                                                    got.data(), workspace.data());
+      equal("weight gradient", expected.data(), got.data(), got.size(), pass.activations);
+      equal("weight gradient's maximum", &largest, &got_largest, 1, pass.activations);
     }
-    Buffer<std::int32_t> acc(s.input_size());
-    reference::convolution_input_gradient(s, dy.data(), weight.data(), acc.data());
-    destinations("input gradient", random, acc, false, [&](const Destination& to) {
-      return convolution.input_gradient(path, pool, dy.data(), weight.data(), to, workspace.data());
+    destinations("input gradient", random, operands.input_gradient, false, [&](const Destination& to) {
+      return convolution.input_gradient(path, pool, dy, weight, to, workspace.data());
     });
   }
 };
@@ -119,12 +148,13 @@ struct ConvolutionCase {
 // Every algorithm that can compute the shape, on 1 and 3 threads, whole and in micro-batches.
 void test_convolution(const Path& path, Checker& check, Random& random, ThreadPool* const (&pools)[2],
                       const ConvShape& s, int fill) {
+  const Operands operands(random, s, fill);
   for (ThreadPool* pool : pools)
     for (const int batch_block : {0, (s.batch + 1) / 2}) {
-      ConvolutionCase{path, *pool, check, s, batch_block, Algorithm::kAutomatic}.run(random, fill);
+      ConvolutionCase{path, *pool, check, s, batch_block, Algorithm::kAutomatic}.run(random, operands);
       if (!winograd::possible(s)) continue;
-      ConvolutionCase{path, *pool, check, s, batch_block, Algorithm::kDirect}.run(random, fill);
-      ConvolutionCase{path, *pool, check, s, batch_block, Algorithm::kWinograd}.run(random, fill);
+      ConvolutionCase{path, *pool, check, s, batch_block, Algorithm::kDirect}.run(random, operands);
+      ConvolutionCase{path, *pool, check, s, batch_block, Algorithm::kWinograd}.run(random, operands);
     }
 }
 
