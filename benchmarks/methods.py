@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.harness import Row, less_is_better
 from socflower.cluster import Cluster, Processor, parse_cluster
 from socflower.errors import InfeasiblePlan
-from socflower.hierarchy.exchange.collectives import BUCKETS, FUSIONS
+from socflower.hierarchy.exchange.collective_tasks import BUCKETS, FUSIONS
 from socflower.scenario.planning import PlannedTraining
 from socflower.scenario.predicted_epochs import best_epoch
 from socflower.scenario.schema.file import parse_scenario

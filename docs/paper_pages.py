@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from socflower.cli.paper import score_text, shown_cells
+from socflower.paper.comparison import Paper, Row, command_of, read_paper, score
 from socflower.paper.plots import ratio_plot
-from socflower.paper.records import Paper, Row, command_of, read_paper, score
 
 PAGES = Path(__file__).parent / "papers"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from socflower.cli.paper import shown_cells
-from socflower.paper.records import Row, compare_item, read_paper
+from socflower.paper.comparison import Row, compare_item, read_paper
 from tests.command_line import Socflower
 from tests.test_doc_blocks import NUMBER, as_number
 

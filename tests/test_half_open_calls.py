@@ -14,8 +14,8 @@ import pytest
 
 from socflower.edgecloud.cloud.cloud_service import SERVICE
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, session_status
-from socflower.peers import preemption
-from socflower.peers.preemption import PreemptionSwitch
+from socflower.peers import owner_preemption
+from socflower.peers.owner_preemption import PreemptionSwitch
 from socflower.peers.transports.port import RingPort
 from socflower.wire.secure_channel import Tls
 from socflower.wire.status_port import PortState, StatusPort
@@ -62,7 +62,7 @@ def metrics(lines: list[str]) -> Iterator[Http]:
 def preempting(lines: list[str]) -> Iterator[Http]:
     (address,) = free_addresses(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preemption, "warn", lines.append)
+        patch.setattr(owner_preemption, "warn", lines.append)
         with PreemptionSwitch(port=int(address.rpartition(":")[2])):
             yield address, "/preempt"
 

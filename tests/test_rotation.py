@@ -15,7 +15,7 @@ from socflower.edgecloud.cloud.operator_calls import CloudOperator, open_session
 from socflower.edgecloud.stream import credentials
 from socflower.edgecloud.stream.credentials import TokenFile, new_token
 from socflower.edgecloud.stream.frames import SplitRefused
-from socflower.peers.stream import StreamLost
+from socflower.peers.resumable_stream import StreamLost
 from socflower.peers.transports.port import RingPort
 from socflower.wire.secure_channel import PeerUnreachable, Tls
 from tests.edgecloud.cloud.local import Cloud, train

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.harness import from_json
 from benchmarks.rebalancing_rack.plan import MemberTimes, RingRun, flat_weights, model, trainer
-from socflower.peers.preemption import PreemptionSwitch
+from socflower.peers.owner_preemption import PreemptionSwitch
 from socflower.peers.ring.member import AppliedStep, RingMember
 from socflower.peers.transports.port import RingPort
 from socflower.wire.message_keys import COMPLETED, RingTask

@@ -18,7 +18,7 @@ from socflower.hierarchy import (
     choose_exchanges,
     plan_groups,
 )
-from socflower.hierarchy.exchange.collectives import BUCKETS
+from socflower.hierarchy.exchange.collective_tasks import BUCKETS
 from socflower.hierarchy.exchange.models import ModelExchange
 from socflower.model_graph.layer_profile import profile_module
 from socflower.sim import EventClock

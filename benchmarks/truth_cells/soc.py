@@ -26,7 +26,7 @@ from benchmarks.truth_cells.prediction import (
     speeds_of,
 )
 from socflower.hierarchy import Group, SyncInterval, unpredicted_exchanges, weighted_average
-from socflower.peers.preemption import PreemptionSwitch
+from socflower.peers.owner_preemption import PreemptionSwitch
 from socflower.peers.ring.member import AppliedStep, RingMember
 from socflower.peers.ring.settings import RingSettings
 from socflower.peers.transports.port import RingPort

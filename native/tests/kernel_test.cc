@@ -1,4 +1,5 @@
-// kernel_test [path]: every suite on every path this machine can run, or on one of them.
+// kernel_test [path]: every suite on every path this machine can run, or on one of them; --paths names the paths
+// that are compiled in.
 #include "kernel_test.h"
 
 #include "paths/registry.h"
@@ -9,7 +10,13 @@ int main(int argc, char** argv) {
   const Paths available = available_paths();
   int num_compiled = 0, matched = 0;
   const char* const* names = compiled_path_names(&num_compiled);
+  const bool list = wanted != nullptr && std::strcmp(wanted, "--paths") == 0;
   for (int n = 0; n < num_compiled; ++n) {
+    if (list) {
+      std::printf("%s\n", names[n]);
+      ++matched;
+      continue;
+    }
     if (wanted != nullptr && std::strcmp(wanted, names[n]) != 0) continue;
     ++matched;
     const Path* const* end = available.begin + available.count;

@@ -8,4 +8,5 @@ cmake -S native -B build/sanitized -DSOCFLOWER_PYTHON=OFF -DSOCFLOWER_KERNEL_TES
   -DCMAKE_CXX_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer" \
   -DSOCFLOWER_OPTIMISATION=-O1
 cmake --build build/sanitized --target kernel_test --parallel "$(nproc)"
-build/sanitized/kernel_test "$@"
+# The paths one beside the other: each takes a minute or two.
+build/sanitized/kernel_test --paths | xargs -n 1 -P "$(nproc)" build/sanitized/kernel_test

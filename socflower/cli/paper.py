@@ -17,7 +17,7 @@ from socflower.wire.saved_state import write_atomically
 
 # Importing planners and models takes long, so only the command does.
 if TYPE_CHECKING:
-    from socflower.paper.records import Item, Paper, PaperScore, Row
+    from socflower.paper.comparison import Item, Paper, PaperScore, Row
 
 
 def paper(
@@ -36,7 +36,7 @@ def paper(
     as_json: Json = False,
 ) -> None:
     """Compute a paper's tables and figures again, beside the published numbers."""
-    from socflower.paper.records import compare_item, read_paper, score
+    from socflower.paper.comparison import compare_item, read_paper, score
 
     numbered = {"table": table, "figure": figure}
     chosen = [f"{kind}-{number}" for kind, number in numbered.items() if number is not None]
@@ -131,13 +131,13 @@ def shown_cells(row: "Row") -> tuple[str, str, str]:
 
 
 def _command_of(file: str) -> str:
-    from socflower.paper.records import command_of
+    from socflower.paper.comparison import command_of
 
     return command_of(file)
 
 
 def _score(rows: Sequence["Row"]) -> "PaperScore":
-    from socflower.paper.records import score
+    from socflower.paper.comparison import score
 
     return score(rows)
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 from flwr.app import ConfigRecord, Context, Message, MetricRecord
 from flwr.clientapp.typing import ClientAppCallable
 
-from socflower.peers.preemption import PreemptionSwitch, preempt_switch
+from socflower.peers.owner_preemption import PreemptionSwitch, preempt_switch
 from socflower.wire.message_keys import CONFIG, HEAT, METRICS, SERVER_ROUND, TRAIN_LOSS
 from socflower.wire.node_files import NodeRecord, drain_file, read_record, write_record
 

@@ -15,7 +15,7 @@ from socflower.clients.node_config import RingNode, board_and_slot, ring_node
 from socflower.clients.node_record import is_drained, switch_of
 from socflower.clients.saved_training import FeedbackState, ResidualState
 from socflower.errors import ConfigError
-from socflower.peers.preemption import PreemptionSwitch, preempt_switch
+from socflower.peers.owner_preemption import PreemptionSwitch, preempt_switch
 from socflower.peers.ring.member import AppliedStep, MemberResult, RingMember
 from socflower.peers.transports.port import RingPort
 from socflower.training.hang_watch import end_process, watch_hangs

@@ -23,7 +23,7 @@ from socflower.cluster.device_memory import require_training_memory
 from socflower.cluster.virtual_clock import Pace
 from socflower.hierarchy.batch_shares import split_batch
 from socflower.hierarchy.delayed_sync import SyncInterval
-from socflower.hierarchy.exchange.collectives import BUCKETS, PER_TENSOR, Exchange
+from socflower.hierarchy.exchange.collective_tasks import BUCKETS, PER_TENSOR, Exchange
 from socflower.hierarchy.exchange.gradients import EXACT_RING, GradientExchange
 from socflower.hierarchy.exchange.models import RING, STAR_EXCHANGE, ModelExchange
 from socflower.hierarchy.group_preemption import GROUPS, SOCS, terminated_groups

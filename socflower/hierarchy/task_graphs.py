@@ -10,7 +10,7 @@ from itertools import pairwise
 from socflower.cluster import HUB, Activity, Cluster, GraphBuilder, StepCost, TaskGraph
 from socflower.errors import ConfigError, require_range
 from socflower.hierarchy.communication_groups import conflicts
-from socflower.hierarchy.exchange.collectives import (
+from socflower.hierarchy.exchange.collective_tasks import (
     Bucket,
     Dependencies,
     Exchange,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from socflower.paper.records import OTHER_READING, SCORED, WITHIN, Row
+from socflower.paper.comparison import OTHER_READING, SCORED, WITHIN, Row
 from socflower.report.plots import line_style, report_style
 
 _ROW_INCHES, _WIDTH_INCHES = 0.22, 7.5

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from socflower.peers.stream import Stream, end_frame
+from socflower.peers.resumable_stream import Stream, end_frame
 from socflower.wire.arrays import MalformedBytes
 
 Passes = Callable[[int], bool]

@@ -20,7 +20,7 @@ from socflower.peers.membership import (
     NoModel,
     OthersDone,
 )
-from socflower.peers.preemption import Preempted
+from socflower.peers.owner_preemption import Preempted
 from socflower.wire.logs import log
 from socflower.wire.message_keys import COMPLETED, LEFT_OUT, NO_MODEL, PREEMPTED, TERMINATED
 

@@ -21,7 +21,7 @@ from socflower.hierarchy import (
     sync_schedule,
     sync_shapes,
 )
-from socflower.hierarchy.exchange.collectives import FUSIONS
+from socflower.hierarchy.exchange.collective_tasks import FUSIONS
 from socflower.hierarchy.exchange.gradients import exchange_in_groups
 from socflower.hierarchy.exchange.models import KINDS, ModelExchange
 from socflower.hierarchy.quorum import late_together, training_usage

@@ -6,7 +6,7 @@ from typing import Any
 
 from socflower.cluster import Cluster
 from socflower.errors import InfeasiblePlan
-from socflower.hierarchy.exchange.collectives import FUSIONS
+from socflower.hierarchy.exchange.collective_tasks import FUSIONS
 from socflower.scenario.planning import PlannedTraining
 from socflower.scenario.predicted_training import predicted_training
 from socflower.scenario.schema.config import (

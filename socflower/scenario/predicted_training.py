@@ -7,7 +7,7 @@ from socflower.cluster.device_memory import require_training_memory
 from socflower.cluster.hub_round import Payload, Training, local_round
 from socflower.errors import ConfigError
 from socflower.hierarchy import group_steps_per_epoch, sync_shapes
-from socflower.hierarchy.exchange.collectives import BUCKETS
+from socflower.hierarchy.exchange.collective_tasks import BUCKETS
 from socflower.pipeline.plan import TwoDPlan
 from socflower.pipeline.planner.selection import Planned, plan_pipeline
 from socflower.pipeline.schedule.run import interval_usage

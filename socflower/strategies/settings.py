@@ -11,7 +11,7 @@ from socflower.errors import ConfigError, require_type
 from socflower.field_rules import OneOf, checked
 from socflower.hierarchy.delayed_sync import DECAY, DOUBLING_EPOCHS
 from socflower.hierarchy.exchange import gradients
-from socflower.hierarchy.exchange.collectives import BUCKETS, FUSIONS
+from socflower.hierarchy.exchange.collective_tasks import BUCKETS, FUSIONS
 from socflower.hierarchy.exchange.gradients import CODINGS, GradientExchange, gradient_coding
 from socflower.hierarchy.exchange.models import (
     COMPRESSIONS,

@@ -24,7 +24,7 @@ from socflower.paper.asteroid.convergence import (
     synchronous_waves,
 )
 from socflower.paper.asteroid.wave_synchronous import Kind, Waves, waves_of
-from socflower.paper.records import compare_item, read_paper
+from socflower.paper.comparison import compare_item, read_paper
 from socflower.workloads.dataset import LabelledData
 from socflower.workloads.models.classifiers import build_model
 from socflower.workloads.sources import load_data

@@ -7,6 +7,7 @@ import pytest
 
 from socflower.cluster import device
 from socflower.cluster.device_catalog import link_bytes_per_s
+from socflower.paper.comparison import SCORED, Item, compare_item, read_paper
 from socflower.paper.mandheling.items import COMPUTE
 from socflower.paper.mandheling.predictions import (
     CLIENTS,
@@ -23,7 +24,6 @@ from socflower.paper.mandheling.predictions import (
     model_bytes,
     profile_of,
 )
-from socflower.paper.records import SCORED, Item, compare_item, read_paper
 from tests.command_line import Socflower
 
 PAPER = read_paper("mandheling")

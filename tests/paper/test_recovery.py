@@ -17,7 +17,7 @@ from socflower.paper.asteroid.recovery import (
     lightweight,
     without,
 )
-from socflower.paper.records import compare_item, read_paper
+from socflower.paper.comparison import compare_item, read_paper
 from socflower.pipeline.planner.selection import Planned, PlannerSettings, plan_pipeline
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.recovery.backups import moves

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from socflower.paper.records import command_of, compare_item, read_paper, verdict
+from socflower.paper.comparison import command_of, compare_item, read_paper, verdict
 from socflower.paper.socflow_plus import items
 from socflower.paper.socflow_plus.predictions import (
     NO_STRATEGY,

@@ -12,7 +12,7 @@ from socflower.paper.asteroid.volumes import (
     nearest,
     proportional,
 )
-from socflower.paper.records import read_paper
+from socflower.paper.comparison import read_paper
 from socflower.pipeline.planner.selection import fits
 from socflower.pipeline.schedule.run import simulate_schedule
 from tests.pipeline.problems import even

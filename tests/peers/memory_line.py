@@ -6,7 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from socflower.peers.stream import CREDIT, CREDIT_HEADER, PART, PART_HEADER, TRANSFER, Stream
+from socflower.peers.resumable_stream import (
+    CREDIT,
+    CREDIT_HEADER,
+    PART,
+    PART_HEADER,
+    TRANSFER,
+    Stream,
+)
 
 
 def part_frame(

@@ -8,7 +8,7 @@ import pytest
 
 from socflower.peers.collective import PeerLost
 from socflower.peers.membership import Generation, LeftOut, MemberState, NoModel, OthersDone, agree
-from socflower.peers.preemption import Preempted
+from socflower.peers.owner_preemption import Preempted
 from socflower.peers.session import (
     TRANSITIONS,
     ElasticSession,

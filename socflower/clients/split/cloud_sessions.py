@@ -33,7 +33,7 @@ from socflower.edgecloud.split_program import (
 )
 from socflower.edgecloud.stream.frames import SplitRefused
 from socflower.errors import ConfigError
-from socflower.peers.stream import StreamLost
+from socflower.peers.resumable_stream import StreamLost
 from socflower.plain_numbers import plain_numbers
 from socflower.wire.split_message_keys import JOINED, OWN, TURNS, SplitTask
 

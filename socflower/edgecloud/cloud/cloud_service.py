@@ -26,7 +26,7 @@ from socflower.edgecloud.stream.credentials import (
 from socflower.edgecloud.stream.frames import Limits, SplitRefused, StartOver
 from socflower.errors import SocflowerError
 from socflower.peers.connections import serve
-from socflower.peers.stream import end_frame
+from socflower.peers.resumable_stream import end_frame
 from socflower.wire.arrays import MalformedBytes, pack_arrays
 from socflower.wire.authentication import ServerAuthentication, caller_of
 from socflower.wire.framing import (

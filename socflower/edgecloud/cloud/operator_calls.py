@@ -21,7 +21,7 @@ from socflower.edgecloud.stream.credentials import (
     run_token,
 )
 from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, SplitRefused
-from socflower.peers.stream import StreamLost
+from socflower.peers.resumable_stream import StreamLost
 from socflower.plain_numbers import plain_numbers
 from socflower.wire.arrays import MalformedBytes, pack_arrays, unpack_arrays
 from socflower.wire.authentication import ClientAuthentication

@@ -27,7 +27,7 @@ from socflower.edgecloud.stream.frames import (
     check_version,
 )
 from socflower.errors import SocflowerError
-from socflower.peers.stream import Traffic
+from socflower.peers.resumable_stream import Traffic
 from socflower.wire.arrays import MalformedBytes
 
 _POLL_S = 0.5

@@ -24,7 +24,7 @@ from socflower.edgecloud.stream.frames import (
 )
 from socflower.errors import ConfigError
 from socflower.peers.connections import DialledCall, always
-from socflower.peers.stream import StreamLost
+from socflower.peers.resumable_stream import StreamLost
 from socflower.wire.arrays import MalformedBytes
 from socflower.wire.authentication import ClientAuthentication
 from socflower.wire.framing import LARGEST_FRAME_BYTES

@@ -26,7 +26,7 @@ from socflower.edgecloud.stream.frames import (
     digest_of_ids,
 )
 from socflower.errors import ConfigError, require_range
-from socflower.peers.stream import SentMessage
+from socflower.peers.resumable_stream import SentMessage
 from socflower.wire.codecs.quantisation import decode
 
 # In a report.

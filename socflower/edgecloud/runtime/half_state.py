@@ -11,7 +11,7 @@ from typing import Generic, Literal, TypeVar
 from socflower.edgecloud.half_protocols import Half
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.checkpoints import CheckpointStore, SavedHalf, SplitCheckpoint
-from socflower.peers.stream import SentMessage, Traffic
+from socflower.peers.resumable_stream import SentMessage, Traffic
 from socflower.training.hang_watch import working
 
 HalfT = TypeVar("HalfT", bound=Half)

@@ -14,7 +14,7 @@ from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan
 from socflower.edgecloud.runtime.half_state import HalfState, LoopReport
 from socflower.edgecloud.stream.frames import SplitRefused, SplitStream, StartOver
 from socflower.errors import require_range
-from socflower.peers.stream import StreamLost
+from socflower.peers.resumable_stream import StreamLost
 
 _PAUSE_S = 0.1
 

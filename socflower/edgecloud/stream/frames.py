@@ -20,7 +20,7 @@ from socflower.edgecloud.half_protocols import Labels, Weights
 from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.errors import ConfigError, SocflowerError
 from socflower.field_rules import checked
-from socflower.peers.stream import ChannelLimits, Stream
+from socflower.peers.resumable_stream import ChannelLimits, Stream
 from socflower.wire.arrays import (
     MalformedBytes,
     array_from_bytes,

@@ -30,7 +30,7 @@ from typing import ClassVar, NamedTuple, Self
 
 from socflower.cluster import Cluster, GraphBuilder
 from socflower.errors import ConfigError, require_range
-from socflower.hierarchy.exchange.collectives import (
+from socflower.hierarchy.exchange.collective_tasks import (
     Dependencies,
     Exchange,
     ring_rounds,

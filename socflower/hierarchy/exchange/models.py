@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from socflower.cluster import HUB, Cluster, GraphBuilder
 from socflower.errors import ConfigError
-from socflower.hierarchy.exchange.collectives import Exchange, broadcast, gather, scatter
+from socflower.hierarchy.exchange.collective_tasks import Exchange, broadcast, gather, scatter
 from socflower.hierarchy.exchange.gradients import EXACT, Coding, GradientExchange, Int8
 from socflower.hierarchy.plan import GroupPlan
 

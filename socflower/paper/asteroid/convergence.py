@@ -28,7 +28,7 @@ from socflower.hierarchy import split_batch
 from socflower.paper.asteroid.methods import NO_FIT, asteroid, peer
 from socflower.paper.asteroid.settings import ENVIRONMENTS, EPOCH_SAMPLES, MINI_BATCH, cluster_of
 from socflower.paper.asteroid.wave_synchronous import Kind, Moment, Waves, waves_of
-from socflower.paper.records import read_paper
+from socflower.paper.comparison import read_paper
 from socflower.pipeline.plan import TwoDPlan
 from socflower.pipeline.planner.baselines import compare
 from socflower.pipeline.planner.selection import plan_pipeline

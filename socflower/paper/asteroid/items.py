@@ -22,7 +22,7 @@ from socflower.paper.asteroid.settings import (
 )
 from socflower.paper.asteroid.volumes import nearest
 from socflower.paper.asteroid.wire_bytes import equations
-from socflower.paper.records import read_paper
+from socflower.paper.comparison import read_paper
 from socflower.pipeline.plan import PipelinePlan
 from socflower.pipeline.planner.baselines import Compared
 from socflower.pipeline.planner.selection import Planned, plan_pipeline, predict

@@ -19,6 +19,7 @@ from socflower.edgecloud.plan.decision import DecisionEngine
 from socflower.edgecloud.plan.party import Party
 from socflower.edgecloud.plan.phases import Phases, phases
 from socflower.edgecloud.plan.split_pipeline import Timeline
+from socflower.paper.comparison import NOT_COMPARABLE, read_paper, stored_results, stored_row
 from socflower.paper.edge_cloud.predictions import (
     BATCH,
     EDGE_ONLY,
@@ -39,7 +40,6 @@ from socflower.paper.edge_cloud.predictions import (
     run_of,
     simulate,
 )
-from socflower.paper.records import NOT_COMPARABLE, read_paper, stored_results, stored_row
 from socflower.scenario.schema.config import TrainConfig
 from socflower.workloads.models.classifiers import build_model
 from socflower.workloads.sources import data_names, data_shape, load_data

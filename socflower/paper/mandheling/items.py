@@ -10,6 +10,7 @@ from torch import nn
 
 from socflower.cluster import device, step_cost
 from socflower.model_graph.layer_profile import profile_module
+from socflower.paper.comparison import NOT_COMPARABLE, read_paper, stored_results, stored_row
 from socflower.paper.mandheling.predictions import (
     BATCH,
     DSP,
@@ -28,7 +29,6 @@ from socflower.paper.mandheling.predictions import (
     model_bytes,
     profile_of,
 )
-from socflower.paper.records import NOT_COMPARABLE, read_paper, stored_results, stored_row
 from socflower.paper.socflow_plus.heat import Experiment, temperature_after
 from socflower.precision import NITI, EngineSettings, Int8Model, RescalingPolicy
 from socflower.precision.algorithm import ALGORITHMS, IntegerUpdate

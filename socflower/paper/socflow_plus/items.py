@@ -15,10 +15,10 @@ from socflower.hierarchy import (
     map_groups,
     plan_groups,
 )
-from socflower.hierarchy.exchange.collectives import BUCKETS, PER_TENSOR
+from socflower.hierarchy.exchange.collective_tasks import BUCKETS, PER_TENSOR
 from socflower.hierarchy.exchange.gradients import RING as IN_A_RING
 from socflower.hierarchy.exchange.gradients import SERVER
-from socflower.paper.records import stored_results, stored_row
+from socflower.paper.comparison import stored_results, stored_row
 from socflower.paper.socflow_plus.heat import (
     Experiment,
     cooling_s,

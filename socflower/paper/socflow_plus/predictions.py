@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from socflower.errors import InfeasiblePlan
-from socflower.hierarchy.exchange.collectives import PER_TENSOR
+from socflower.hierarchy.exchange.collective_tasks import PER_TENSOR
 from socflower.pipeline.planner.selection import plan_pipeline
 from socflower.scenario.pipeline_planning import pipeline_problem, planner_settings
 from socflower.scenario.planning import plan_scenario, planned_training

@@ -23,7 +23,7 @@ from socflower.peers.collective import Collective, RingPeers, gather_json
 from socflower.peers.leaders.model_changes import Floats, MemberChanges, feedback_digest
 from socflower.peers.leaders.model_exchange import GroupLeader, GroupsModel, feedback_after
 from socflower.peers.membership import Generation, Membership, MemberState
-from socflower.peers.preemption import Preempted, PreemptionSwitch
+from socflower.peers.owner_preemption import Preempted, PreemptionSwitch
 from socflower.peers.ring.balance import RingBalance, StepTimer
 from socflower.peers.ring.bucket_exchange import BucketExchange, TurnCallbacks
 from socflower.peers.ring.turn_signals import Neighbours, TurnSignals

@@ -16,7 +16,7 @@ import grpc
 
 from socflower.peers.collective import PeerLost
 from socflower.peers.connections import DialledCall
-from socflower.peers.stream import ChannelLimits, PlainMessages, Stream
+from socflower.peers.resumable_stream import ChannelLimits, PlainMessages, Stream
 from socflower.peers.transports.port import Admitted, Caller, PortView
 from socflower.wire.arrays import MalformedBytes
 from socflower.wire.framing import LARGEST_BODY_BYTES, LARGEST_PART_BYTES

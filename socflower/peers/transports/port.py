@@ -14,7 +14,7 @@ import grpc
 
 from socflower.errors import ConfigError
 from socflower.peers.connections import DialledCall, serve
-from socflower.peers.stream import Stream
+from socflower.peers.resumable_stream import Stream
 from socflower.wire.arrays import MalformedBytes
 from socflower.wire.authentication import (
     OVERHEAD_BYTES,

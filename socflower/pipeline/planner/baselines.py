@@ -32,7 +32,7 @@ import numpy as np
 
 from socflower.cluster import GraphBuilder
 from socflower.errors import ConfigError, InfeasiblePlan
-from socflower.hierarchy.exchange.collectives import Exchange
+from socflower.hierarchy.exchange.collective_tasks import Exchange
 from socflower.hierarchy.exchange.models import RING, STAR, ModelExchange
 from socflower.pipeline.plan import (
     PipelinePlan,

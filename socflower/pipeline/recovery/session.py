@@ -19,7 +19,7 @@ from torch import nn
 from socflower.errors import InfeasiblePlan, SocflowerError
 from socflower.model_graph.model_copy import copied
 from socflower.peers.membership import Generation, Membership, MemberState, NoModel
-from socflower.peers.preemption import Preempted, PreemptionSwitch
+from socflower.peers.owner_preemption import Preempted, PreemptionSwitch
 from socflower.peers.ring.member import AppliedStep, MemberResult
 from socflower.peers.session import ElasticSession, Role, answering
 from socflower.peers.transports.port import RingPort

@@ -21,7 +21,7 @@ from socflower.engines.local.virtual_time_grid import VirtualTimeGrid
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import InfeasiblePlan
 from socflower.hierarchy import default_candidates
-from socflower.hierarchy.exchange.collectives import BUCKETS
+from socflower.hierarchy.exchange.collective_tasks import BUCKETS
 from socflower.pipeline.runtime.payloads import ActivationCoding
 from socflower.scenario.app.round_record import RoundRecord, round_end_of
 from socflower.scenario.app.split_result import split_document

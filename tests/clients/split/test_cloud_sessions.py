@@ -24,7 +24,7 @@ from socflower.edgecloud.split_program import SplitProgram
 from socflower.edgecloud.stream.credentials import new_token
 from socflower.edgecloud.stream.frames import SplitRefused
 from socflower.errors import TrainingFailed
-from socflower.peers.stream import StreamLost
+from socflower.peers.resumable_stream import StreamLost
 from socflower.strategies.split_replay import SplitReplay
 from socflower.wire.split_message_keys import SPLIT, SplitTask
 from tests.clients.split.clouds import Cloud, edge_app, start, strategy_of

@@ -30,7 +30,7 @@ from socflower.edgecloud.cloud.operator_calls import session_status
 from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.credentials import new_token, run_caller
 from socflower.errors import SocflowerError
-from socflower.peers.stream import end_frame
+from socflower.peers.resumable_stream import end_frame
 from socflower.wire.authentication import ClientAuthentication
 from socflower.wire.certificates import HostCertificate, write_certificates
 from socflower.wire.secure_channel import Tls

@@ -21,7 +21,7 @@ from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontPlan
 from socflower.edgecloud.runtime.half_state import LoopReport
 from socflower.edgecloud.stream.credentials import run_token
 from socflower.edgecloud.stream.frames import Limits, SplitRefused
-from socflower.peers.stream import StreamLost
+from socflower.peers.resumable_stream import StreamLost
 from tests.edgecloud.cloud.local import Cloud, plan, train
 from tests.edgecloud.runtime.numpy_halves import (
     OPERATOR,

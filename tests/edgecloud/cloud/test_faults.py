@@ -21,7 +21,7 @@ from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.credentials import run_caller, run_token
 from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, SplitRefused
 from socflower.engines.deployment.flower_processes import free_ports
-from socflower.peers.stream import StreamLost, end_frame
+from socflower.peers.resumable_stream import StreamLost, end_frame
 from socflower.wire.authentication import ClientAuthentication
 from tests.edgecloud.cloud.local import Cloud, plan, train
 from tests.edgecloud.runtime.numpy_halves import (

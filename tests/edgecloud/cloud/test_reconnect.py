@@ -12,7 +12,7 @@ import pytest
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontPlan
 from socflower.edgecloud.stream.frames import SplitRefused
-from socflower.peers.stream import StreamLost
+from socflower.peers.resumable_stream import StreamLost
 from tests.edgecloud.cloud.local import Cloud, plan, train
 from tests.edgecloud.runtime.numpy_halves import Back, Front, same, targets
 from tests.edgecloud.stream.breaking_line import BreakingLine

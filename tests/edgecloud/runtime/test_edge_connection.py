@@ -12,7 +12,7 @@ from socflower.edgecloud.half_protocols import Weights
 from socflower.edgecloud.links.bandwidth_profile import constant
 from socflower.edgecloud.links.shaping import TokenBucket
 from socflower.edgecloud.plan.cuts import SplitPlan
-from socflower.peers.stream import StreamLost
+from socflower.peers.resumable_stream import StreamLost
 from tests.edgecloud.cloud.local import Cloud, plan, train
 from tests.edgecloud.runtime.numpy_halves import Back, Front, connect
 from tests.one_line import refused

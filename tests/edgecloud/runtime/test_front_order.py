@@ -10,7 +10,7 @@ from socflower.edgecloud.half_protocols import Array
 from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontPlan
 from socflower.edgecloud.runtime.half_state import LoopReport
 from socflower.edgecloud.stream.frames import SplitStream
-from socflower.peers.stream import SentMessage
+from socflower.peers.resumable_stream import SentMessage
 from tests.edgecloud.runtime.loops import channels, plan, run_loops
 from tests.edgecloud.runtime.numpy_halves import Back, Front
 from tests.peers.memory_line import lags

@@ -17,7 +17,7 @@ from torch.nn import functional
 from socflower.errors import TrainingFailed
 from socflower.model_graph.batch_form import Batch
 from socflower.peers.collective import Collective, PeerLost, Poll, Work, no_poll
-from socflower.peers.preemption import PreemptionSwitch
+from socflower.peers.owner_preemption import PreemptionSwitch
 from socflower.peers.ring import member as ring_member_module
 from socflower.peers.ring.member import AppliedStep, MemberResult, RingMember, open_ring
 from socflower.peers.transports.port import RingPort

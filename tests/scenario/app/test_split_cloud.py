@@ -26,7 +26,7 @@ from socflower.edgecloud.stream.credentials import new_token
 from socflower.engines.deployment.flower_processes import free_ports
 from socflower.engines.run_folder import CLOUD, CloudAddress, RunFolder
 from socflower.errors import SocflowerError
-from socflower.peers.stream import StreamLost
+from socflower.peers.resumable_stream import StreamLost
 from socflower.scenario.app.presets import cloud_of
 from socflower.scenario.app.split_cloud import read_or_create_token, status_table
 from socflower.user_code import forgotten_modules

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from socflower.paper.asteroid.items import COMPUTE
-from socflower.paper.records import (
+from socflower.paper.comparison import (
     PAPERS,
     Cell,
     Item,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.peers.stream import ChannelLimits, Stream, StreamLost, cost_bytes
+from socflower.peers.resumable_stream import ChannelLimits, Stream, StreamLost, cost_bytes
 from socflower.wire.arrays import MalformedBytes
 from socflower.wire.framing import check_size
 from tests.one_line import refused

@@ -17,7 +17,7 @@ import pytest
 
 from socflower.engines.deployment.flower_processes import free_ports
 from socflower.errors import ConfigError
-from socflower.peers.preemption import (
+from socflower.peers.owner_preemption import (
     FILE_CHECK_INTERVAL_S,
     Preempted,
     PreemptionSwitch,
@@ -157,7 +157,7 @@ def test_a_thread_cannot_take_signals_and_says_so(tmp_path: Path) -> None:
 CHILD = """
 import sys, time
 from pathlib import Path
-from socflower.peers.preemption import preempt_switch
+from socflower.peers.owner_preemption import preempt_switch
 
 with preempt_switch({"preempt-signal": True, "preempt-file": sys.argv[1]}) as switch:
     print("active" if switch.active else "ready", flush=True)
