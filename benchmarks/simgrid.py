@@ -18,7 +18,15 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 from benchmarks.harness import Row, less_is_better
-from socflower.cluster import HUB, Board, Cluster, GraphBuilder, Server, TaskGraph, parse_cluster
+from socflower.cluster import (
+    HUB,
+    Board,
+    Cluster,
+    Server,
+    TaskGraph,
+    TaskGraphBuilder,
+    parse_cluster,
+)
 from socflower.cluster.link_rate import RateSteps
 from socflower.cluster.task_graph import Compute, Endpoint
 from socflower.errors import ConfigError
@@ -152,7 +160,7 @@ def random_cluster(random: Random) -> Cluster:
 
 def random_graph(random: Random, cluster: Cluster) -> TaskGraph:
     """Return 20 to 80 tasks. Tasks of a processor follow each other, since SimGrid would let them share it."""
-    builder, last = GraphBuilder(), dict[tuple[Endpoint, str], int]()
+    builder, last = TaskGraphBuilder(), dict[tuple[Endpoint, str], int]()
     places: list[Endpoint] = [*range(cluster.num_socs), HUB]
     for index in range(random.randint(20, 80)):
         after = set(random.sample(range(index), min(index, random.choice((0, 1, 1, 2, 3)))))
@@ -289,7 +297,7 @@ def shares_row(replay: Replay) -> Row:
     """
     num_bytes, rate = 40_000_000, 1e8
     cluster = parse_cluster({"boards": [2, 1], "soc_bytes_per_s": rate}, where="benchmark")
-    builder = GraphBuilder()
+    builder = TaskGraphBuilder()
     # Over two links and over four.
     for target in (1, 2):
         builder.transfer(f"to {target}", 0, target, num_bytes, num_messages=0)
@@ -314,7 +322,7 @@ def handling_row(replay: Replay) -> Row:
         parse_cluster({"boards": [count + 1], "soc_bytes_per_s": rate}, where="benchmark"),
         message_s=LATENCY_S,
     )
-    builder = GraphBuilder()
+    builder = TaskGraphBuilder()
     for target in range(1, count + 1):
         builder.transfer(f"{target}", 0, target, num_bytes)
     graph = builder.build(range(count + 1))

@@ -22,9 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Row, from_json, kept, less_is_better, note, peer_notes
-from socflower.engines.any_engine import EngineSettings
+from socflower.engines.any_engine import EngineChoice
 from socflower.engines.ending import Ending
-from socflower.scenario.candidates import Candidate, Costs, Setting, candidates_of, weights_key
+from socflower.scenario.candidates import (
+    Candidate,
+    PredictedCosts,
+    Setting,
+    candidates_of,
+    weights_key,
+)
 from socflower.scenario.halving import ENERGY, TIME
 from socflower.scenario.jobs import run_job
 from socflower.scenario.prepared_run import prepare
@@ -205,11 +211,13 @@ def _exhaustive(
     rounds = learned[candidate.key]["rounds"]
     epochs, _, time_s, energy_j = rounds[-1]
     reached = _reaches(candidate.trained.scenario, rounds[-1])
-    over = Costs(time_s=1.0, energy_j=1.0)
+    over = PredictedCosts(time_s=1.0, energy_j=1.0)
     if not case.changes:
         predicted = candidate.trained.epoch.times(epochs)
         # Mixed training measures how much of a batch int8 may compute.
-        over = Costs(time_s=time_s / predicted.time_s, energy_j=energy_j / predicted.energy_j)
+        over = PredictedCosts(
+            time_s=time_s / predicted.time_s, energy_j=energy_j / predicted.energy_j
+        )
     for setting in candidate.settings:
         needed = epochs if reached else math.inf
         yield Cost(
@@ -331,7 +339,7 @@ def _kept_rounds(scenario: Scenario, where: Path, ending: Ending) -> dict[str, A
     def train() -> dict[str, Any]:
         started_s = time.perf_counter()
         job = ScenarioJob(run=prepare(scenario), ending=ending)
-        result = run_job(job, EngineSettings(engine="local", num_workers=0))
+        result = run_job(job, EngineChoice(engine="local", num_workers=0))
         keys = ("epoch", "accuracy", "virtual_s", "energy_j")
         rounds = [[each[key] for key in keys] for each in result["rounds"]]
         return {"rounds": rounds, "wall_s": time.perf_counter() - started_s}

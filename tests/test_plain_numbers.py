@@ -17,7 +17,7 @@ from torch import nn
 
 import socflower
 from socflower import FP32Trainer, ModelProfile, cluster, hierarchy
-from socflower.cluster import GraphBuilder, LayerProfile, cost_model, parse_cluster
+from socflower.cluster import LayerProfile, TaskGraphBuilder, cost_model, parse_cluster
 from socflower.cluster.device import StepTimings
 from socflower.engines.local.grid import LocalGrid
 from socflower.plain_numbers import plain, plain_numbers
@@ -230,7 +230,7 @@ def test_what_is_no_whole_number_is_refused_as_before(value: Any) -> None:
 
 # ------------------------------------------------------------------------------------- what is made of them
 def graph(of: Callable[[Any], Any]) -> Any:
-    builder = GraphBuilder()
+    builder = TaskGraphBuilder()
     done = builder.compute("step", of(2), of(0.25))
     builder.transfer("model", of(2), of(3), of(32.0), rounds=of(2), after=(done,))
     tasks = builder.build((of(2), of(3)))

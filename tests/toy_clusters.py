@@ -11,10 +11,10 @@ from socflower.cluster import (
     Board,
     Cluster,
     Device,
-    GraphBuilder,
     LayerProfile,
     ModelProfile,
     Processor,
+    TaskGraphBuilder,
     Usage,
 )
 
@@ -125,7 +125,7 @@ class Weather:
 
 
 def ring_all_reduce(
-    builder: GraphBuilder,
+    builder: TaskGraphBuilder,
     members: Sequence[int],
     num_bytes: float,
     num_messages: int = 0,

@@ -21,8 +21,8 @@ from socflower.cluster.task_graph import (
     Activity,
     Compute,
     Endpoint,
-    GraphBuilder,
     TaskGraph,
+    TaskGraphBuilder,
     Transfer,
 )
 from socflower.cluster.topology import Board, Cluster, Server, Tier
@@ -39,7 +39,6 @@ __all__ = [
     "DeviceDynamics",
     "Endpoint",
     "Gradient",
-    "GraphBuilder",
     "LayerProfile",
     "LayerTimings",
     "ModelProfile",
@@ -51,6 +50,7 @@ __all__ = [
     "StepCost",
     "StepTimings",
     "TaskGraph",
+    "TaskGraphBuilder",
     "Tier",
     "Transfer",
     "Usage",

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from socflower.cluster.cost_model import StepCost
-from socflower.cluster.task_graph import HUB, Activity, GraphBuilder, TaskGraph
+from socflower.cluster.task_graph import HUB, Activity, TaskGraph, TaskGraphBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class HubExchange:
 
 def hub_round(exchanges: Sequence[HubExchange], socs: Collection[int]) -> TaskGraph:
     """Return a round of exchanges, all at once, in a run of these SoCs."""
-    builder = GraphBuilder()
+    builder = TaskGraphBuilder()
     for exchange in exchanges:
         soc, sent, reply = exchange.soc, exchange.message, exchange.reply
         last = builder.transfer(
@@ -69,7 +69,7 @@ def local_round(training: Mapping[int, Training], model: Payload) -> TaskGraph:
     return hub_round(exchanges, training)
 
 
-def _add_training(builder: GraphBuilder, soc: int, training: Training, *, after: int) -> int:
+def _add_training(builder: TaskGraphBuilder, soc: int, training: Training, *, after: int) -> int:
     """Add the training of a SoC, and return the task that ends it."""
     cost, num_batches = training.cost, training.num_batches
     trained = [

@@ -146,7 +146,7 @@ class TaskGraph:
         return ends
 
 
-class GraphBuilder:
+class TaskGraphBuilder:
     """Collects tasks; each call returns the index that later tasks name in `after`."""
 
     def __init__(self) -> None:

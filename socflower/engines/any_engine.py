@@ -53,7 +53,7 @@ class EngineApp:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineSettings:
+class EngineChoice:
     """Where an app runs; `num_workers` are the processes of engine local (default: one per core; 0: none)."""
 
     engine: str = "local"
@@ -68,7 +68,7 @@ class EngineSettings:
 def run_on_engine(
     app: EngineApp,
     folder: RunFolder,
-    settings: EngineSettings,
+    settings: EngineChoice,
     *,
     record: ExchangeRecord | None = None,
     wants_model: bool = False,

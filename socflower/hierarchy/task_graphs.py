@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 
-from socflower.cluster import HUB, Activity, Cluster, GraphBuilder, StepCost, TaskGraph
+from socflower.cluster import HUB, Activity, Cluster, StepCost, TaskGraph, TaskGraphBuilder
 from socflower.errors import ConfigError, require_range
 from socflower.hierarchy.communication_groups import conflicts
 from socflower.hierarchy.exchange.collective_tasks import (
@@ -56,7 +56,7 @@ def step_graph(
     missing = [soc for soc in plan.participants if soc not in costs]
     if missing:
         raise ConfigError(f"step: members {missing} have no cost")
-    builder = GraphBuilder()
+    builder = TaskGraphBuilder()
     compute: Compute | None = None
     if memory_bytes_per_s is not None:
         compute = partial(_encode, builder, costs, memory_bytes_per_s)
@@ -83,7 +83,7 @@ def step_graph(
 
 
 def _group_step(
-    builder: GraphBuilder,
+    builder: TaskGraphBuilder,
     group: Group,
     costs: Mapping[int, StepCost],
     buckets: Sequence[Bucket],
@@ -121,7 +121,7 @@ def _group_step(
 
 
 def _encode(
-    builder: GraphBuilder,
+    builder: TaskGraphBuilder,
     costs: Mapping[int, StepCost],
     memory_bytes_per_s: Mapping[int, float],
     name: str,
@@ -135,7 +135,7 @@ def _encode(
 
 
 def _compute(
-    builder: GraphBuilder,
+    builder: TaskGraphBuilder,
     name: str,
     soc: int,
     cost: StepCost,
@@ -197,7 +197,7 @@ def synchronisation_graph(
     With `across_servers` servers exchange too. A leader has its model `delays_s` after the start; without an entry, and
     in a ring, it has it at once.
     """
-    builder = GraphBuilder()
+    builder = TaskGraphBuilder()
     # Delays are tasks of the hub, where they cost no energy, each on a processor of its own.
     ready: Arrivals = {
         leader: (builder.compute("steps", HUB, delay_s, processor=f"waits for SoC {leader}"),)
@@ -227,7 +227,7 @@ def deal_graph(plan: GroupPlan, bytes_per_soc: float) -> TaskGraph:
     A random redistribution sends some samples from each SoC to every other one. Here each SoC sends a whole share to
     the SoC half-way round, which loads every port and (up to rounding) every uplink equally, with far fewer transfers.
     """
-    builder = GraphBuilder()
+    builder = TaskGraphBuilder()
     socs = plan.participants
     for index, soc in enumerate(socs if len(socs) > 1 else ()):
         builder.transfer(
@@ -241,7 +241,7 @@ def dispatch_graph(plan: GroupPlan, bytes_per_soc: float) -> TaskGraph:
 
     "The scheduler dispatches the training data to each SoC, which loads only a partial data set" (SoCFlow+ section 3).
     """
-    builder = GraphBuilder()
+    builder = TaskGraphBuilder()
     for soc in plan.participants:
         builder.transfer("dispatch data", HUB, soc, bytes_per_soc)
     return builder.build(plan.participants)
@@ -256,6 +256,6 @@ def exchange_graph(
     """Return a single exchange of a bucket of gradients; the first SoC is the parameter server, if there is one."""
     if len(socs) < 2:
         raise ConfigError(f"exchange: {len(socs)} SoCs; use 2 or more")
-    builder = GraphBuilder()
+    builder = TaskGraphBuilder()
     gradients.lower(builder, socs, bucket, {soc: () for soc in socs}, gradients.kind, step)
     return builder.build(sorted(socs))

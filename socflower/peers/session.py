@@ -40,7 +40,7 @@ class State(Enum):
     NO_MODEL = NO_MODEL
 
 
-class Event(Enum):
+class StateOutcome(Enum):
     """How what a member did in a state has ended."""
 
     DONE = "done"
@@ -61,15 +61,15 @@ class Event(Enum):
 _ACTIVE = (State.FORMING, State.WORKING, State.FINISHING)
 
 TRANSITIONS = {
-    (State.FORMING, Event.DONE): State.WORKING,
-    (State.WORKING, Event.DONE): State.FINISHING,
-    (State.FINISHING, Event.DONE): State.COMPLETED,
-    (State.FORMING, Event.NO_MODEL): State.NO_MODEL,
-    (State.FORMING, Event.OTHERS_DONE): State.FORMING,
-    **{(state, Event.LOST): State.FORMING for state in _ACTIVE},
-    **{(state, Event.PREEMPTED): State.PREEMPTED for state in _ACTIVE},
-    **{(state, Event.TERMINATED): State.TERMINATED for state in _ACTIVE},
-    **{(state, Event.LEFT_OUT): State.LEFT_OUT for state in _ACTIVE},
+    (State.FORMING, StateOutcome.DONE): State.WORKING,
+    (State.WORKING, StateOutcome.DONE): State.FINISHING,
+    (State.FINISHING, StateOutcome.DONE): State.COMPLETED,
+    (State.FORMING, StateOutcome.NO_MODEL): State.NO_MODEL,
+    (State.FORMING, StateOutcome.OTHERS_DONE): State.FORMING,
+    **{(state, StateOutcome.LOST): State.FORMING for state in _ACTIVE},
+    **{(state, StateOutcome.PREEMPTED): State.PREEMPTED for state in _ACTIVE},
+    **{(state, StateOutcome.TERMINATED): State.TERMINATED for state in _ACTIVE},
+    **{(state, StateOutcome.LEFT_OUT): State.LEFT_OUT for state in _ACTIVE},
 }
 """The state after an event. States without events are final."""
 
@@ -140,8 +140,8 @@ class ElasticSession:
     def run(self, role: Role[_Result]) -> _Result:
         """Go through the states until a final one; return the result. Raises what the part raises beyond its events."""
         state, result = State.FORMING, None
-        while (state, Event.LOST) in TRANSITIONS:
-            event = Event.DONE
+        while (state, StateOutcome.LOST) in TRANSITIONS:
+            event = StateOutcome.DONE
             try:
                 if state is State.FORMING:
                     event = self._form(role)
@@ -150,39 +150,39 @@ class ElasticSession:
                 else:
                     result = role.finish()
             except PeerLost as lost:
-                event = Event.LOST
+                event = StateOutcome.LOST
                 log(INFO, "%s: %s; forming again", role.what, lost)
                 self._lost_at_s = self._lost_at_s or time.monotonic()
                 role.release()
             except Preempted:
-                event = Event.PREEMPTED
+                event = StateOutcome.PREEMPTED
                 self.membership.leave()
             except Terminated:
-                event = Event.TERMINATED
+                event = StateOutcome.TERMINATED
                 self.membership.leave(for_user=False)
             except LeftOut as left:
-                event = Event.LEFT_OUT
+                event = StateOutcome.LEFT_OUT
                 self.why_left_out = str(left)
                 log(INFO, "%s: %s", role.what, left)
             except NoModel:
-                event = Event.NO_MODEL
+                event = StateOutcome.NO_MODEL
             state = TRANSITIONS[state, event]
         if state is State.COMPLETED:
             assert result is not None
             return result
         return role.without_model(state.value)
 
-    def _form(self, role: Role[_Result]) -> Event:
+    def _form(self, role: Role[_Result]) -> StateOutcome:
         try:
             generation = self.membership.form(role.kept(), self._interrupt)
         except OthersDone as done:
             role.ask_for_result(done.group)
-            return Event.OTHERS_DONE
+            return StateOutcome.OTHERS_DONE
         role.form(generation)
         if self._lost_at_s is not None:
             self.recoveries_s.append(time.monotonic() - self._lost_at_s)
             self._lost_at_s = None
-        return Event.DONE
+        return StateOutcome.DONE
 
 
 def answering(preferred: int, members: Sequence[int]) -> list[int]:

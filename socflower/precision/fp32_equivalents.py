@@ -17,7 +17,7 @@ from socflower.precision.int8.operators.parameter_value import ParameterValue
 from socflower.precision.int8.operators.products import MatMul, Multiply, Softmax
 from socflower.precision.int8.operators.region_mean import RegionMean
 from socflower.precision.int8.operators.sample_norm import SampleNorm
-from socflower.precision.int8.operators.tables import Table
+from socflower.precision.int8.operators.tables import LookupTable
 
 Compute = Callable[[Sequence[Tensor]], Tensor]
 
@@ -92,7 +92,7 @@ def _elementwise(node: ir.Node) -> Compute | None:
         case ir.Dropout():
             drop = functional.dropout2d if node.channelwise else functional.dropout
             return lambda inputs: drop(inputs[0], node.p)
-        case Table():
+        case LookupTable():
             function = _FUNCTIONS[node.function]
             return lambda inputs: function(inputs[0])
         case Softmax():

@@ -19,7 +19,7 @@ from socflower.report.plots import (
     report_style,
     scale_x,
 )
-from socflower.report.summary import Run
+from socflower.report.summary import LabelledRun
 from socflower.thermal.model.governor import snapdragon_governor
 
 _KEYS = ("at_s", "hottest_c", "mean_clock", "rpm")
@@ -39,13 +39,13 @@ class HeatCurves:
     rpm: tuple[float, ...]
 
 
-def heat_plots(runs: Sequence[Run]) -> list[Plot]:
+def heat_plots(runs: Sequence[LabelledRun]) -> list[Plot]:
     """Return the plots of temperature, and of clock and fans; none if no run has a history."""
     curves = [curves for run in runs if (curves := heat_curves(run)) is not None]
     return [_temperature_plot(curves), _speed_plot(curves)] if curves else []
 
 
-def heat_curves(run: Run) -> HeatCurves | None:
+def heat_curves(run: LabelledRun) -> HeatCurves | None:
     """Return a run's curves, None if it has none; times with unknown values are left out.
 
     In a long run, several moments are shown by the one with the hottest SoC.

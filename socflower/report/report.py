@@ -31,7 +31,7 @@ from socflower.report.plots import PARTS, Curve, Plot, breakdown_plot, needs_log
 from socflower.report.quality import Quality
 from socflower.report.split_section import cut_plot
 from socflower.report.summary import (
-    Run,
+    LabelledRun,
     claims_of,
     comparison_of,
     name_runs,
@@ -184,7 +184,7 @@ _ENVIRONMENT.filters |= {
 
 
 # ------------------------------------------------------------------------------------------------- values of sections
-def _over_time(runs: Sequence[Run], quality: Quality) -> dict[str, Any]:
+def _over_time(runs: Sequence[LabelledRun], quality: Quality) -> dict[str, Any]:
     """Return heading, note and plot; a deployment has wall time instead of virtual time."""
     since = (
         "the app began"
@@ -204,7 +204,7 @@ def _over_time(runs: Sequence[Run], quality: Quality) -> dict[str, Any]:
     return {"heading": f"{name} over virtual time", "note": note, "plot": None}
 
 
-def _without_quality(runs: Sequence[Run], quality: Quality) -> str:
+def _without_quality(runs: Sequence[LabelledRun], quality: Quality) -> str:
     """Return why no run has the quality; apps give the reason, since they may have metrics of other names."""
     reasons = [
         f"{run.label}: {reason}."
@@ -214,7 +214,7 @@ def _without_quality(runs: Sequence[Run], quality: Quality) -> str:
     return " ".join(reasons) or f"No {quality.name} was measured."
 
 
-def _without_energy(runs: Sequence[Run], quality: Quality) -> str:
+def _without_energy(runs: Sequence[LabelledRun], quality: Quality) -> str:
     """Return why nothing can be drawn over energy."""
     if not any(_curve(run, "round", quality.name).xs for run in runs):
         return _without_quality(runs, quality)
@@ -222,7 +222,7 @@ def _without_energy(runs: Sequence[Run], quality: Quality) -> str:
     return f"No energy was accounted for in the rounds that have {having}."
 
 
-def _over_energy(runs: Sequence[Run], quality: Quality) -> Plot | None:
+def _over_energy(runs: Sequence[LabelledRun], quality: Quality) -> Plot | None:
     curves = [_curve(run, "energy_j", quality.name) for run in runs]
     if not any(x > 0 for each in curves for x in each.xs):
         return None
@@ -230,7 +230,7 @@ def _over_energy(runs: Sequence[Run], quality: Quality) -> Plot | None:
 
 
 def _quality_plot(
-    runs: Sequence[Run], quality: Quality, key: str, quantity: str, over: str
+    runs: Sequence[LabelledRun], quality: Quality, key: str, quantity: str, over: str
 ) -> Plot | None:
     curves = [curve for run in runs if (curve := _curve(run, key, quality.name)).xs]
     if not curves:
@@ -253,7 +253,7 @@ def _quality_plot(
     )
 
 
-def _mixing_plots(runs: Sequence[Run]) -> list[Plot]:
+def _mixing_plots(runs: Sequence[LabelledRun]) -> list[Plot]:
     """Return the CPU's share of the samples and the confidence in int8; none without mixed precision."""
     plots = []
     for key, noun, label in (
@@ -271,7 +271,7 @@ def _mixing_plots(runs: Sequence[Run]) -> list[Plot]:
     return plots
 
 
-def _curve(run: Run, key: str, of: str) -> Curve:
+def _curve(run: LabelledRun, key: str, of: str) -> Curve:
     """Return the curve of the rounds that have both the quantity `key` and the figure `of`, such as the accuracy."""
     points = []
     for row in run.rows("rounds"):
@@ -282,7 +282,7 @@ def _curve(run: Run, key: str, of: str) -> Curve:
     return Curve(style=run.style, label=run.label, xs=xs, ys=ys)
 
 
-def _breakdowns(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _breakdowns(runs: Sequence[LabelledRun]) -> list[dict[str, Any]]:
     """Return plot and rows of time and energy by part, as far as they were recorded."""
     over_socs = "summed over the SoCs that take part"
     made = (
@@ -295,7 +295,7 @@ def _breakdowns(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _breakdown(
-    runs: Sequence[Run], key: str, quantity: str, noun: str, note: str
+    runs: Sequence[LabelledRun], key: str, quantity: str, noun: str, note: str
 ) -> dict[str, Any] | None:
     readable = human_seconds if quantity == "s" else human_joules
     rows = []
@@ -325,7 +325,7 @@ def _breakdown(
     }
 
 
-def _plans(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _plans(runs: Sequence[LabelledRun]) -> list[dict[str, Any]]:
     """Return the distinct plans; strategies with the same plan share a picture."""
     plans: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
     for run in runs:
@@ -345,7 +345,7 @@ def _plans(runs: Sequence[Run]) -> list[dict[str, Any]]:
     ]
 
 
-def _without_groups(runs: Sequence[Run]) -> str:
+def _without_groups(runs: Sequence[LabelledRun]) -> str:
     """Return the sentence that replaces the groups' pictures; an unknown strategy may form groups."""
     unknown = [
         run.label
@@ -376,7 +376,7 @@ def _plan_note(plan: Mapping[str, Any]) -> str:
     return note
 
 
-def _events(runs: Sequence[Run]) -> dict[str, Any]:
+def _events(runs: Sequence[LabelledRun]) -> dict[str, Any]:
     deployed = all(run.is_predicted for run in runs)
     rows: list[list[Any]] = []
     for run in runs:
@@ -406,7 +406,7 @@ def _event(event: Mapping[str, Any]) -> tuple[Any, Any]:
     return event.get("kind", MISSING), event.get("text", "")
 
 
-def _scenarios(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def _scenarios(runs: Sequence[LabelledRun]) -> list[tuple[str, list[str]]]:
     """Return the distinct resolved scenarios as JSON, and the labels of their runs."""
     scenarios: dict[str, tuple[Any, list[str]]] = {}
     for run in runs:

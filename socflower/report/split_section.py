@@ -16,14 +16,14 @@ from socflower.report.plots import (
     report_style,
     scale_x,
 )
-from socflower.report.summary import Run
+from socflower.report.summary import LabelledRun
 
 # Of a line; more would exceed a screen's resolution.
 _MAX_POINTS = 700
 _MBIT_PER_BYTE = 8e-6
 
 
-def cut_curve(run: Run) -> Curve | None:
+def cut_curve(run: LabelledRun) -> Curve | None:
     """Return the cut of a run's first edge from each time on, and at its end; None if it has none."""
     moments = [
         (float(at_s), float(cut))
@@ -36,7 +36,7 @@ def cut_curve(run: Run) -> Curve | None:
     return Curve(style=run.style, label=run.label, xs=at_s, ys=cut)
 
 
-def link_rates(run: Run) -> list[tuple[float, float, float]]:
+def link_rates(run: LabelledRun) -> list[tuple[float, float, float]]:
     """Return (seconds, Mbit/s up, Mbit/s down) of the first edge's link; every n-th sample of a long run."""
     moments = [
         tuple(float(value) for value in moment)
@@ -49,7 +49,7 @@ def link_rates(run: Run) -> list[tuple[float, float, float]]:
     ]
 
 
-def cut_plot(runs: Sequence[Run]) -> Plot | None:
+def cut_plot(runs: Sequence[LabelledRun]) -> Plot | None:
     """Return the link of the first run that recorded one above the cuts of all; None if nothing was recorded."""
     curves = [curve for run in runs if (curve := cut_curve(run)) is not None]
     rates = next((rates for run in runs if (rates := link_rates(run))), [])

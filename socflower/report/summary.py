@@ -31,7 +31,7 @@ def printable(value: object) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class LabelledRun:
     """One result with its label and its plot style, which are the same in the whole report."""
 
     label: str
@@ -88,7 +88,7 @@ class Run:
         return stride, rounds[::-1][::stride][::-1]
 
 
-def name_runs(results: Sequence[Mapping[str, Any]]) -> tuple[Run, ...]:
+def name_runs(results: Sequence[Mapping[str, Any]]) -> tuple[LabelledRun, ...]:
     """Return the results under distinct names: the strategy, then its seed, then a running number."""
     labels = [printable(result.get("strategy") or "unnamed") for result in results]
     labels = [_SPELT_OUT.get(label, label) for label in labels]
@@ -109,17 +109,17 @@ def name_runs(results: Sequence[Mapping[str, Any]]) -> tuple[Run, ...]:
         looks = [printable(result.get("strategy")) for result in results]
     styles = {look: index for index, look in enumerate(dict.fromkeys(looks))}
     return tuple(
-        Run(label=label, style=styles[look], result=result)
+        LabelledRun(label=label, style=styles[look], result=result)
         for label, look, result in zip(distinct, looks, results, strict=True)
     )
 
 
-def quality_of_runs(runs: Iterable[Run]) -> Quality:
+def quality_of_runs(runs: Iterable[LabelledRun]) -> Quality:
     """Return the metric by which the runs are compared."""
     return quality_of([run.result for run in runs])
 
 
-def targets_of(runs: Sequence[Run]) -> list[float]:
+def targets_of(runs: Sequence[LabelledRun]) -> list[float]:
     """Return the distinct targets of that metric, in ascending order."""
     key = quality_of_runs(runs).target_key
     return sorted({target for run in runs if (target := finite(run.get(key))) is not None})
@@ -129,7 +129,7 @@ def targets_of(runs: Sequence[Run]) -> list[float]:
 class Alternative:
     """A run compared with the first one; a ratio above 1 means that it takes more, None that a figure is missing."""
 
-    run: Run
+    run: LabelledRun
     time_ratio: float | None
     energy_ratio: float | None
 
@@ -145,7 +145,7 @@ class Comparison:
     energy_key: str
     target: float | None
     quality: Quality
-    subject: Run
+    subject: LabelledRun
     alternatives: Sequence[Alternative]
 
     @property
@@ -190,7 +190,7 @@ class Comparison:
         return f"{text}; {best.run.label} is {human_ratio(1.0 / ratio)} as fast and takes {theirs}."
 
 
-def comparison_of(runs: Sequence[Run]) -> Comparison | None:
+def comparison_of(runs: Sequence[LabelledRun]) -> Comparison | None:
     """Return the comparison of the first run with the others; None if there are no others.
 
     It is by the time to the target if there is one target and a run has reached it, else by the whole time.
@@ -234,7 +234,7 @@ def _ratio(theirs: Any, own: Any) -> float | None:
     return above / below if above and below else None
 
 
-def claims_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def claims_of(runs: Sequence[LabelledRun]) -> list[dict[str, Any]]:
     """Return all expectations: name, label of the run, `holds`, and pairs of plain and readable value."""
     claims = []
     for run in runs:

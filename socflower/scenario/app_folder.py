@@ -15,7 +15,7 @@ from socflower.cluster.task_graph import Activity
 from socflower.engines.any_engine import (
     DEFAULT_DEPLOYMENT,
     EngineApp,
-    EngineSettings,
+    EngineChoice,
     with_predictions,
 )
 from socflower.engines.checkpoint import RunStore
@@ -137,13 +137,13 @@ class AppRun:
             ),
         )
 
-    def keep(self, out: Path, settings: EngineSettings) -> RunStore | None:
+    def keep(self, out: Path, settings: EngineChoice) -> RunStore | None:
         """Return the record of the app's exchanges of messages on engine local; Flower's engines keep nothing."""
         if settings.engine != "local":
             return None
         return run_record(out, self.inputs(), settings.on_notice)
 
-    def prepare(self, folder: RunFolder, kept: RunStore | None, settings: EngineSettings) -> None:
+    def prepare(self, folder: RunFolder, kept: RunStore | None, settings: EngineChoice) -> None:
         """Do nothing: the record is replayed by the grid."""
 
     def result(self, outcome: dict[str, Any], engine: str) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def run_app_folder(
     them unless `fresh` is set; `on_notice` gets a line about that. Raises `TrainingFailed`, and changes nothing
     else, if no client succeeded, or none of those that trained last.
     """
-    settings = EngineSettings(
+    settings = EngineChoice(
         engine=run.engine,
         num_workers=run.num_workers,
         deployment=run.deployment,

@@ -20,7 +20,7 @@ from socflower.errors import ConfigError, TrainingFailed
 from socflower.report.quality import Quality, costs_to_target
 from socflower.scenario.app_comparison import kept_or_run
 from socflower.scenario.app_folder import AppRun, OnNotice, run_app_folder, run_config
-from socflower.scenario.candidates import Costs, front
+from socflower.scenario.candidates import PredictedCosts, front
 from socflower.scenario.halving import TIME, halve, part_of_rung
 from socflower.scenario.tune import projected_over, require_budget, write_files
 from socflower.scenario.tuning import described, key_and_values
@@ -59,9 +59,9 @@ class _Tried:
     value: float | None
     reached: bool
     # To the target; as projected, if it was not reached.
-    cost: Costs
+    cost: PredictedCosts
 
-    def costs(self) -> list[Costs]:
+    def costs(self) -> list[PredictedCosts]:
         """Return the cost to the target."""
         return [self.cost]
 
@@ -173,7 +173,7 @@ class _Trials:
             result = kept_or_run(variant, folder, self._on_notice, self._run_one)
         except TrainingFailed as error:
             self._on_notice(f"{variant.title}: {error}")
-            never = Costs(time_s=math.inf, energy_j=math.inf)
+            never = PredictedCosts(time_s=math.inf, energy_j=math.inf)
             tried = _Tried(
                 choice=choice, num_rounds=num_rounds, value=None, reached=False, cost=never
             )
@@ -222,9 +222,9 @@ class _Trials:
                 f"{result['label']}: the app reports no {quality.name} of its model; give it an evaluate_fn"
             )
         if reached_s is not None:
-            cost = Costs(time_s=reached_s, energy_j=found[quality.energy_key] or 0.0)
+            cost = PredictedCosts(time_s=reached_s, energy_j=found[quality.energy_key] or 0.0)
         else:
-            spent = Costs(time_s=result["virtual_s"], energy_j=result["energy_j"] or 0.0)
+            spent = PredictedCosts(time_s=result["virtual_s"], energy_j=result["energy_j"] or 0.0)
             cost = spent.times(projected_over(value, target, quality))
         return _Tried(
             choice=choice,

@@ -41,17 +41,17 @@ _SYNCHRONOUS = "socflower.strategies.socflow:SoCFlow"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Costs:
+class PredictedCosts:
     """Virtual seconds and joules."""
 
     time_s: float
     energy_j: float
 
-    def times(self, number: float) -> "Costs":
+    def times(self, number: float) -> "PredictedCosts":
         """Return what so many cost."""
-        return Costs(time_s=self.time_s * number, energy_j=self.energy_j * number)
+        return PredictedCosts(time_s=self.time_s * number, energy_j=self.energy_j * number)
 
-    def is_dominated(self, others: Iterable["Costs"]) -> bool:
+    def is_dominated(self, others: Iterable["PredictedCosts"]) -> bool:
         """Whether another is as quick and as frugal, and better in one of the two."""
         return any(
             other.time_s <= self.time_s and other.energy_j <= self.energy_j and other != self
@@ -65,7 +65,7 @@ class Setting:
 
     scenario: Scenario
     choice: Mapping[str, Any]
-    epoch: Costs
+    epoch: PredictedCosts
 
     @property
     def strategy(self) -> str:
@@ -147,7 +147,7 @@ def _settings(scenario: Scenario, name: str, errors: list[str]) -> Iterator[Sett
         errors.append(str(error))
         return
     # The learning rate costs nothing.
-    costs: dict[str, Costs] = {}
+    costs: dict[str, PredictedCosts] = {}
     for choice in _choices(under):
         priced = json.dumps({**choice, "learning_rate": None})
         try:
@@ -200,9 +200,9 @@ def _axes_of_exchange(scenario: Scenario, kind: GroupStrategy) -> dict[str, list
     return axes
 
 
-def _epoch_of(scenario: Scenario) -> Costs:
+def _epoch_of(scenario: Scenario) -> PredictedCosts:
     planned = predicted_training(scenario, scenario_cluster(scenario))
-    whole = Costs(time_s=planned.duration_s, energy_j=planned.energy_j)
+    whole = PredictedCosts(time_s=planned.duration_s, energy_j=planned.energy_j)
     return whole.times(1 / scenario.train.epochs)
 
 
@@ -302,7 +302,7 @@ def _is_beaten(candidate: Candidate, others: Sequence[Candidate]) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------- the front
-def front(costs: Sequence[Costs]) -> list[int]:
+def front(costs: Sequence[PredictedCosts]) -> list[int]:
     """Return the indices of costs that no other dominates, the quickest first; the first of equal ones."""
     kept = [
         index
@@ -314,11 +314,11 @@ def front(costs: Sequence[Costs]) -> list[int]:
 
 def with_front(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return rows with `time_s` and `energy_j`, and whether each is `on_front`."""
-    best = front([Costs(time_s=row["time_s"], energy_j=row["energy_j"]) for row in rows])
+    best = front([PredictedCosts(time_s=row["time_s"], energy_j=row["energy_j"]) for row in rows])
     return [{**row, "on_front": index in best} for index, row in enumerate(rows)]
 
 
-def by_fronts(costs: Sequence[Costs]) -> list[int]:
+def by_fronts(costs: Sequence[PredictedCosts]) -> list[int]:
     """Return all indices: first those of the front, then of the front of the others, and so on."""
     left, order = list(range(len(costs))), []
     while left:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from socflower.scenario.candidates import Costs, by_fronts
+from socflower.scenario.candidates import PredictedCosts, by_fronts
 
 NUM_RUNGS = 4
 """How many trainings the last candidates have, each twice as far as the one before."""
@@ -14,7 +14,7 @@ TIME, ENERGY = "time", "energy"
 class Tried(Protocol):
     """A candidate that was trained a part of the way."""
 
-    def costs(self) -> Sequence[Costs]:
+    def costs(self) -> Sequence[PredictedCosts]:
         """Return what each of its settings costs to the target, as far as it is known."""
 
 
@@ -57,9 +57,9 @@ def _in_turn(first: Sequence[int], second: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(each for pair in zip(first, second, strict=True) for each in pair))
 
 
-def _time(costs: Costs) -> float:
+def _time(costs: PredictedCosts) -> float:
     return costs.time_s
 
 
-def _energy(costs: Costs) -> float:
+def _energy(costs: PredictedCosts) -> float:
     return costs.energy_j

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from socflower.engines.any_engine import (
     EngineApp,
-    EngineSettings,
+    EngineChoice,
     run_on_engine,
     with_prediction,
 )
@@ -47,10 +47,10 @@ class Job(Protocol):
     def engine_app(self) -> EngineApp:
         """Return the app for the engines."""
 
-    def keep(self, out: Path, settings: EngineSettings) -> RunStore | None:
+    def keep(self, out: Path, settings: EngineChoice) -> RunStore | None:
         """Return what keeps the state of a run into `out`; None if nothing does."""
 
-    def prepare(self, folder: RunFolder, kept: RunStore | None, settings: EngineSettings) -> None:
+    def prepare(self, folder: RunFolder, kept: RunStore | None, settings: EngineChoice) -> None:
         """Write into the run's folder from where it resumes."""
 
     def result(self, outcome: dict[str, Any], engine: str) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class Job(Protocol):
 
 def run_job(
     job: Job,
-    settings: EngineSettings,
+    settings: EngineChoice,
     *,
     kept: RunStore | None = None,
     trace_to: Path | None = None,
@@ -89,7 +89,7 @@ def run_job(
 def run_job_to_folder(
     job: Job,
     out: Path,
-    settings: EngineSettings,
+    settings: EngineChoice,
     *,
     fresh: bool = False,
     save_model: Path | None = None,
@@ -126,8 +126,8 @@ def run_job_to_folder(
 
 @contextmanager
 def _watched(
-    title: str, out: Path, settings: EngineSettings, logging: RoundLogging
-) -> Iterator[EngineSettings]:
+    title: str, out: Path, settings: EngineChoice, logging: RoundLogging
+) -> Iterator[EngineChoice]:
     """Keep `status.json` in `out`, and serve it at the port of `--metrics`, within the context."""
     status = RunStatus(out / STATUS_FILE, title, settings.engine)
 
@@ -150,7 +150,7 @@ def _watched(
 def _write_results(
     job: Job,
     out: Path,
-    settings: EngineSettings,
+    settings: EngineChoice,
     *,
     kept: RunStore | None,
     save_model: Path | None,
@@ -194,7 +194,7 @@ def _move_model(model: Path, target: Path) -> None:
 
 @contextmanager
 def kept_for_resume(
-    kept: RunStore | None, out: Path, settings: EngineSettings, *, fresh: bool
+    kept: RunStore | None, out: Path, settings: EngineChoice, *, fresh: bool
 ) -> Iterator[None]:
     """Create the folder in which a run into `out` keeps its state, empty if `fresh`; errors remove an empty one.
 

@@ -8,7 +8,7 @@ from typing import Any
 from socflower.cluster import Cluster
 from socflower.engines.any_engine import (
     EngineApp,
-    EngineSettings,
+    EngineChoice,
     with_predictions,
 )
 from socflower.engines.checkpoint import CheckpointFolder, Checkpointing, RunStore
@@ -78,11 +78,11 @@ class ScenarioJob:
             deployed=deployed_app(scenario),
         )
 
-    def keep(self, out: Path, settings: EngineSettings) -> RunStore | None:
+    def keep(self, out: Path, settings: EngineChoice) -> RunStore | None:
         """Return the folder of checkpoints."""
         return checkpoint_folder(out) if self.resumable else None
 
-    def prepare(self, folder: RunFolder, kept: RunStore | None, settings: EngineSettings) -> None:
+    def prepare(self, folder: RunFolder, kept: RunStore | None, settings: EngineChoice) -> None:
         """Write when the run ends, where checkpoints are, and after which one the run resumes."""
         if self.ending is not None:
             folder.write(ENDING, asdict(self.ending))
@@ -135,10 +135,10 @@ def run_scenario(
 ) -> dict[str, Any]:
     """Train and return the result document, expectations checked; trace and model go to `trace_to` and `model_to`.
 
-    `settings` are those of `EngineSettings`. A scenario that is not prepared yet is checked first. Raises a
+    `settings` are those of `EngineChoice`. A scenario that is not prepared yet is checked first. Raises a
     `SocflowerError` in one line if it cannot run or failed.
     """
-    where = EngineSettings(engine=engine, **settings)
+    where = EngineChoice(engine=engine, **settings)
     job = ScenarioJob(run=_prepared(scenario, where))
     return run_job(job, where, trace_to=trace_to, model_to=model_to)
 
@@ -155,19 +155,19 @@ def run_to_folder(
     ending: Ending | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Run into a folder; see `run_job_to_folder`, and `EngineSettings` for `settings`.
+    """Run into a folder; see `run_job_to_folder`, and `EngineChoice` for `settings`.
 
     `ending` ends the run early, on engines of this machine.
 
     A `resumable` run keeps checkpoints in `out/checkpoint` until it succeeds, and resumes from the newest one there
     unless `fresh` is set.
     """
-    where = EngineSettings(engine=engine, **settings)
+    where = EngineChoice(engine=engine, **settings)
     job = ScenarioJob(run=_prepared(scenario, where), resumable=resumable, ending=ending)
     return run_job_to_folder(job, out, where, fresh=fresh, save_model=save_model, logging=logging)
 
 
-def _prepared(scenario: Scenario | PreparedRun, settings: EngineSettings) -> PreparedRun:
+def _prepared(scenario: Scenario | PreparedRun, settings: EngineChoice) -> PreparedRun:
     run = scenario
     if not isinstance(run, PreparedRun):
         trains_here = not settings.deployment.superlink

@@ -59,7 +59,7 @@ def require_target(scenario: Scenario, what: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class SearchTrial:
     """One training of a search, and what it came to."""
 
     choice: Choice
@@ -67,14 +67,14 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class SearchResult:
     """All trainings of a search in their order; `is_done` if no move from the best one was left to try."""
 
-    trials: tuple[Trial, ...]
+    trials: tuple[SearchTrial, ...]
     is_done: bool
 
     @property
-    def best(self) -> Trial:
+    def best(self) -> SearchTrial:
         """The cheapest; the first of several."""
         return min(self.trials, key=lambda trial: trial.cost)
 
@@ -84,27 +84,27 @@ def pattern_search(
     moves_from: Callable[[Choice], Iterator[Choice]],
     cost_of: Callable[[Choice, Cost], Cost | None],
     budget: int,
-) -> Found:
+) -> SearchResult:
     """Try `start`, then moves from the best choice so far, until none is better or `budget` choices were tried.
 
     `cost_of` is given the best cost so far, above which it need not know how much a choice costs; None is a choice
     that cannot run, which is not counted. A move that was better is made again, before others.
     """
     best, cost = start, NOT_REACHED
-    trials: list[Trial] = []
+    trials: list[SearchTrial] = []
     tried: set[tuple[tuple[str, Any], ...]] = set()
     ahead = [start]
     while True:
         moves = (*ahead, *moves_from(best))
         choice = next((each for each in moves if _key(each) not in tried), None)
         if choice is None or len(trials) == budget:
-            return Found(trials=tuple(trials), is_done=choice is None)
+            return SearchResult(trials=tuple(trials), is_done=choice is None)
         tried.add(_key(choice))
         ahead = []
         now = cost_of(choice, cost)
         if now is None:
             continue
-        trials.append(Trial(choice=choice, cost=now))
+        trials.append(SearchTrial(choice=choice, cost=now))
         if now < cost:
             ahead = [again] if (again := _again(best, choice)) is not None else []
             best, cost = choice, now

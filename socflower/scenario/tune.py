@@ -24,7 +24,14 @@ from socflower.engines.ending import Ending
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.quantities import finite
 from socflower.report.quality import ACCURACY, Quality
-from socflower.scenario.candidates import Candidate, Costs, Setting, candidates_of, front, unbeaten
+from socflower.scenario.candidates import (
+    Candidate,
+    PredictedCosts,
+    Setting,
+    candidates_of,
+    front,
+    unbeaten,
+)
 from socflower.scenario.comparison import OnStart, finished
 from socflower.scenario.epoch_model import EpochModel
 from socflower.scenario.halving import ENERGY, TIME
@@ -60,7 +67,7 @@ class Trained:
     reached: bool
     value: float | None
     # How many times as much as predicted its epochs have cost: mixed training measures how much int8 may compute.
-    over_predicted: Costs
+    over_predicted: PredictedCosts
     # Whether the training ended in an error.
     failed: bool = False
 
@@ -70,13 +77,13 @@ class Trained:
         is_known = math.isfinite(self.needed) and self.epochs > 0
         return _KNOWN + _BY_E_FOLD * abs(math.log(self.needed / self.epochs)) if is_known else 1.0
 
-    def costs(self) -> list[Costs]:
+    def costs(self) -> list[PredictedCosts]:
         """Return what each setting costs to the target."""
         return [self._cost_of(setting) for setting in self.candidate.settings]
 
-    def _cost_of(self, setting: Setting) -> Costs:
+    def _cost_of(self, setting: Setting) -> PredictedCosts:
         predicted = setting.epoch.times(self.needed)
-        return Costs(
+        return PredictedCosts(
             time_s=predicted.time_s * self.over_predicted.time_s,
             energy_j=predicted.energy_j * self.over_predicted.energy_j,
         )
@@ -177,7 +184,7 @@ def write_files(
 
 
 def _confirmed(
-    setting: Setting, predicted: Costs, quality: Quality, target: float, run: Run
+    setting: Setting, predicted: PredictedCosts, quality: Quality, target: float, run: Run
 ) -> dict[str, Any]:
     """Return the chosen setting with what it cost when it was trained itself."""
     ending = Ending(quality=quality.name, target=target)
@@ -360,7 +367,7 @@ def _trained(
             needed=math.inf,
             reached=False,
             value=None,
-            over_predicted=Costs(time_s=1.0, energy_j=1.0),
+            over_predicted=PredictedCosts(time_s=1.0, energy_j=1.0),
             failed=True,
         )
     rounds = result["rounds"]
@@ -374,7 +381,7 @@ def _trained(
         needed=last["epoch"] if good else last["epoch"] * projected_over(value, target, quality),
         reached=good is not None,
         value=value,
-        over_predicted=Costs(
+        over_predicted=PredictedCosts(
             time_s=_ratio(result["virtual_s"], predicted.time_s),
             energy_j=_ratio(result["energy_j"], predicted.energy_j),
         ),
@@ -395,7 +402,7 @@ def projected_over(value: float | None, target: float, quality: Quality) -> floa
     return math.pow(max(1.0, value / max(1e-9, target)), _SLOWNESS)
 
 
-def _settings_of(trained: Sequence[Trained]) -> list[tuple[Setting, Costs]]:
+def _settings_of(trained: Sequence[Trained]) -> list[tuple[Setting, PredictedCosts]]:
     """Return all settings of candidates that reached the target, with what they cost."""
     return [
         pair for each in trained for pair in zip(each.candidate.settings, each.costs(), strict=True)

@@ -26,7 +26,7 @@ class OpenRound(Protocol):
         """The model that it began with."""
 
 
-class Settled(Protocol):
+class SettledReplies(Protocol):
     """What the replies of a round came to."""
 
     @property
@@ -103,7 +103,7 @@ class OuterClients(NamedTuple):
 
 
 RoundT = TypeVar("RoundT", bound=OpenRound)
-SettledT = TypeVar("SettledT", bound=Settled)
+SettledT = TypeVar("SettledT", bound=SettledReplies)
 
 
 class Method(ABC, Generic[RoundT, SettledT]):

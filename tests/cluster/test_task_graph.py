@@ -1,6 +1,6 @@
 """Values that cross between parts: task graphs, usage, and what messages carry."""
 
-from socflower.cluster import Activity, Compute, GraphBuilder, TaskGraph, Tier, Usage
+from socflower.cluster import Activity, Compute, TaskGraph, TaskGraphBuilder, Tier, Usage
 from socflower.wire.message_keys import GroupTask
 from tests.one_line import refused
 
@@ -43,7 +43,7 @@ def test_a_group_needs_a_capacity_and_a_partition_for_each_member() -> None:
 
 
 def test_a_graph_is_in_order() -> None:
-    builder = GraphBuilder()
+    builder = TaskGraphBuilder()
     first = builder.compute("a", 0, 1.0)
     second = builder.transfer("b", 0, 1, 10.0, after=[first])
     builder.follow_previous(first, [second])

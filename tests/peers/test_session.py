@@ -12,9 +12,9 @@ from socflower.peers.owner_preemption import Preempted
 from socflower.peers.session import (
     TRANSITIONS,
     ElasticSession,
-    Event,
     Role,
     State,
+    StateOutcome,
     Terminated,
     answering,
     counts_pending,
@@ -67,7 +67,7 @@ class Walk:
     """All states that can be reached from a first one; `used` has the transitions of the table that were taken."""
 
     def __init__(self, first: World) -> None:
-        self.used: set[tuple[State, Event]] = set()
+        self.used: set[tuple[State, StateOutcome]] = set()
         self.followers: dict[World, list[World]] = {}
         waiting = [first]
         while waiting:
@@ -76,7 +76,7 @@ class Walk:
                 self.followers[world] = [after for _, after in self.moves(world)]
                 waiting += self.followers[world]
 
-    def after(self, member: Member, event: Event) -> Member:
+    def after(self, member: Member, event: StateOutcome) -> Member:
         self.used.add((member.state, event))
         return replace(member, state=TRANSITIONS[member.state, event])
 
@@ -116,8 +116,8 @@ class Walk:
             return
         if not world.num_lost:
             yield "dies", replace(own, is_dead=True)
-            yield "is preempted", self.after(own, Event.PREEMPTED)
-            yield "is preempted", self.after(own, Event.TERMINATED)
+            yield "is preempted", self.after(own, StateOutcome.PREEMPTED)
+            yield "is preempted", self.after(own, StateOutcome.TERMINATED)
         decision = world.decision
         if decision is None or own.generation != decision.number:
             return
@@ -132,7 +132,7 @@ class Walk:
                 or (one.state is State.FORMING and not one.adopts)
             ]
             if gone:
-                yield "loses a member", replace(self.after(own, Event.LOST), adopts=False)
+                yield "loses a member", replace(self.after(own, StateOutcome.LOST), adopts=False)
         if own.adopts:
             yield from self._adopt(world, rank, own, decision)
         elif own.state is State.WORKING:
@@ -140,13 +140,13 @@ class Walk:
         elif own.state is State.FINISHING and all(
             one.state in (State.FINISHING, State.COMPLETED) for one in in_generation
         ):
-            yield "finishes", self.after(own, Event.DONE)
+            yield "finishes", self.after(own, StateOutcome.DONE)
 
     def _adopt(
         self, world: World, rank: int, own: Member, decision: Generation
     ) -> Iterator[tuple[str, Member]]:
         if decision.source < 0:
-            yield "has no model", replace(self.after(own, Event.NO_MODEL), adopts=False)
+            yield "has no model", replace(self.after(own, StateOutcome.NO_MODEL), adopts=False)
             return
         # A broadcast needs its source; one that has died in it may have reached some.
         counted = own.counted
@@ -154,7 +154,7 @@ class Walk:
             counted = (*counted, own.steps)
         if not own.has_model:
             counted = tuple(range(decision.num_steps))
-        joined = self.after(own, Event.DONE)
+        joined = self.after(own, StateOutcome.DONE)
         yield (
             "adopts",
             replace(
@@ -171,7 +171,7 @@ class Walk:
         self, own: Member, in_generation: list[Member], decision: Generation
     ) -> Iterator[tuple[str, Member]]:
         if own.steps == STEPS:
-            yield "has done all", self.after(own, Event.DONE)
+            yield "has done all", self.after(own, StateOutcome.DONE)
         elif not own.has_given:
             # The ring works step by step: nobody gives before all have adopted.
             yield "gives", replace(own, has_given=True)
@@ -229,7 +229,7 @@ def test_no_step_is_counted_twice_or_left_out(walks: list[Walk]) -> None:
 
 def test_the_walks_take_every_transition_of_one_loss(walks: list[Walk]) -> None:
     used = set().union(*(walk.used for walk in walks))
-    others = {Event.LEFT_OUT, Event.OTHERS_DONE}
+    others = {StateOutcome.LEFT_OUT, StateOutcome.OTHERS_DONE}
     assert used == {entry for entry in TRANSITIONS if entry[1] not in others}
 
 

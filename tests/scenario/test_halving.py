@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.scenario.candidates import Costs, candidates_of
+from socflower.scenario.candidates import PredictedCosts, candidates_of
 from socflower.scenario.epoch_model import EpochModel
 from socflower.scenario.halving import NUM_RUNGS, halve, part_of_rung, ranked
 from tests.scenario.small_runs import small
@@ -21,8 +21,8 @@ class Known:
     time_s: float
     energy_j: float
 
-    def costs(self) -> list[Costs]:
-        return [Costs(time_s=self.time_s, energy_j=self.energy_j)]
+    def costs(self) -> list[PredictedCosts]:
+        return [PredictedCosts(time_s=self.time_s, energy_j=self.energy_j)]
 
 
 known = st.builds(Known, st.floats(0.1, 10.0), st.floats(0.1, 10.0))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from socflower.engines.ending import Ending
 from socflower.errors import TrainingFailed
-from socflower.scenario.candidates import Costs, by_fronts, candidates_of, front
+from socflower.scenario.candidates import PredictedCosts, by_fronts, candidates_of, front
 from socflower.scenario.planning import planned_training
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.config import CompareConfig, ModelConfig, PrecisionConfig
@@ -29,7 +29,7 @@ FP32 = ("fp32",)
 ROOT = Path(__file__).parents[2]
 costs = st.lists(
     st.builds(
-        lambda time_s, energy_j: Costs(time_s=float(time_s), energy_j=float(energy_j)),
+        lambda time_s, energy_j: PredictedCosts(time_s=float(time_s), energy_j=float(energy_j)),
         st.integers(1, 5),
         st.integers(1, 5),
     ),
@@ -38,13 +38,13 @@ costs = st.lists(
 )
 
 
-def beats(one: Costs, other: Costs) -> bool:
+def beats(one: PredictedCosts, other: PredictedCosts) -> bool:
     no_worse = one.time_s <= other.time_s and one.energy_j <= other.energy_j
     return no_worse and (one.time_s < other.time_s or one.energy_j < other.energy_j)
 
 
 @given(all_costs=costs)
-def test_the_front_is_what_nothing_beats(all_costs: list[Costs]) -> None:
+def test_the_front_is_what_nothing_beats(all_costs: list[PredictedCosts]) -> None:
     best = front(all_costs)
     brute = {each for each in all_costs if not any(beats(other, each) for other in all_costs)}
     assert {all_costs[index] for index in best} == brute
@@ -53,7 +53,7 @@ def test_the_front_is_what_nothing_beats(all_costs: list[Costs]) -> None:
 
 
 @given(all_costs=costs)
-def test_fronts_follow_each_other_and_leave_nobody_out(all_costs: list[Costs]) -> None:
+def test_fronts_follow_each_other_and_leave_nobody_out(all_costs: list[PredictedCosts]) -> None:
     order = by_fronts(all_costs)
     assert sorted(order) == list(range(len(all_costs)))
     for position, index in enumerate(order):

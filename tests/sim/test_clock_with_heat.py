@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.cluster import Activity, GraphBuilder, TaskGraph, Usage
+from socflower.cluster import Activity, TaskGraph, TaskGraphBuilder, Usage
 from socflower.cluster.virtual_clock import Pace
 from socflower.sim import EventClock
 from socflower.thermal.fans.fan_curve import rack_fans
@@ -37,7 +37,7 @@ def heat(
 
 def together(seconds: Sequence[float]) -> TaskGraph:
     """Every SoC computes, and nobody goes on before all have done."""
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     works = [b.compute("work", soc, one_s) for soc, one_s in enumerate(seconds)]
     for work in works:
         b.follow_previous(work, works)
@@ -163,7 +163,7 @@ def test_virtual_time_under_throttling_equals_a_brute_force_integration(
 @st.composite
 def graphs(draw: st.DrawFn) -> TaskGraph:
     """Computing and sending in a ring, with or without a barrier."""
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     works = [b.compute("work", soc, draw(st.integers(1, 12)) / 2) for soc in range(5)]
     sent = [
         b.transfer("send", soc, (soc + 1) % 5, 50.0 * draw(st.integers(0, 3)), after=(works[soc],))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.cluster import HUB, Activity, Cluster, GraphBuilder, Tier, Usage, parse_cluster
+from socflower.cluster import HUB, Activity, Cluster, TaskGraphBuilder, Tier, Usage, parse_cluster
 from socflower.cluster.virtual_clock import Pace
 from socflower.sim import EventClock
 from socflower.sim.compiled_graph import compile_graph
@@ -19,7 +19,9 @@ from tests.toy_clusters import TOY, Weather, ring_all_reduce, toy_cluster
 TWO_BOARDS = toy_cluster((5, 5))
 
 
-def log(builder: GraphBuilder, cluster: Cluster, repeat: int = 1) -> list[tuple[float, float, str]]:
+def log(
+    builder: TaskGraphBuilder, cluster: Cluster, repeat: int = 1
+) -> list[tuple[float, float, str]]:
     """Start, end and name of every task, in the order in which they ended (one component)."""
     graph = builder.build((0,))
     (component,) = compile_graph(graph, cluster).components
@@ -32,13 +34,13 @@ def log(builder: GraphBuilder, cluster: Cluster, repeat: int = 1) -> list[tuple[
     ]
 
 
-def duration(builder: GraphBuilder, cluster: Cluster, repeat: int = 1) -> float:
+def duration(builder: TaskGraphBuilder, cluster: Cluster, repeat: int = 1) -> float:
     return EventClock(cluster).run(builder.build(range(cluster.num_socs)), repeat=repeat).duration_s
 
 
 @pytest.mark.parametrize("repeat", [0, 1, 7])
 def test_a_prediction_is_what_a_run_would_take_and_passes_no_time(repeat: int) -> None:
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     b.transfer("bytes", 0, 5, 200.0, after=(b.compute("work", 0, 1.0),))
     b.compute("other", 6, 2.5)
     clock, graph = EventClock(TWO_BOARDS), b.build(range(10))
@@ -48,7 +50,7 @@ def test_a_prediction_is_what_a_run_would_take_and_passes_no_time(repeat: int) -
 
 
 def test_a_processor_serves_by_ready_time_then_task() -> None:
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     b.compute("a", 0, 2.0)
     b.compute("on npu", 0, 1.0, processor="npu")
     b.compute("late", 0, 1.0, after=(1,))
@@ -64,7 +66,7 @@ def test_a_processor_serves_by_ready_time_then_task() -> None:
 
 
 def test_two_flows_share_an_uplink() -> None:
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     b.transfer("long", 0, 5, 200.0, num_messages=0)
     b.transfer("short", 1, 6, 100.0, num_messages=0)
     # 50 bytes/s each until the short one ends at 2 s, then 100 bytes/s for the remaining 100 bytes.
@@ -75,14 +77,14 @@ def test_two_flows_share_an_uplink() -> None:
 def test_links_are_full_duplex_and_the_slowest_of_a_path_limits_it(
     uplink: float, seconds: float
 ) -> None:
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     b.transfer("there", 0, 5, 100.0)
     b.transfer("back", 5, 0, 100.0)
     assert duration(b, toy_cluster((5, 5), uplink=uplink)) == seconds
 
 
 def test_a_flow_takes_what_a_limited_one_leaves() -> None:
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     for source in (0, 1, 2):
         b.transfer("to one", source, 5, 100.0)
     b.transfer("other", 3, 6, 200.0)
@@ -93,11 +95,11 @@ def test_a_flow_takes_what_a_limited_one_leaves() -> None:
 
 
 def test_handling_is_paid_at_both_ends_before_the_bytes_one_message_at_a_time() -> None:
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     b.transfer("two messages", 0, 1, 100.0, num_messages=2)
     b.compute("then", 1, 1.0, after=(0,))
     assert log(b, toy_cluster(message_s=0.5)) == [(0.0, 2.0, "two messages"), (2.0, 3.0, "then")]
-    server = GraphBuilder()
+    server = TaskGraphBuilder()
     for source in range(1, 5):
         server.transfer("up", source, 0, 0.0, num_messages=3)
     assert duration(server, toy_cluster(message_s=0.1)) == pytest.approx(4 * 3 * 0.1)
@@ -106,14 +108,14 @@ def test_handling_is_paid_at_both_ends_before_the_bytes_one_message_at_a_time() 
 @pytest.mark.parametrize(("slots", "n"), [((5,), 2), ((5,), 5), ((5, 5), 10)])
 def test_closed_form_of_the_ring(slots: tuple[int, ...], n: int) -> None:
     """2(n-1)·tensors·a + 2(n-1)/n·bytes/B: both directions of a link are used, no link twice."""
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     ring_all_reduce(b, range(n), 1000.0, 18)
     expected_s = 2 * (n - 1) * (18 * 0.01 + 1000 / n / 100)
     assert duration(b, toy_cluster(slots, message_s=0.01)) == pytest.approx(expected_s)
 
 
 def test_interleaved_ranks_double_the_bytes_on_the_uplink() -> None:
-    contiguous, interleaved = GraphBuilder(), GraphBuilder()
+    contiguous, interleaved = TaskGraphBuilder(), TaskGraphBuilder()
     ring_all_reduce(contiguous, (0, 1, 5, 6), 1000.0)
     ring_all_reduce(interleaved, (0, 5, 1, 6), 1000.0)
     assert duration(interleaved, TWO_BOARDS) == pytest.approx(2 * duration(contiguous, TWO_BOARDS))
@@ -122,7 +124,7 @@ def test_interleaved_ranks_double_the_bytes_on_the_uplink() -> None:
 @pytest.mark.parametrize("n", [2, 5])
 def test_closed_form_of_the_parameter_server(n: int) -> None:
     """2(n-1)·bytes/B + 2(n-1)·tensors·a: the server's link and its handler serve all others in turn."""
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     up = [b.transfer("up", source, 0, 1000.0, num_messages=18) for source in range(1, n)]
     reduce = b.compute("reduce", 0, 0.0, after=up)
     for target in range(1, n):
@@ -131,9 +133,9 @@ def test_closed_form_of_the_parameter_server(n: int) -> None:
     assert duration(b, toy_cluster(message_s=0.01)) == pytest.approx(expected_s)
 
 
-def groups_on_one_uplink(turns: bool) -> GraphBuilder:
+def groups_on_one_uplink(turns: bool) -> TaskGraphBuilder:
     """Two groups, each with a member on either board: computing takes 3 s, an exchange alone 2 s (F7)."""
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     starts: list[int] = []
     syncs: list[list[int]] = []
     for members in ((0, 5), (1, 6)):
@@ -165,7 +167,7 @@ def test_taking_turns_hides_all_but_the_larger_of_c_plus_s_and_2s(
 
 
 def test_repetitions_overlap_unless_told_otherwise() -> None:
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     b.compute("compute", 0, 1.0)
     b.transfer("send", 0, 1, 100.0, num_messages=0, after=(0,))
     assert log(b, toy_cluster(), repeat=3) == [
@@ -181,7 +183,7 @@ def test_repetitions_overlap_unless_told_otherwise() -> None:
 
 
 def test_usage_of_work_transfer_and_waiting() -> None:
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     b.compute("compute", 0, 2.0)
     b.compute("update", 0, 1.0, activity=Activity.UPDATE, after=(0,))
     b.transfer("send", 0, 1, 200.0, after=(0,))
@@ -205,7 +207,7 @@ def test_usage_of_work_transfer_and_waiting() -> None:
 
 
 def test_processors_that_work_together_draw_idle_watts_once() -> None:
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     b.compute("cpu", 0, 2.0)
     b.compute("npu", 0, 2.0, processor="npu", activity=Activity.UPDATE)
     usage = EventClock(toy_cluster()).run(b.build((0,)))
@@ -215,7 +217,7 @@ def test_processors_that_work_together_draw_idle_watts_once() -> None:
 
 
 def test_only_participants_count_and_servers_draw_nothing() -> None:
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     b.compute("aggregate", HUB, 3.0)
     b.compute("elsewhere", 1, 1.0)
     usage = EventClock(toy_cluster()).run(b.build((0,)))
@@ -224,14 +226,14 @@ def test_only_participants_count_and_servers_draw_nothing() -> None:
 
 
 def test_runs_add_up() -> None:
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     b.compute("compute", 0, 2.0)
     clock, graph = EventClock(toy_cluster()), b.build((0,))
     first, second = clock.run(graph, repeat=3), clock.run(graph)
     assert (first.duration_s, second.duration_s, clock.now_s) == (6.0, 2.0, 8.0)
     assert clock.usage == first + second
     assert clock.run(graph, repeat=0) == Usage()
-    assert clock.run(GraphBuilder().build((0,)), repeat=5).duration_s == 0.0
+    assert clock.run(TaskGraphBuilder().build((0,)), repeat=5).duration_s == 0.0
     assert clock.now_s == 8.0
 
 
@@ -249,15 +251,15 @@ def test_runs_add_up() -> None:
     ],
 )
 def test_what_the_cluster_does_not_have_is_refused(
-    add: Callable[[GraphBuilder], int], named: str
+    add: Callable[[TaskGraphBuilder], int], named: str
 ) -> None:
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     add(b)
     refused(lambda: EventClock(toy_cluster()).run(b.build((0,))), "task 'c'", named)
 
 
 def test_unknown_participants_and_negative_repeats_are_refused() -> None:
-    clock, none = EventClock(toy_cluster()), GraphBuilder()
+    clock, none = EventClock(toy_cluster()), TaskGraphBuilder()
     refused(lambda: clock.run(none.build((5,))), "SoC 5")
     for run in (clock.run, clock.predicted_s):
         refused(lambda run=run: run(none.build((0,)), repeat=-1), "repeat", "-1")
@@ -272,7 +274,7 @@ def test_a_restored_clock_continues_to_the_last_bit(
     before: Sequence[int], after: Sequence[int]
 ) -> None:
     cluster = parse_cluster({"boards": 2, "socs_per_board": 2})
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     sent = b.transfer("send", 0, 3, 1e6 / 3, after=[b.compute("compute", 0, 0.1)])
     b.compute("update", 3, 0.7, activity=Activity.UPDATE, after=[sent])
     b.transfer("up", 1, HUB, 1234.5)
@@ -294,8 +296,8 @@ def switching_clock() -> EventClock:
     return EventClock(toy_cluster([4]), dynamics=weather)
 
 
-def works(*seconds: float) -> GraphBuilder:
-    b = GraphBuilder()
+def works(*seconds: float) -> TaskGraphBuilder:
+    b = TaskGraphBuilder()
     for soc, each in enumerate(seconds):
         b.compute("work", soc, each)
     return b

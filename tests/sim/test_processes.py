@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simgrid import Flow, flow_ends_s, integrated_ends_s
-from socflower.cluster import GraphBuilder, TaskGraph, Tier
+from socflower.cluster import TaskGraph, TaskGraphBuilder, Tier
 from socflower.cluster.link_rate import RateSteps
 from socflower.cluster.task_graph import Compute
 from socflower.errors import SocflowerError
@@ -40,7 +40,7 @@ def started(simulation: Simulation, *processes: Process[object]) -> None:
 @st.composite
 def graphs(draw: st.DrawFn) -> TaskGraph:
     """Tasks of all kinds on five SoCs and the hub."""
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     for index in range(draw(st.integers(1, 25))):
         after = draw(st.lists(st.integers(0, index - 1), max_size=3, unique=True)) if index else []
         if draw(st.booleans()):
@@ -221,7 +221,7 @@ def steps(num_steps: int) -> Callable[[Simulation], None]:
 
 def test_heat_slows_processes_down_as_it_slows_a_graph() -> None:
     """Ten minutes of work: steps of a graph end at the speed at which they began, which makes the difference."""
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     for soc in range(5):
         b.compute("work", soc, 1.0)
     of_graph, of_processes = rack(), rack()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.cluster import HUB, Activity, Cluster, GraphBuilder, TaskGraph
+from socflower.cluster import HUB, Activity, Cluster, TaskGraph, TaskGraphBuilder
 from socflower.sim import EventClock
 from socflower.sim.compiled_graph import compile_graph
 from socflower.sim.energy import power_w
@@ -24,7 +24,7 @@ SMALL = toy_cluster((3, 2, 1), uplink=70.0, hub=90.0, message_s=0.05)
 @st.composite
 def graphs(draw: st.DrawFn) -> TaskGraph:
     """Any small graph; durations are from a coarse grid, so that ties and recurrences are frequent."""
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     size = draw(st.integers(1, 9))
     for index in range(size):
         order = {
@@ -119,7 +119,7 @@ def recurring(cluster: Cluster, graph: TaskGraph, repeat: int) -> list[tuple[int
 
 
 def test_a_synchronous_group_is_simulated_a_few_times() -> None:
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     for members in (range(5), range(5, 10)):
         computes = [b.compute("compute", member, 1.0 + member) for member in members]
         sync = ring_all_reduce(b, members, 1000.0, 18, after=computes)
@@ -131,7 +131,7 @@ def test_a_synchronous_group_is_simulated_a_few_times() -> None:
 
 
 def test_components_keep_their_own_periods() -> None:
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     b.compute("slow", 0, math.pi)
     b.compute("fast", 1, 1.0)
     usage = EventClock(toy_cluster()).run(b.build((0, 1)), repeat=10**6)
@@ -141,7 +141,7 @@ def test_components_keep_their_own_periods() -> None:
 
 def test_without_a_steady_state_everything_is_simulated() -> None:
     """The sender is faster than its link in every repetition: no two states are alike."""
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     b.compute("compute", 0, 1.0)
     b.transfer("send", 0, 1, 300.0, num_messages=0, after=(0,))
     graph = b.build((0, 1))
@@ -151,7 +151,7 @@ def test_without_a_steady_state_everything_is_simulated() -> None:
 
 def test_a_period_of_several_repetitions_is_found() -> None:
     """The loop x, y, z takes 5 s and carries two repetitions at a time: x starts at 0, 2, 5, 7, 10, ... s."""
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     b.compute("x", 0, 1.0)
     b.compute("y", 1, 2.0, after=(0,))
     b.compute("z", 2, 2.0, after_previous=(1,))
@@ -167,7 +167,7 @@ def slow_down(at_s: float) -> Weather:
 
 
 def synchronous_pair(first: int, second: int) -> TaskGraph:
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     computes = [b.compute("compute", soc, 0.5) for soc in (first, second)]
     exchange = [
         b.transfer("x", source, target, 50.0, num_messages=0, after=computes)
@@ -200,7 +200,7 @@ def test_other_socs_do_not_notice() -> None:
 
 def test_filling_a_pipeline_does_not_overrun_the_chunk() -> None:
     """Three stages of 1 s: n repetitions take n + 2, so 8 fit into 10 s, not 10 * 30 / 32 = 9."""
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     b.compute("first", 0, 1.0)
     b.compute("second", 1, 1.0, after=(0,))
     b.compute("third", 3, 1.0, after=(1,))
@@ -211,7 +211,7 @@ def test_filling_a_pipeline_does_not_overrun_the_chunk() -> None:
 
 
 def test_no_time_no_mean_power() -> None:
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     b.compute("nothing", 0, 0.0)
     dynamics = slow_down(10.0)
     assert EventClock(toy_cluster(), dynamics).run(b.build((0,)), repeat=3).duration_s == 0.0
@@ -228,7 +228,7 @@ def test_steady_states_are_forgotten_in_turn(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("socflower.sim.event_clock._STEADY_STATES_KEPT", 2)
     clock = EventClock(toy_cluster())
     for seconds in (1.0, 2.0, 3.0, 1.0, 1.0):
-        b = GraphBuilder()
+        b = TaskGraphBuilder()
         b.compute("c", 0, seconds)
         assert clock.run(b.build((0,)), repeat=4).duration_s == 4 * seconds
 
@@ -240,7 +240,7 @@ def test_power_of_a_state() -> None:
 
 
 def add_rounds(
-    b: GraphBuilder,
+    b: TaskGraphBuilder,
     members: Sequence[int],
     num_bytes: float,
     rounds: int,
@@ -267,7 +267,7 @@ def add_rounds(
 @st.composite
 def rings(draw: st.DrawFn) -> TaskGraph:
     """Computing and rings of some groups, in rounds; groups may share processors and wait for each other."""
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     ended: list[int] = []
     for _ in range(draw(st.integers(1, 3))):
         members = draw(st.permutations(range(6)))[: draw(st.integers(2, 6))]
@@ -303,7 +303,7 @@ def test_rounds_are_what_a_task_for_each_of_them_would_be(graph: TaskGraph, repe
 
 def test_a_long_ring_is_executed_for_a_few_rounds() -> None:
     def ring(rounds: int) -> TaskGraph:
-        b = GraphBuilder()
+        b = TaskGraphBuilder()
         add_rounds(b, range(6), 50.0, rounds)
         return b.build(range(6))
 
@@ -323,7 +323,7 @@ def test_a_long_ring_is_executed_for_a_few_rounds() -> None:
 def test_rounds_that_cannot_be_are_refused(
     rounds: int, after_round: tuple[int, ...], named: str
 ) -> None:
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     b.transfer("t", 0, 1, 1.0, rounds=rounds, after_round=after_round)
     b.compute("c", 0, 1.0)
     refused(lambda: b.build((0, 1)), "task 0", named)

@@ -15,8 +15,8 @@ from socflower.cluster import (
     HUB,
     Activity,
     Cluster,
-    GraphBuilder,
     TaskGraph,
+    TaskGraphBuilder,
 )
 from socflower.cluster.topology import Board, Server
 from socflower.sim import EventClock, Trace, steady_state, symmetry, trace
@@ -53,7 +53,7 @@ def training(
     leaders_meet: bool = False,
 ) -> TaskGraph:
     """Compute, a ring in each group, an update; then leaders meet at the hub, and the next repetition."""
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     computes, updates = {}, {}
     for group in groups:
         holds = []
@@ -229,7 +229,7 @@ def test_a_star_of_leaders_is_one_flow_with_the_weight_of_all() -> None:
 
 def test_tasks_of_one_processor_are_served_in_their_order() -> None:
     """Equal tasks that wait together are no class: one is served after the other."""
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     for soc in range(6):
         works = [b.compute("work", soc, 1.0) for _ in range(3)]
         b.transfer("send", soc, (soc + 1) % 6, 50.0, after=(works[1],))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from socflower.cluster import HUB, Activity, GraphBuilder
+from socflower.cluster import HUB, Activity, TaskGraphBuilder
 from socflower.sim import EventClock, Trace
 from tests.one_line import refused
 from tests.toy_clusters import toy_cluster
@@ -37,8 +37,8 @@ def written(trace: Trace, folder: Path) -> tuple[dict[str, list[dict[str, Any]]]
     return rows, document
 
 
-def busy_graph() -> GraphBuilder:
-    b = GraphBuilder()
+def busy_graph() -> TaskGraphBuilder:
+    b = TaskGraphBuilder()
     b.compute("compute", 0, 2.0)
     b.compute("npu", 0, 1.0, processor="npu")
     b.transfer("send", 0, 1, 100.0, num_messages=1, after=(0,))
@@ -87,7 +87,7 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
 
 def test_repetitions_that_are_not_simulated_are_one_span(tmp_path: Path) -> None:
     trace = Trace()
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     b.compute("compute", 0, 1.0)
     b.transfer("send", 0, 1, 50.0, num_messages=0, after=(0,))
     clock = EventClock(toy_cluster(), trace=trace)
@@ -108,7 +108,7 @@ def test_repetitions_that_are_not_simulated_are_one_span(tmp_path: Path) -> None
 
 def test_a_span_that_is_under_way_at_the_cut_goes_on_after_it(tmp_path: Path) -> None:
     trace = Trace()
-    b = GraphBuilder()
+    b = TaskGraphBuilder()
     b.compute("compute", 0, 3.0)
     b.compute("more", 1, 1.0, after=(0,))
     b.transfer("send", 0, 2, 250.0, num_messages=0, after=(0,))

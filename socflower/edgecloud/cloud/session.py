@@ -69,11 +69,11 @@ class _WaitingEdge:
     """An edge whose stream waits for its span to begin."""
 
     hello: wire.Hello
-    outcome: "Admitted | Exception | None" = None
+    outcome: "AdmittedEdge | Exception | None" = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Admitted:
+class AdmittedEdge:
     """The channel and the greeting with which an edge's stream continues."""
 
     channel: SplitStream
@@ -140,7 +140,7 @@ class CloudSession:
 
     # ------------------------------------------------------------------------------------------------- for the edges
 
-    def admit(self, hello: wire.Hello, is_alive: Callable[[], bool]) -> Admitted:
+    def admit(self, hello: wire.Hello, is_alive: Callable[[], bool]) -> AdmittedEdge:
         """Wait until all parties have joined, and return the edge's channel and welcome.
 
         Raises `SplitRefused` for an edge that does not fit this run, and `StartOver` if there is nothing to resume.
@@ -158,7 +158,7 @@ class CloudSession:
             if self._waiting.get(hello.party) is edge:
                 del self._waiting[hello.party]
             outcome = edge.outcome
-        if isinstance(outcome, Admitted):
+        if isinstance(outcome, AdmittedEdge):
             return outcome
         raise outcome or self._refused(
             f"not all {self.terms.num_parties} parties have come in {self._gather_s:g} s; start them again"
@@ -205,7 +205,7 @@ class CloudSession:
         if end > _LARGEST_BATCH:
             raise self._refused(f"a span up to batch {end}")
 
-    def _resume(self, hello: wire.Hello) -> Admitted:
+    def _resume(self, hello: wire.Hello) -> AdmittedEdge:
         with self._changed:
             self._require_open()
             training = self._training
@@ -230,7 +230,7 @@ class CloudSession:
             credit_bytes=self._limits.credit_bytes,
             cut=self._state.half.cut,
         )
-        return Admitted(channel=channel, connection=connection, welcome=welcome)
+        return AdmittedEdge(channel=channel, connection=connection, welcome=welcome)
 
     def _end_training(self, newcomer: wire.Hello) -> None:
         """Make all training edges start over, except an edge that was replaced, which must not reconnect."""
@@ -417,7 +417,7 @@ class CloudSession:
 
     def _welcome(
         self, hello: wire.Hello, channel: SplitStream, place: SplitCheckpoint, restore_codec: bool
-    ) -> Admitted:
+    ) -> AdmittedEdge:
         assert self._training is not None
         credit_bytes = max(1, hello.credit_bytes)
         connection = channel.attach(received=0, used=0, credit_bytes=credit_bytes)
@@ -428,7 +428,7 @@ class CloudSession:
             credit_bytes=self._limits.credit_bytes,
             cut=self._state.half.cut,
         )
-        return Admitted(channel=channel, connection=connection, welcome=welcome)
+        return AdmittedEdge(channel=channel, connection=connection, welcome=welcome)
 
 
 def _span(hello: wire.Hello) -> str:

@@ -37,7 +37,7 @@ _IDLE_S = 8.0
 _SEND_S = 2.0
 
 
-class Node:
+class DrainableNode:
     """A SuperNode as a child process, with its clients' record; `command` is that of the SuperNode."""
 
     def __init__(self, command: Sequence[str], folder: Path, *, drain_s: float) -> None:
@@ -154,7 +154,7 @@ def run_node(command: Sequence[str], *, metrics: str, drain_s: float, resident: 
         raise ConfigError(f"--drain {drain_s:g}: must be a positive number of seconds")
     started = warm_supernode_command(command[1:]) if resident else command
     with temporary_folder() as folder, ExitStack() as stack:
-        node = Node(started, folder, drain_s=drain_s)
+        node = DrainableNode(started, folder, drain_s=drain_s)
         if metrics:
             stack.enter_context(StatusPort(metrics, node.port_state))
         return node.run()

@@ -1,6 +1,6 @@
 """Transfers of collectives in a task graph: rings, a parameter server, trees.
 
-Each function adds transfers to a `GraphBuilder` and returns the indices of the tasks that complete the result.
+Each function adds transfers to a `TaskGraphBuilder` and returns the indices of the tasks that complete the result.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from socflower.cluster import Endpoint, Gradient, GraphBuilder, bucket_starts
+from socflower.cluster import Endpoint, Gradient, TaskGraphBuilder, bucket_starts
 from socflower.errors import require_range
 
 PER_TENSOR, BUCKETS = "per-tensor", "buckets"
@@ -102,7 +102,7 @@ class RingTasks:
 
 
 def ring_rounds(
-    builder: GraphBuilder,
+    builder: TaskGraphBuilder,
     socs: Sequence[int],
     sent: Exchange,
     rounds: int,
@@ -131,7 +131,7 @@ def ring_rounds(
 
 
 def server_exchange(
-    builder: GraphBuilder,
+    builder: TaskGraphBuilder,
     socs: Sequence[int],
     exchange: Exchange,
     after: Dependencies,
@@ -174,7 +174,7 @@ def server_exchange(
 
 
 def gather(
-    builder: GraphBuilder,
+    builder: TaskGraphBuilder,
     center: Endpoint,
     leaders: Sequence[int],
     exchange: Exchange,
@@ -206,7 +206,7 @@ def gather(
 
 
 def scatter(
-    builder: GraphBuilder,
+    builder: TaskGraphBuilder,
     center: Endpoint,
     leaders: Sequence[int],
     exchange: Exchange,
@@ -230,7 +230,7 @@ def scatter(
 
 
 def broadcast(
-    builder: GraphBuilder,
+    builder: TaskGraphBuilder,
     order: Sequence[int],
     exchange: Exchange,
     after: Sequence[int],

@@ -28,7 +28,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import ClassVar, NamedTuple, Self
 
-from socflower.cluster import Cluster, GraphBuilder
+from socflower.cluster import Cluster, TaskGraphBuilder
 from socflower.errors import ConfigError, require_range
 from socflower.hierarchy.exchange.collective_tasks import (
     Dependencies,
@@ -69,7 +69,7 @@ Compute = Callable[[str, int, float, Sequence[int]], int]
 """Adds work of a SoC to a graph: (name, SoC, bytes that memory moves, tasks before it) -> the task."""
 
 
-class Operation(NamedTuple):
+class CollectiveOperation(NamedTuple):
     """A collective operation: an all-reduce of a buffer, or an all-gather of payloads."""
 
     # Of the buffer, or of one member's payload.
@@ -118,7 +118,7 @@ class Coding(ABC):
     @abstractmethod
     def operations(
         self, bucket: Exchange, size: int, step: int | None = None
-    ) -> tuple[Operation, ...]:
+    ) -> tuple[CollectiveOperation, ...]:
         """Return the operations, in order, that sum a bucket of float32 gradients over `size` members.
 
         `step` counts from the start of training; None is a step after all warm-up.
@@ -146,9 +146,9 @@ class Exact(Coding):
 
     def operations(
         self, bucket: Exchange, size: int, step: int | None = None
-    ) -> tuple[Operation, ...]:
+    ) -> tuple[CollectiveOperation, ...]:
         """Return one all-reduce."""
-        return (Operation(bucket.num_bytes),)
+        return (CollectiveOperation(bucket.num_bytes),)
 
 
 EXACT = Exact()
@@ -161,9 +161,9 @@ class Float16(Coding):
 
     def operations(
         self, bucket: Exchange, size: int, step: int | None = None
-    ) -> tuple[Operation, ...]:
+    ) -> tuple[CollectiveOperation, ...]:
         """Return all-reduces of one magnitude, and of the halves."""
-        return Operation(_VALUE_BYTES), Operation(bucket.num_bytes / 2)
+        return CollectiveOperation(_VALUE_BYTES), CollectiveOperation(bucket.num_bytes / 2)
 
 
 class Int8(Coding):
@@ -179,12 +179,12 @@ class Int8(Coding):
 
     def operations(
         self, bucket: Exchange, size: int, step: int | None = None
-    ) -> tuple[Operation, ...]:
+    ) -> tuple[CollectiveOperation, ...]:
         """Return all-reduces of the blocks' steps, and of a byte for each element, in whole words."""
         num_elements = num_elements_of(bucket.num_bytes)
         return (
-            Operation(_VALUE_BYTES * -(-num_elements // BLOCK)),
-            Operation(_VALUE_BYTES * -(-num_elements // 4)),
+            CollectiveOperation(_VALUE_BYTES * -(-num_elements // BLOCK)),
+            CollectiveOperation(_VALUE_BYTES * -(-num_elements // 4)),
         )
 
     def require_size(self, size: int) -> None:
@@ -212,11 +212,11 @@ class Int4(Coding):
 
     def operations(
         self, bucket: Exchange, size: int, step: int | None = None
-    ) -> tuple[Operation, ...]:
+    ) -> tuple[CollectiveOperation, ...]:
         """Return an all-gather of the blocks' steps and of half a byte for each element."""
         num_elements = num_elements_of(bucket.num_bytes)
         payload = _VALUE_BYTES * -(-num_elements // SMALL_BLOCK) + -(-num_elements // 2)
-        return Operation(_LENGTH_BYTES * size), Operation(payload, gathers=True)
+        return CollectiveOperation(_LENGTH_BYTES * size), CollectiveOperation(payload, gathers=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,13 +248,15 @@ class LargestValues(Coding):
 
     def operations(
         self, bucket: Exchange, size: int, step: int | None = None
-    ) -> tuple[Operation, ...]:
+    ) -> tuple[CollectiveOperation, ...]:
         """Return an all-gather of values and indices, or an all-reduce if that sends no more bytes."""
         num_elements = num_elements_of(bucket.num_bytes)
         num_sent = self.num_sent(num_elements, size, step)
         if num_sent == num_elements:
-            return (Operation(bucket.num_bytes),)
-        return Operation(_LENGTH_BYTES * size), Operation(_PAIR_BYTES * num_sent, gathers=True)
+            return (CollectiveOperation(bucket.num_bytes),)
+        return CollectiveOperation(_LENGTH_BYTES * size), CollectiveOperation(
+            _PAIR_BYTES * num_sent, gathers=True
+        )
 
     @property
     def changes(self) -> tuple[int, ...]:
@@ -280,8 +282,10 @@ class LargestValues(Coding):
         return num_sent if self._pays(num_sent, num_elements, size) else num_elements
 
     def _pays(self, num_sent: int, num_elements: int, size: int) -> bool:
-        gathered = Operation(_PAIR_BYTES * num_sent, gathers=True).wire_bytes(size)
-        return gathered < math.ceil(Operation(_VALUE_BYTES * num_elements).wire_bytes(size))
+        gathered = CollectiveOperation(_PAIR_BYTES * num_sent, gathers=True).wire_bytes(size)
+        return gathered < math.ceil(
+            CollectiveOperation(_VALUE_BYTES * num_elements).wire_bytes(size)
+        )
 
     def ratio_at(self, step: int | None) -> float:
         """Return the ratio of a step."""
@@ -351,15 +355,15 @@ class SelectedBuckets(LargestValues):
                 f"{self.name}: it compares times, and bytes_per_s = 0; give that of the slowest link"
             )
         num_bytes = _VALUE_BYTES * num_elements
-        payload = Operation(_PAIR_BYTES * num_sent, gathers=True)
+        payload = CollectiveOperation(_PAIR_BYTES * num_sent, gathers=True)
         encoded = _CHOICE_PASSES * num_bytes + _ADD_PASSES * payload.num_bytes * size
-        coded_s = self._seconds(Operation(_LENGTH_BYTES * size), size) + self._seconds(
+        coded_s = self._seconds(CollectiveOperation(_LENGTH_BYTES * size), size) + self._seconds(
             payload, size
         )
         coded_s += encoded / self.memory_bytes_per_s if self.memory_bytes_per_s else 0.0
-        return coded_s < self._seconds(Operation(num_bytes), size)
+        return coded_s < self._seconds(CollectiveOperation(num_bytes), size)
 
-    def _seconds(self, operation: Operation, size: int) -> float:
+    def _seconds(self, operation: CollectiveOperation, size: int) -> float:
         send_s = self.message_s + operation.send_bytes(size) / self.bytes_per_s
         return operation.num_sends(size) * send_s
 
@@ -401,17 +405,17 @@ class PowerSGD(Coding):
 
     def operations(
         self, bucket: Exchange, size: int, step: int | None = None
-    ) -> tuple[Operation, ...]:
+    ) -> tuple[CollectiveOperation, ...]:
         """Return all-reduces of the tensors that are sent exactly, of the left and of the right factors."""
         if not self.compresses(step):
-            return (Operation(bucket.num_bytes),)
+            return (CollectiveOperation(bucket.num_bytes),)
         matrices = self._matrices_of(bucket)
         counts = (
             sum(each.num_rows * each.num_columns for each in matrices if not each.rank),
             sum(each.num_rows * each.rank for each in matrices),
             sum(each.num_columns * each.rank for each in matrices),
         )
-        return tuple(Operation(_VALUE_BYTES * count) for count in counts if count)
+        return tuple(CollectiveOperation(_VALUE_BYTES * count) for count in counts if count)
 
     def memory_bytes(self, bucket: Exchange, size: int, step: int | None = None) -> float:
         """Return the traffic of the products of each matrix with its factors, each a pass for each rank."""
@@ -543,7 +547,7 @@ class GradientExchange:
 
     def lower(
         self,
-        builder: GraphBuilder,
+        builder: TaskGraphBuilder,
         members: Sequence[int],
         bucket: Exchange,
         after: Dependencies,
@@ -576,10 +580,10 @@ class GradientExchange:
 
     def _operation(
         self,
-        builder: GraphBuilder,
+        builder: TaskGraphBuilder,
         members: Sequence[int],
         sent: Exchange,
-        operation: Operation,
+        operation: CollectiveOperation,
         after: Dependencies,
         name: str,
     ) -> tuple[tuple[int, ...], tuple[int, ...], dict[int, tuple[int, ...]]]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from socflower.cluster import HUB, Cluster, GraphBuilder
+from socflower.cluster import HUB, Cluster, TaskGraphBuilder
 from socflower.errors import ConfigError
 from socflower.hierarchy.exchange.collective_tasks import Exchange, broadcast, gather, scatter
 from socflower.hierarchy.exchange.gradients import EXACT, Coding, GradientExchange, Int8
@@ -50,7 +50,7 @@ class ModelExchange:
 
     def lower(
         self,
-        builder: GraphBuilder,
+        builder: TaskGraphBuilder,
         by_server: Sequence[Sequence[int]],
         model: Exchange,
         cluster: Cluster,
@@ -75,7 +75,7 @@ class ModelExchange:
 
     def _sum(
         self,
-        builder: GraphBuilder,
+        builder: TaskGraphBuilder,
         leaders: Sequence[int],
         model: Exchange,
         cluster: Cluster,
@@ -181,7 +181,7 @@ def _compressing(compression: str) -> Sequence[str]:
 
 
 def _star(
-    builder: GraphBuilder,
+    builder: TaskGraphBuilder,
     by_server: Sequence[Sequence[int]],
     exchange: Exchange,
     cluster: Cluster,
@@ -218,7 +218,7 @@ def _star(
 
 
 def _tree(
-    builder: GraphBuilder,
+    builder: TaskGraphBuilder,
     leaders: Sequence[int],
     exchange: Exchange,
     cluster: Cluster,
@@ -252,7 +252,7 @@ def _processor(cluster: Cluster, soc: int) -> str:
 
 
 def _through_hub(
-    builder: GraphBuilder,
+    builder: TaskGraphBuilder,
     leaders: Sequence[int],
     exchange: Exchange,
     arrived: Arrivals,

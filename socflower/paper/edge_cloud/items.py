@@ -31,7 +31,7 @@ from socflower.paper.edge_cloud.predictions import (
     TX2,
     WINDOW,
     WORKLOADS,
-    Run,
+    PredictedBatches,
     costs_of,
     din_costs,
     link_of,
@@ -541,7 +541,9 @@ def _silo(name: str, window: int, bits: int) -> Timeline:
 def figure_22() -> Ours:
     """Return how much more memory ours takes than the baselines, in percent."""
 
-    def more(edge: str, other: str, runs: Iterator[tuple[str, Mapping[str, Run]]]) -> float:
+    def more(
+        edge: str, other: str, runs: Iterator[tuple[str, Mapping[str, PredictedBatches]]]
+    ) -> float:
         ratios = [
             own[OURS].memory_bytes / own[other].memory_bytes for _, own in runs if other in own
         ]
@@ -588,7 +590,7 @@ def figure_23() -> Ours:
     return _and_texts("figure-23", found, "not split into parts")
 
 
-def _runs(edge: str) -> Iterator[tuple[str, Mapping[str, Run]]]:
+def _runs(edge: str) -> Iterator[tuple[str, Mapping[str, PredictedBatches]]]:
     """Yield by model and link the runs of all methods that fit into the edge's memory."""
     for label, kind in product(WORKLOADS, LINKS):
         runs = {
@@ -597,7 +599,7 @@ def _runs(edge: str) -> Iterator[tuple[str, Mapping[str, Run]]]:
         yield f"{label}/{kind}", {name: run for name, run in runs.items() if run is not None}
 
 
-def _is_least(edge: str, value: Callable[[Run], float]) -> bool:
+def _is_least(edge: str, value: Callable[[PredictedBatches], float]) -> bool:
     """Return whether ours is the least of all methods; where it trains alone too, within a percent."""
     return all(
         value(runs[OURS]) <= 1.01 * min(map(value, runs.values())) for _, runs in _runs(edge)

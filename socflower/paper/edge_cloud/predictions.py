@@ -47,7 +47,7 @@ _BLOCKS = (
 )
 
 
-class Workload(NamedTuple):
+class PaperModel(NamedTuple):
     """A model of Table 1, and the shape of its inputs."""
 
     build: Callable[[], nn.Module]
@@ -63,9 +63,9 @@ class Workload(NamedTuple):
 
 def _images(
     name: str, size: int, classes: int, num_train: int, epochs: int, *merged: int
-) -> Workload:
+) -> PaperModel:
     build = partial(build_model, name, in_channels=3, image_size=size, num_classes=classes, seed=1)
-    return Workload(build, (3, size, size), name, num_train, epochs, merged=merged)
+    return PaperModel(build, (3, size, size), name, num_train, epochs, merged=merged)
 
 
 WORKLOADS = {
@@ -74,10 +74,10 @@ WORKLOADS = {
     # The last convolution, the pooling and the first Linear are one.
     "Mobilenetv3": _images("mobilenet-v3", 32, 10, 50_000, 200, 16, 17),
     "VGG19": _images("vgg19", 32, 10, 50_000, 100),
-    "Chair": Workload(
+    "Chair": PaperModel(
         partial(build_chair_generator, 1), (CHAIR_CODE_SIZE,), "chair", 45_000, 100, True
     ),
-    "BI-LSTM": Workload(partial(bi_lstm, seed=1), (_WORDS,), "bi-lstm", 50_000, 10),
+    "BI-LSTM": PaperModel(partial(bi_lstm, seed=1), (_WORDS,), "bi-lstm", 50_000, 10),
 }
 """By the names of Table 3; samples and epochs are those of Tables 1 and 2."""
 
@@ -176,7 +176,7 @@ def party_of(label: str, edge: str, link: BandwidthProfile, method: str) -> Part
     return Party(costs=costs, bandwidth_profile=link, split_plan=plan)
 
 
-class Run(NamedTuple):
+class PredictedBatches(NamedTuple):
     """A hundred batches of one edge."""
 
     duration_s: float
@@ -187,7 +187,7 @@ class Run(NamedTuple):
 
 
 @cache
-def run_of(label: str, edge: str, kind: str, method: str) -> Run | None:
+def run_of(label: str, edge: str, kind: str, method: str) -> PredictedBatches | None:
     """Return a hundred batches of a method over a kind of link; None if the edge has too little memory to train alone.
 
     Raises `InfeasiblePlan` if no cut of a split method fits.
@@ -205,7 +205,7 @@ def run_of(label: str, edge: str, kind: str, method: str) -> Run | None:
         costs.needed_bytes(plan) + (history_bytes if plan.cut is not None else 0.0)
         for plan in plans
     )
-    return Run(
+    return PredictedBatches(
         timeline.duration_s,
         timeline.usage.total_energy_j,
         memory_bytes,

@@ -65,7 +65,7 @@ def fan_table_experiment() -> Experiment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settled:
+class MeanHeat:
     """The steady state of an experiment: means over the busy SoCs and an hour of governor cycles."""
 
     soc_c: float
@@ -73,7 +73,7 @@ class Settled:
     decline: float
 
 
-def settled(experiment: Experiment, rpm: float, fans: FanCurve | None = None) -> Settled:
+def settled(experiment: Experiment, rpm: float, fans: FanCurve | None = None) -> MeanHeat:
     """Return the simulated steady state under constant load at a fixed fan speed."""
     rack = RackDynamics(experiment.rack, FixedSpeed(fixed_rpm=rpm), fans=fans, start_c=START_C)
     _run(rack, experiment, _SETTLED_S)
@@ -84,7 +84,7 @@ def settled(experiment: Experiment, rpm: float, fans: FanCurve | None = None) ->
         temperatures += float(rack.temperatures_c[: experiment.num_busy].mean()) * 10.0
         speeds += sum(factors) / experiment.num_busy * 10.0
         passed_s += 10.0
-    return Settled(soc_c=temperatures / passed_s, decline=1.0 - speeds / passed_s)
+    return MeanHeat(soc_c=temperatures / passed_s, decline=1.0 - speeds / passed_s)
 
 
 def onset_s(

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from socflower.peers.connections import DialledCall
-from socflower.peers.transports.port import Admission, Admitted, Caller, Handler, RingPort
+from socflower.peers.transports.port import Admission, AttachedStream, Caller, Handler, RingPort
 from socflower.wire.secure_channel import PeerFailed, PeerNotReady, PeerRefused, PeerSilent
 
 # A prefix of methods, so that the group's own ring can use the same port.
@@ -45,7 +45,7 @@ class LeaderPort:
     def handle_stream(self, method: str, admission: Admission) -> None:
         """Accept other leaders' streams of `method` from now on, in place of an earlier admission."""
 
-        def admit(caller: Caller, greeting: bytes) -> Admitted:
+        def admit(caller: Caller, greeting: bytes) -> AttachedStream:
             return admission(self._as_group(caller), greeting)
 
         self._port.handle_stream(_PREFIX + method, admit)

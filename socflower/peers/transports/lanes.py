@@ -17,7 +17,7 @@ import grpc
 from socflower.peers.collective import PeerLost
 from socflower.peers.connections import DialledCall
 from socflower.peers.resumable_stream import ChannelLimits, PlainMessages, Stream
-from socflower.peers.transports.port import Admitted, Caller, PortView
+from socflower.peers.transports.port import AttachedStream, Caller, PortView
 from socflower.wire.arrays import MalformedBytes
 from socflower.wire.framing import LARGEST_BODY_BYTES, LARGEST_PART_BYTES
 from socflower.wire.secure_channel import (
@@ -218,7 +218,7 @@ class Lanes:
             self._incoming[key] = _Incoming(self._new_stream(key[0]))
         return self._incoming[key]
 
-    def _admit(self, caller: Caller, greeting: bytes) -> Admitted:
+    def _admit(self, caller: Caller, greeting: bytes) -> AttachedStream:
         generation, lane, num_ranks, ident, received, used = (
             _GREETING.unpack_from(greeting) if len(greeting) >= _GREETING.size else _NO_GREETING
         )
@@ -246,7 +246,7 @@ class Lanes:
         self._port.report_refused(caller.address, what)
         raise PeerRefused(f"refused {what}")
 
-    def _attach(self, stream: _Lane, rank: int, received: int, used: int) -> Admitted:
+    def _attach(self, stream: _Lane, rank: int, received: int, used: int) -> AttachedStream:
         connection = stream.attach(received=received, used=used, credit_bytes=LIMITS.credit_bytes)
 
         def on_malformed(malformed: MalformedBytes) -> bytes:
@@ -261,7 +261,7 @@ class Lanes:
             ):
                 self._lose(f"rank {rank} is lost")
 
-        return Admitted(
+        return AttachedStream(
             stream=stream,
             connection=connection,
             answer=_COUNTS.pack(*stream.received_and_used()),

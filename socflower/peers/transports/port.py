@@ -67,7 +67,7 @@ Handler: TypeAlias = Callable[[Caller, bytes], bytes]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Admitted:
+class AttachedStream:
     """A stream to which a caller's connection was attached."""
 
     stream: Stream[Any]
@@ -80,7 +80,7 @@ class Admitted:
     on_end: Callable[[], None]
 
 
-Admission: TypeAlias = Callable[[Caller, bytes], Admitted]
+Admission: TypeAlias = Callable[[Caller, bytes], AttachedStream]
 """Checks a caller and the greeting of its stream; raises `PeerRefused` or `PeerNotReady`."""
 
 

@@ -30,7 +30,7 @@ from math import inf
 
 import numpy as np
 
-from socflower.cluster import GraphBuilder
+from socflower.cluster import TaskGraphBuilder
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.hierarchy.exchange.collective_tasks import Exchange
 from socflower.hierarchy.exchange.models import RING, STAR, ModelExchange
@@ -156,7 +156,7 @@ def _alone(name: str, problem: PipelineProblem, exchange: ModelExchange, interva
         )
     (stage,), cluster = plan.stages, problem.cluster
     weight_bytes = problem.model.weight_bytes(*stage.layers)
-    builder, ready = GraphBuilder(), {}
+    builder, ready = TaskGraphBuilder(), {}
     for soc, share in stage.members:
         forward_s, backward_s, update_s = stage_seconds(problem, stage.layers, ((soc, share),))
         own_s = plan.num_micro_batches * (forward_s + backward_s) + update_s

@@ -24,7 +24,7 @@ from socflower.pipeline.problem import Floats, Ints, PipelineDevice, PipelinePro
 from socflower.pipeline.schedule.order import ASTEROID, InFlight
 
 
-class Found(NamedTuple):
+class FoundPlan(NamedTuple):
     """A plan and its latency by the dynamic programme."""
 
     latency_s: float
@@ -83,8 +83,8 @@ def search(
     max_stages: int | None = None,
     may_skip: bool = False,
     duplex: bool = False,
-    costs: "Costs | None" = None,
-) -> Iterator[Found]:
+    costs: "CostsByPosition | None" = None,
+) -> Iterator[FoundPlan]:
     """Yield the kept plans of each number of stages for the devices in this order (F32); all fit the budgets.
 
     Parameters
@@ -105,7 +105,7 @@ def search(
         Those of the same problem, order, bounds and `duplex` in an earlier search.
     """
     size = len(order)
-    costs = costs or Costs(problem, order, bounds, duplex=duplex)
+    costs = costs or CostsByPosition(problem, order, bounds, duplex=duplex)
     allowed = {0, *(range(size) if places is None else places)}
     # Numbers of devices from a place to the end, rising.
     nums = sorted(size - place for place in allowed if place < size)
@@ -130,10 +130,10 @@ def search(
         if size in now:
             totals = (now[size].aligned_s + now[size].tail_s)[:, 0]
             for which in np.flatnonzero(np.isfinite(totals)).tolist():
-                yield Found(float(totals[which]), _plan(costs, history, rule, which))
+                yield FoundPlan(float(totals[which]), _plan(costs, history, rule, which))
 
 
-class Costs:
+class CostsByPosition:
     """Costs of ranges of layers: a first group of devices has only first ranges, a last group only last ranges."""
 
     def __init__(
@@ -159,7 +159,7 @@ class Costs:
 
 
 def _last_stage(
-    costs: Costs,
+    costs: CostsByPosition,
     begin: int,
     end: int,
     in_flight: int,
@@ -180,7 +180,7 @@ def _last_stage(
 
 
 def _prepended(
-    every: Costs,
+    every: CostsByPosition,
     begin: int,
     end: int,
     in_flight: int,
@@ -255,7 +255,7 @@ def _kept(pool: Sequence[_States], width: int) -> _States:
 
 
 def _plan(
-    every: Costs,
+    every: CostsByPosition,
     history: Sequence[dict[int, _States]],
     rule: InFlight,
     which: int,

@@ -17,7 +17,7 @@ from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.field_rules import checked
 from socflower.pipeline.plan import PipelinePlan, Plan, Policy, Prediction, with_samples_on
 from socflower.pipeline.planner.closed_form import update_latency
-from socflower.pipeline.planner.dynamic_program import Costs, Found, search
+from socflower.pipeline.planner.dynamic_program import CostsByPosition, FoundPlan, search
 from socflower.pipeline.planner.local_search import improved
 from socflower.pipeline.planner.pruning import (
     MOST_CUTS,
@@ -138,7 +138,7 @@ def predict(problem: PipelineProblem, plan: Plan, *, within_memory: bool = True)
     )
 
 
-def algorithm_2(problem: PipelineProblem) -> Found:
+def algorithm_2(problem: PipelineProblem) -> FoundPlan:
     """Return the paper's plan (F32): devices by memory, descending, one pipeline per state, the least latency of Eq. 4.
 
     Raises `InfeasiblePlan` if no pipeline fits the budgets.
@@ -255,7 +255,7 @@ class _Ranked:
         self._problem, self._settings = problem, settings
         self._latency_s: dict[PipelinePlan, float] = {}
         # By order and bounds; they do not depend on the rule for K.
-        self._costs: dict[tuple[tuple[int, ...], tuple[int, ...] | None], Costs] = {}
+        self._costs: dict[tuple[tuple[int, ...], tuple[int, ...] | None], CostsByPosition] = {}
 
     def plans(self) -> list[PipelinePlan]:
         """Return the plans, the least latency first."""
@@ -280,7 +280,7 @@ class _Ranked:
         """Add the plans of one order of devices, and return the new ones."""
         key = (tuple(device.soc for device in order), None if bounds is None else tuple(bounds))
         if key not in self._costs:
-            self._costs[key] = Costs(self._problem, order, bounds, duplex=True)
+            self._costs[key] = CostsByPosition(self._problem, order, bounds, duplex=True)
         found = search(
             self._problem,
             order,

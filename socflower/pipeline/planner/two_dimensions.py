@@ -12,7 +12,7 @@ from typing import NamedTuple
 from socflower.pipeline.plan import PipelinePlan, Sync, TwoDPlan
 from socflower.pipeline.planner.allocation import by_class
 from socflower.pipeline.planner.closed_form import latency, update_latency
-from socflower.pipeline.planner.dynamic_program import Found, search
+from socflower.pipeline.planner.dynamic_program import FoundPlan, search
 from socflower.pipeline.planner.pruning import (
     MOST_CUTS,
     MOST_STAGES,
@@ -176,7 +176,7 @@ def group_pipeline(problem: PipelineProblem) -> PipelinePlan | None:
 
 def search_likely(
     problem: PipelineProblem, order: Sequence[PipelineDevice], rule: InFlight = ASTEROID
-) -> Iterator[Found]:
+) -> Iterator[FoundPlan]:
     """Yield the plans of Algorithm 2 for one order of devices, over likely cuts and places."""
     few = len(order) <= _MOST_PLACES
     most_cuts = MOST_CUTS if few else MOST_CUTS // 2

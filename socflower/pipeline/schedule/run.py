@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from socflower.cluster import HUB, Activity, GraphBuilder, Usage
+from socflower.cluster import HUB, Activity, TaskGraphBuilder, Usage
 from socflower.cluster.link_rate import RateSteps
 from socflower.errors import require_range
 from socflower.pipeline.plan import (
@@ -126,7 +126,7 @@ def interval_usage(
 ) -> Usage:
     """Advance the clock by an interval: `num_steps` updates, and then the stages' way to the hub; return its usage."""
     usage = simulate_schedule(problem, plan, clock=clock, num_steps=num_steps).usage
-    builder = GraphBuilder()
+    builder = TaskGraphBuilder()
     for stage in plan.pipelines[0].stages:
         num_bytes = problem.model.weight_bytes(stage.first_layer, stage.last_layer)
         if num_bytes:

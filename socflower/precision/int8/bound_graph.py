@@ -53,7 +53,7 @@ from socflower.precision.int8.operators.products import (
 )
 from socflower.precision.int8.operators.region_mean import RegionMean, RegionMeanOperator
 from socflower.precision.int8.operators.sample_norm import SampleNorm, sample_norm_operator
-from socflower.precision.int8.operators.tables import Table, TableOperator
+from socflower.precision.int8.operators.tables import LookupTable, TableOperator
 from socflower.precision.int8.operators.weighted import (
     TransposedConvolutionOperator,
     WideLinearOperator,
@@ -70,7 +70,7 @@ _OPERATORS: dict[type[ir.Node], Callable[[Any, Sequence[Tensor], Tensor], Operat
     ir.BatchNorm: BatchNormOperator,
     ir.Relu: ReluOperator,
     ir.Add: AddOperator,
-    Table: TableOperator,
+    LookupTable: TableOperator,
     Rearrange: RearrangeOperator,
     Select: SelectOperator,
     Concat: ConcatOperator,
@@ -457,7 +457,7 @@ def _tensors(graph: ir.Graph, batch: int, patched: ir.Convolution | None) -> dic
             case ir.BatchNorm(relu=True):
                 # BatchNorm masks its gradient itself.
                 tensor.activations = True
-            case Table():
+            case LookupTable():
                 tensor.activations = node.is_non_negative
             case ir.MaxPool():
                 x = read[0]

@@ -21,7 +21,7 @@ from socflower.thermal.fans.policies import (
     PredictingPolicy,
     RememberingPolicy,
 )
-from socflower.thermal.fans.quorum import STUCK_AFTER_S, Alerts, FilteredTemperatures, Quorum
+from socflower.thermal.fans.quorum import STUCK_AFTER_S, Alerts, FilteredTemperatures, SensorQuorum
 from socflower.thermal.sensors.reading import HeatSource, Temperature, is_number
 
 MOST_MISSING = 3
@@ -218,7 +218,7 @@ class FanControl:
     - when too few have had one for `max_silence_s`, until enough have had one for as long;
     - while the policy raises an exception or returns no valid speed.
 
-    Enough are half of all SoCs, and one of each board (`Quorum`).
+    Enough are half of all SoCs, and one of each board (`SensorQuorum`).
 
     Parameters
     ----------
@@ -272,7 +272,7 @@ class FanControl:
             min_ambient_c=settings.min_ambient_c,
         )
         boards = boards or dict.fromkeys(sources, 0)
-        self._quorum = Quorum(boards, patience_s=settings.max_silence_s)
+        self._quorum = SensorQuorum(boards, patience_s=settings.max_silence_s)
         self._constant_check = _ConstantReadingCheck(policy)
         # The policy's speed before it is clipped to the limits: a policy that asks for more than the fans can give, and
         # checks whether it already cools, must see the speed that it asked for.

@@ -282,7 +282,7 @@ def _flickering(constant_s: list[float]) -> float | None:
     return sorted(constant_s)[num_flickering - 1]
 
 
-class Quorum:
+class SensorQuorum:
     """Decides whether enough SoCs have an accepted temperature for their maximum to represent the rack.
 
     Needed are half of all SoCs, and one of each board: SoCs of a board share their air and differ little, boards may

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import fx
 
 from socflower.errors import ConfigError
-from socflower.workloads.models.onnx_graph import Network
+from socflower.workloads.models.onnx_graph import OnnxNetwork
 from socflower.workloads.models.onnx_operators import TRANSLATIONS
 
 
@@ -34,7 +34,7 @@ def onnx_model(path: str, *, keep_softmax: bool = False) -> fx.GraphModule:
     except Exception:
         # Whatever protobuf raises.
         raise ConfigError(f"{path}: is no ONNX file") from None
-    network = Network(
+    network = OnnxNetwork(
         file=Path(path).name,
         source=document.graph,
         translations=TRANSLATIONS,

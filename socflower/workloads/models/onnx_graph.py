@@ -28,7 +28,7 @@ REARRANGING = ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast
 
 
 @dataclass
-class Network:
+class OnnxNetwork:
     """A network while it is built: values by their names in the file, and torch's graph so far."""
 
     file: str
@@ -167,7 +167,7 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
 class Call:
     """An operator of the file that is being translated."""
 
-    def __init__(self, network: Network, node: Any) -> None:
+    def __init__(self, network: OnnxNetwork, node: Any) -> None:
         from onnx import helper
 
         self.network = network

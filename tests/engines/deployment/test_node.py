@@ -18,7 +18,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from socflower.clients.node_record import is_drained, switch_of
 from socflower.engines.deployment.flower_processes import free_ports, is_running
-from socflower.engines.deployment.node import Node
+from socflower.engines.deployment.node import DrainableNode
 from socflower.flower_adapter import begin_run
 from socflower.wire.message_keys import ASK, ASK_STATUS, STATUS
 from socflower.wire.node_files import NODE_FOLDER, drain_file, read_record
@@ -97,7 +97,7 @@ def test_sigterm_waits_for_the_end_of_the_interval_or_for_its_limit(
     monkeypatch.setattr("socflower.engines.deployment.node._IDLE_S", 0.2)
     done = tmp_path / "done"
     command = [sys.executable, "-c", AT_WORK, "0.5" if limit_s > 1 else "60", str(done)]
-    child = Node(command, tmp_path, drain_s=limit_s)
+    child = DrainableNode(command, tmp_path, drain_s=limit_s)
     states: list[dict[str, Any]] = []
 
     def drain() -> None:
@@ -117,14 +117,14 @@ def test_sigterm_waits_for_the_end_of_the_interval_or_for_its_limit(
 
 
 def test_a_supernode_that_ends_by_itself_gives_its_status(tmp_path: Path) -> None:
-    child = Node([sys.executable, "-c", "raise SystemExit(3)"], tmp_path, drain_s=1.0)
+    child = DrainableNode([sys.executable, "-c", "raise SystemExit(3)"], tmp_path, drain_s=1.0)
     assert child.run() == 3
     assert child.port_state().fault == "the SuperNode does not run"
 
 
 def test_a_client_that_was_killed_at_work_is_a_failed_message(folder: Path) -> None:
     (folder / "record.json").write_text(json.dumps({"working_since_s": 1.0, "pid": 2**22 + 1}))
-    record = Node(["flower-supernode"], folder, drain_s=1.0).record
+    record = DrainableNode(["flower-supernode"], folder, drain_s=1.0).record
     assert (record.working_since_s, record.failed) == (None, 1)
 
 

@@ -23,7 +23,7 @@ from socflower.thermal.fans.policies import (
     FanObservation,
     FixedSpeed,
 )
-from socflower.thermal.fans.quorum import Quorum
+from socflower.thermal.fans.quorum import SensorQuorum
 from tests.sampled_cells import sampled
 
 both_policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -59,7 +59,7 @@ def test_policies_alone_turn_fast_if_more_than_half_are_unknown(policy):
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.data())
 def test_a_quorum_is_half_of_all_and_one_of_each_board(board_of, data):
     known = data.draw(st.sets(st.sampled_from(range(len(board_of)))))
-    missing = Quorum(dict(enumerate(board_of)), patience_s=30.0).missing(known)
+    missing = SensorQuorum(dict(enumerate(board_of)), patience_s=30.0).missing(known)
     boards = {board_of[soc] for soc in known}
     assert (missing == "") == (2 * len(known) >= len(board_of) and boards == set(board_of))
 

@@ -18,7 +18,7 @@ from socflower.precision.int8.conversion import value_layout as layouts
 from socflower.precision.int8.conversion.value_layout import ValueLayout
 from socflower.precision.int8.operators.layout import ZERO, Rearrange, Select
 from socflower.precision.int8.operators.parameter_value import ParameterValue
-from socflower.precision.int8.operators.tables import Table
+from socflower.precision.int8.operators.tables import LookupTable
 
 
 class NoKernel(Exception):
@@ -221,7 +221,7 @@ class GraphBuilder:
     def table(self, name: str, value: Value, function: str, *arguments: float) -> Value:
         """Add a function of each element."""
         return self.put(
-            Table,
+            LookupTable,
             self.free_name(name),
             [value],
             value.layout,

@@ -27,7 +27,7 @@ _TABLE_SIZE = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Table(ir.Node):
+class LookupTable(ir.Node):
     """A function of `pointwise_functions.FUNCTIONS`, applied to each element."""
 
     kind: ClassVar[str] = "table"
@@ -72,7 +72,7 @@ def _values_at(function: str, arguments: tuple[float, ...], scale: float) -> Dou
     return values
 
 
-class TableOperator(Operator[Table]):
+class TableOperator(Operator[LookupTable]):
     """A function of single elements."""
 
     def forward(self, step: StepContext) -> None:
