@@ -1,5 +1,6 @@
 """Tokens and certificates are replaced while something runs: it goes on, and the old ones are refused afterwards."""
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,7 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.edgecloud.cloud.operator_calls import CloudOperator, open_session, session_status
+from socflower.edgecloud.cloud.operator_calls import (
+    CloudOperator,
+    close_session,
+    open_session,
+    session_status,
+)
+from socflower.edgecloud.runtime.edge_connection import EdgeConnection
 from socflower.edgecloud.stream import credentials
 from socflower.edgecloud.stream.credentials import TokenFile, new_token
 from socflower.edgecloud.stream.frames import SplitRefused
@@ -159,6 +166,36 @@ def test_a_cloud_takes_new_tokens_and_certificates_while_an_edge_trains(
         open_session(cloud.operator, run_id="run", fingerprint=FINGERPRINT, replace=True)
         again = connect(cloud.port, token=run_token, tls=pki.files, give_up_s=2.0)
         refused(lambda: train(again, Front(), 1), "token", error=SplitRefused)
+
+
+def test_a_cloud_that_is_restarted_after_a_rotation_has_the_edges_of_its_open_runs(
+    tmp_path: Path,
+) -> None:
+    """And not those of a run that was closed, or opened again since."""
+    file, folder = tmp_path / "token", tmp_path / "cloud"
+    file.write_text(new_token())
+    options = {"operator_token": TokenFile(file, grace_s=0.0), "folder": folder}
+    with Cloud(**options) as cloud:
+        cloud.operator = dataclasses.replace(cloud.operator, token=TokenFile(file))
+        tokens = [
+            open_session(cloud.operator, run_id=run, fingerprint=FINGERPRINT)
+            for run in ("kept", "again", "closed")
+        ]
+        file.write_text(new_token())
+        open_session(cloud.operator, run_id="again", fingerprint=FINGERPRINT, replace=True)
+        close_session(cloud.operator, "closed")
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        has_token = any(token.encode() in path.read_bytes() for token in tokens)
+        assert not has_token or path.stat().st_mode & 0o077 == 0, path
+    with Cloud(operator_token=TokenFile(file), folder=folder) as cloud:
+
+        def edge(number: int) -> EdgeConnection:
+            run = ("kept", "again", "closed")[number]
+            return connect(cloud.port, run_id=run, token=tokens[number], give_up_s=2.0)
+
+        train(edge(0), Front(), 4)
+        for number in (1, 2):
+            refused(lambda number=number: train(edge(number), Front(), 1), error=SplitRefused)
 
 
 def test_the_token_before_is_accepted_for_a_while(tmp_path: Path) -> None:

@@ -174,6 +174,7 @@ def write_session(folder: Path, number: int) -> None:
                 version=PROTOCOL_VERSION, run_id=f"run-{number}", num_bytes=0, num_parties=1
             ),
             memoryview(b""),
+            ("token",),
         )
 
 

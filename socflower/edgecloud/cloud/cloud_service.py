@@ -55,7 +55,7 @@ class CloudService:
     """Listens at `listen` ("host:port"; port 0 asks for a free one) until `close`.
 
     `factory` makes the cloud's half of each run that a manager opens with `operator_token`; one in a file may be
-    replaced, and a run that is open keeps its own. With a `folder`, sessions
+    replaced, and a run that is open keeps its own. With a `folder`, sessions, their edges' tokens
     and their checkpoints are restored when the process is restarted. Without `tls`, only loopback and private addresses
     are allowed, unless `insecure`. Memory of a session is bounded by `limits` and its half. Refusals are rate-limited
     to a few log lines per peer and minute, by `clock`; messages about the cloud's own runs are always logged. Raises
@@ -84,8 +84,6 @@ class CloudService:
             here.require_private(PLAIN_TEXT)
         check_token(newest(operator_token), "operator token")
         self._operator_token = operator_token
-        # Of the edges of runs that were opened here.
-        self._tokens_of_run: dict[str, tuple[bytes, ...]] = {}
         self._lock = Lock()
         self._max_streams = max_streams
         self._num_streams = 0
@@ -170,8 +168,7 @@ class CloudService:
             weights = packed.whole()
         except MalformedBytes as refused:
             raise SplitRefused(f"a run was opened with {refused}") from None
-        self._sessions.open(opening, weights)
-        self._tokens_of_run[opening.run_id] = self._run_tokens(opening.run_id)
+        self._sessions.open(opening, weights, self._run_tokens(opening.run_id))
         return wire.Opened().SerializeToString()
 
     def _fetch(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -197,7 +194,6 @@ class CloudService:
         self._require_operator(context)
         request = self._parse(wire.CloseRequest, message)
         self._sessions.end(request.run_id, forget=request.forget)
-        self._tokens_of_run.pop(request.run_id, None)
         return wire.Closed().SerializeToString()
 
     def _status(self, message: bytes, context: grpc.ServicerContext) -> bytes:
@@ -209,14 +205,16 @@ class CloudService:
         if caller == OPERATOR:
             return [token.encode() for token in self._accepted()]
         run_id = run_of(caller)
-        return self._tokens_of_run.get(run_id) or (self._run_tokens(run_id) if run_id else ())
+        # With the token of a run that is not open, an edge learns that it is not.
+        tokens = self._sessions.tokens_of(run_id) or (self._run_tokens(run_id) if run_id else ())
+        return [token.encode() for token in tokens]
 
     def _accepted(self) -> tuple[str, ...]:
         token = self._operator_token
         return (token,) if isinstance(token, str) else token.accepted()
 
-    def _run_tokens(self, run_id: str) -> tuple[bytes, ...]:
-        return tuple(run_token(token, run_id).encode() for token in self._accepted())
+    def _run_tokens(self, run_id: str) -> tuple[str, ...]:
+        return tuple(run_token(token, run_id) for token in self._accepted())
 
     def _require_operator(self, context: grpc.ServicerContext) -> None:
         if caller_of(context) != OPERATOR:

@@ -18,6 +18,8 @@ from socflower.wire.saved_state import StateKind, read_sealed, seal, write_atomi
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _SESSION_FILE = "session.sealed"
+# The tokens of the run's edges: the operator's, of which they were made, may be replaced before a restart.
+_TOKENS_FILE = "edge-tokens.json"
 _SESSION = StateKind(
     name="session of a split training",
     schema=3,
@@ -28,8 +30,8 @@ _SESSION = StateKind(
 class SessionStore:
     """Stores sessions by run; each has its own folder below `folder`, if one is given.
 
-    A session is written there before it is served, without any token, so that a restarted service has the sessions of
-    the one before. Raises `ConfigError` for a folder that cannot be used.
+    A session is written there before it is served, with the tokens of its edges and without the operator's, so that a
+    restarted service has the sessions of the one before. Raises `ConfigError` for a folder that cannot be used.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class SessionStore:
         # One at a time: two openings of the same run must not write the same folder.
         self._opening = Lock()
         self._sessions: dict[str, CloudSession] = {}
+        self._tokens_of: dict[str, tuple[str, ...]] = {}
         self._folder_lock: FolderLock | None = None
         try:
             self._restore()
@@ -78,8 +81,13 @@ class SessionStore:
             raise SplitRefused(f"run {run_id[:80]} is not open here; open it first")
         return session
 
-    def open(self, opening: wire.Opening, packed: memoryview) -> None:
-        """Open a run with packed weights.
+    def tokens_of(self, run_id: str) -> tuple[str, ...]:
+        """Return the tokens of an open run's edges."""
+        with self._lock:
+            return self._tokens_of.get(run_id, ())
+
+    def open(self, opening: wire.Opening, packed: memoryview, tokens: tuple[str, ...]) -> None:
+        """Open a run with packed weights, for edges that have one of `tokens`.
 
         Raises `SplitRefused` for a run that is open already, unless it is replaced, and whatever the factory raises.
         """
@@ -98,6 +106,7 @@ class SessionStore:
                 session = self._session(terms, packed)
                 if folder is not None:
                     sealed = seal(_SESSION, {**asdict(terms), "settings": terms.settings}, [packed])
+                    write_atomically(folder / _TOKENS_FILE, json.dumps(tokens), mode=0o600)
                     write_atomically(folder / _SESSION_FILE, sealed)
             except OSError as error:
                 raise SplitRefused(
@@ -107,18 +116,21 @@ class SessionStore:
                 raise SplitRefused(f"{run} was opened with {refused}") from None
             with self._lock:
                 self._sessions[terms.run_id] = session
+                self._tokens_of[terms.run_id] = tokens
 
     def end(self, run_id: str, *, forget: bool) -> None:
         """End a run: its edges are refused from now on; `forget` removes its checkpoints too."""
         session = self.get(run_id)
         with self._lock:
             self._sessions.pop(run_id, None)
+            self._tokens_of.pop(run_id, None)
         session.close(SplitRefused(f"run {run_id} was closed by its manager"))
         folder = self._run_folder(run_id)
         if folder is not None and forget:
             shutil.rmtree(folder, ignore_errors=True)
         elif folder is not None:
-            (folder / _SESSION_FILE).unlink(missing_ok=True)
+            for name in (_SESSION_FILE, _TOKENS_FILE):
+                (folder / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close all sessions; their files stay, and their edges try to reconnect."""
@@ -174,8 +186,12 @@ class SessionStore:
             try:
                 document, packed = read_sealed(path, _SESSION)
                 terms = SessionTerms(**document)
+                tokens = tuple(
+                    map(str, json.loads((path.parent / _TOKENS_FILE).read_text("utf-8")))
+                )
                 self._sessions[terms.run_id] = self._session(terms, packed)
-            except (SocflowerError, KeyError, TypeError, ValueError) as error:
+                self._tokens_of[terms.run_id] = tokens
+            except (OSError, SocflowerError, KeyError, TypeError, ValueError) as error:
                 self._log(
                     f"split cloud: the run in {path.parent} is left out, its files cannot be used ({error})"
                 )

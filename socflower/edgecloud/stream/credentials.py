@@ -44,7 +44,7 @@ def run_of(caller: str) -> str:
 def run_token(operator_token: str, run_id: str) -> str:
     """Return the token of a run's edges, which tells nothing of the operator's.
 
-    The cloud makes it of the run's name whenever it needs it, so it is neither sent to the cloud nor stored there.
+    The cloud makes it of the run's name, so it is not sent there, and keeps it with the run's session.
     """
     return hmac.digest(operator_token.encode(), run_caller(run_id).encode(), "sha256").hex()
 
