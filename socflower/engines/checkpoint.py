@@ -23,6 +23,8 @@ _SPANS = StateKind(name="trace of a round", schema=2, remedy="start again with -
 _ARRAY = "/array"
 # The newest, and the previous one in case the newest is damaged.
 _NUM_KEPT = 2
+# A ServerApp on a busy machine may get no processor time for some seconds.
+_LEASE_S = 15.0
 
 # These change neither weights nor virtual time.
 _FREE_KEYS = ("name", "question", "compare", "expect", "folder")
@@ -119,8 +121,11 @@ class CheckpointFolder(RunStore):
         remove_partial(self.clients)
 
     def open(self, what: str, *, wait_s: float, on_wait: Callable[[str], None]) -> None:
-        """Keep other processes from writing here, until `remove` or the end of this one."""
-        self._states.open(what, wait_s=wait_s, on_wait=on_wait)
+        """Keep other processes from writing here, until `remove` or the end of this one.
+
+        A process that does so, and then shows no life for 15 s, is killed if another one waits here.
+        """
+        self._states.open(what, wait_s=wait_s, on_wait=on_wait, lease_s=_LEASE_S)
 
     @property
     def is_open(self) -> bool:

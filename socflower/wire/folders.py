@@ -6,11 +6,14 @@ removes those in the same place whose lock is free.
 
 import errno
 import fcntl
+import math
 import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -30,6 +33,7 @@ _ENDING_S = 5.0
 """How long to wait for a lock whose holder has ended or is about to; on a busy machine it took up to 0.05 s."""
 
 _ENDING_POLL_S = 0.01
+_SIGNS_PER_LEASE = 10
 # A flag in /proc/PID/stat: the process runs the kernel's code that ends it.
 _PF_EXITING = 0x4
 
@@ -47,7 +51,12 @@ class FolderLock:
     wait_s : float
         How long to wait for a holder, such as one that is about to end.
     on_wait : Callable
-        Called with a line before a wait.
+        Called with a line before a wait, and before a holder is ended.
+    lease_s : float, optional
+        The holder shows ten times in this time that it lives, by the file's time of modification. A waiting process
+        kills a holder that has shown nothing for so long, such as one that is stopped or hangs: it can then write
+        nothing more, and the kernel releases the lock. Only a process of this machine can be killed; without a lease
+        none is.
 
     Raises `ConfigError`, which names the holder, if another process or another lock of this one holds the file; and if
     the file cannot be made or its file system has no locks.
@@ -64,6 +73,7 @@ class FolderLock:
         *,
         wait_s: float = 0.0,
         on_wait: Callable[[str], None] = lambda line: None,
+        lease_s: float | None = None,
     ) -> None:
         self.path = path
         # A fallback to a lock by existence would outlive a killed process.
@@ -74,7 +84,7 @@ class FolderLock:
             try:
                 self._lock.acquire(timeout=0)
             except Timeout:
-                self._acquire_from_holder(what, wait_s, on_wait)
+                self._acquire_from_holder(what, wait_s, on_wait, lease_s)
             path.write_text(f"{os.getpid()}\n")
         except OSError as error:
             self._lock.release()
@@ -83,9 +93,19 @@ class FolderLock:
                 "its file system has no locks" if has_no_locks else f"cannot write in {path.parent}"
             )
             raise ConfigError(f"{what}: {cause} ({error.strerror}); name another folder") from None
+        self._released = threading.Event()
+        if lease_s is not None:
+            # The thread must not keep this lock from being collected.
+            weakref.finalize(self, self._released.set)
+            threading.Thread(
+                target=_show_life,
+                args=(path, lease_s / _SIGNS_PER_LEASE, self._released),
+                name="folder-lease",
+                daemon=True,
+            ).start()
 
     def _acquire_from_holder(
-        self, what: str, wait_s: float, on_wait: Callable[[str], None]
+        self, what: str, wait_s: float, on_wait: Callable[[str], None], lease_s: float | None
     ) -> None:
         deadline_s = time.monotonic() + _ENDING_S
         ended = True
@@ -106,10 +126,33 @@ class FolderLock:
             busy = f"{what}: {holder} has ended, but a process that it started holds {self.path}"
         if wait_s:
             on_wait(f"{busy}; waiting for its end")
-        try:
-            self._lock.acquire(timeout=wait_s)
-        except Timeout:
-            raise ConfigError(f"{busy}; wait until it ends, or name another one") from None
+        silence = Silence(math.inf if lease_s is None else lease_s)
+        end_s = time.monotonic() + wait_s
+        while True:
+            with suppress(Timeout):
+                self._lock.acquire(timeout=min(wait_s, _POLL_S))
+                return
+            if time.monotonic() >= end_s:
+                raise ConfigError(f"{busy}; wait until it ends, or name another one")
+            if silence.lasts(_modified(self.path), time.monotonic()):
+                self._end_holder(f"{what}: no sign of life for {lease_s:g} s of", on_wait)
+                silence = Silence(math.inf)
+
+    def _end_holder(self, what: str, on_wait: Callable[[str], None]) -> None:
+        """Kill the holder if it is a process of this machine."""
+        pid = self._holder_pid()
+        # AttributeError: this system has no descriptors of processes.
+        with suppress(OSError, AttributeError):
+            # The descriptor stays that of the process which is found to hold the lock.
+            process = os.pidfd_open(pid or 0)
+            try:
+                if pid != os.getpid() and _has_locked(pid, self.path):
+                    on_wait(f"{what} process {pid}; ending it")
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+                    return
+            finally:
+                os.close(process)
+        on_wait(f"{what} process {pid}, which cannot be ended from here; end it")
 
     def _holder_pid(self) -> int | None:
         try:
@@ -122,6 +165,7 @@ class FolderLock:
         if self._lock.is_locked:
             # Before the release, after which it may belong to another process. A process that opened it before locks
             # a file without a name, which `filelock` notices and tries again.
+            self._released.set()
             self.path.unlink(missing_ok=True)
             self._lock.release()
 
@@ -135,6 +179,49 @@ class FolderLock:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+class Silence:
+    """Tells when a sign has not changed for `longest_s` in which it was watched.
+
+    Between two looks at most a second counts: in a longer pause this process was stopped, perhaps with the other one.
+    """
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._sign: object = None
+        self._watched_s = self._looked_s = 0.0
+
+    def lasts(self, sign: object, now_s: float) -> bool:
+        """Return whether the silence has lasted for so long at `now_s`, when the sign is `sign`."""
+        if sign == self._sign:
+            self._watched_s += min(now_s - self._looked_s, 1.0)
+        else:
+            self._sign, self._watched_s = sign, 0.0
+        self._looked_s = now_s
+        return self._watched_s >= self._longest_s
+
+
+def _show_life(path: Path, interval_s: float, released: threading.Event) -> None:
+    while not released.wait(interval_s):
+        with suppress(OSError):
+            os.utime(path)
+
+
+def _modified(path: Path) -> int | None:
+    """Return the time of modification in nanoseconds; None for a missing file."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _has_locked(pid: int | None, path: Path) -> bool:
+    """Return whether the kernel lists a process as the holder of a file's lock."""
+    holder = ("FLOCK", str(pid), str(path.stat().st_ino))
+    # As in "1: FLOCK ADVISORY WRITE 31983 fe:00:2147112 0 EOF"; a process that waits has an arrow before FLOCK.
+    locks = map(str.split, Path("/proc/locks").read_text("utf-8").splitlines())
+    return any((lock[1], lock[4], lock[5].rpartition(":")[2]) == holder for lock in locks)
 
 
 def is_ending(pid: int | None) -> bool:

@@ -263,11 +263,16 @@ class StateStore:
         self._lock: FolderLock | None = None
 
     def open(
-        self, what: str, *, wait_s: float = 0.0, on_wait: Callable[[str], None] = lambda line: None
+        self,
+        what: str,
+        *,
+        wait_s: float = 0.0,
+        on_wait: Callable[[str], None] = lambda line: None,
+        lease_s: float | None = None,
     ) -> None:
-        """Create and lock the store until `close`; a second call does nothing. Raises `ConfigError` as `FolderLock`."""
+        """Create and lock the store until `close`, as `FolderLock` does; a second call does nothing."""
         if self._lock is None:
-            self._lock = self._new_lock(what, wait_s, on_wait)
+            self._lock = self._new_lock(what, wait_s, on_wait, lease_s)
 
     @property
     def is_open(self) -> bool:
@@ -370,12 +375,16 @@ class StateStore:
         ]
 
     def _new_lock(
-        self, what: str, wait_s: float, on_wait: Callable[[str], None] = lambda line: None
+        self,
+        what: str,
+        wait_s: float,
+        on_wait: Callable[[str], None] = lambda line: None,
+        lease_s: float | None = None,
     ) -> FolderLock:
         path = self.folder / f".{self._prefix}lock"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = FolderLock(path, what, wait_s=wait_s, on_wait=on_wait)
+            lock = FolderLock(path, what, wait_s=wait_s, on_wait=on_wait, lease_s=lease_s)
             try:
                 remove_partial(self.folder)
             except OSError:

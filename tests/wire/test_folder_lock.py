@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,92 @@ def test_a_holder_that_ends_is_waited_for(tmp_path: Path) -> None:
     with FolderLock(tmp_path / LOCK_FILE, "kept", wait_s=60.0, on_wait=on_wait):
         (line,) = said
         one_line(line, "kept", holder.process.pid)
+
+
+HANGS = """\
+import sys
+from pathlib import Path
+from socflower.wire.folders import FolderLock
+lock = FolderLock(Path(sys.argv[1]), "the holder", lease_s=float(sys.argv[2]))
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def leaseholder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds a lock, and shows ten times in a second that it lives."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGS, str(tmp_path / LOCK_FILE), "1"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate(timeout=60)
+
+
+def test_a_holder_that_hangs_is_ended_before_another_process_writes(
+    tmp_path: Path, leaseholder: subprocess.Popen[str]
+) -> None:
+    """So it writes nothing more, whenever it would have been continued."""
+    leaseholder.send_signal(signal.SIGSTOP)
+    said = list[str]()
+    with FolderLock(tmp_path / LOCK_FILE, "kept", wait_s=60.0, on_wait=said.append, lease_s=1.0):
+        assert leaseholder.wait(timeout=60) == -signal.SIGKILL
+    one_line(said[-1], "kept", leaseholder.pid)
+
+
+def test_a_holder_that_lives_is_not_ended_however_long_it_works(
+    tmp_path: Path, leaseholder: subprocess.Popen[str]
+) -> None:
+    refused(
+        lambda: FolderLock(tmp_path / LOCK_FILE, "kept", wait_s=3.0, lease_s=1.0),
+        "kept",
+        leaseholder.pid,
+    )
+    assert leaseholder.poll() is None
+
+
+def test_without_a_lease_a_stopped_holder_is_left_alone(
+    tmp_path: Path, leaseholder: subprocess.Popen[str]
+) -> None:
+    leaseholder.send_signal(signal.SIGSTOP)
+    refused(lambda: FolderLock(tmp_path / LOCK_FILE, "kept", wait_s=2.0), "kept", leaseholder.pid)
+    assert leaseholder.poll() is None
+
+
+def test_only_the_holder_itself_is_ended(
+    tmp_path: Path, leaseholder: subprocess.Popen[str]
+) -> None:
+    """The file may name another process: a number of another container, or one given again."""
+    leaseholder.send_signal(signal.SIGSTOP)
+    bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        (tmp_path / LOCK_FILE).write_text(f"{bystander.pid}\n")
+        said = list[str]()
+        refused(
+            lambda: FolderLock(
+                tmp_path / LOCK_FILE, "kept", wait_s=3.0, on_wait=said.append, lease_s=1.0
+            ),
+            "kept",
+            bystander.pid,
+        )
+        one_line(said[-1], "kept", bystander.pid)
+        assert bystander.poll() is None and leaseholder.poll() is None
+    finally:
+        bystander.communicate(timeout=60)
+
+
+def test_silence_is_counted_only_while_it_is_watched() -> None:
+    """A process that was itself stopped, with its machine, has not seen what the holder showed meanwhile."""
+    silence = folders.Silence(10.0)
+    assert not any(silence.lasts("a", now_s) for now_s in (0.0, 1.0, 1000.0, 1001.0))
+    assert not any(silence.lasts("a", 1001.0 + step) for step in range(1, 6))
+    assert any(silence.lasts("a", 1006.0 + step) for step in range(10))
+    assert not silence.lasts("b", 1017.0)
 
 
 ENDED = """\

@@ -61,7 +61,8 @@ _LEAST_START_S = 10.0
 _LONGEST_S = 300.0
 _START_FACTOR = 4.0
 _MOST_SUBMISSIONS = 3
-# One that trains hangs if it is silent for so long, and another one still does not get its lock.
+# One that trains hangs if it is silent for so long, and another one still does not get its lock: it cannot kill the
+# holder, which it does after 15 s otherwise.
 _HANGS_S = 30.0
 
 

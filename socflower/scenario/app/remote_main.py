@@ -4,8 +4,9 @@ On the SuperLink's machine a temporary folder replaces the run's folder. Checkpo
 folder that the run config names, and are removed when the run succeeds.
 
 A command submits its app more than once: a *series*. The submission that holds the lock of the checkpoints trains; the
-others have loaded everything, and wait for the lock, which the kernel releases when its holder dies. A file beside the
-checkpoints says whether the series has ended, so that none begins again.
+others have loaded everything, and wait for the lock, which the kernel releases when its holder dies; one that hangs is
+killed by those that wait, so that it writes nothing more. A file beside the checkpoints says whether the series has
+ended, so that none begins again.
 """
 
 import json

@@ -339,7 +339,10 @@ def write_scenario(folder: Path, epochs: int = 1) -> Path:
     return path
 
 
-def test_a_run_far_away_goes_on_after_its_server_app_was_killed(rack: Rack, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_run_far_away_goes_on_after_its_server_app_was_killed_or_stopped(
+    rack: Rack, tmp_path: Path, number: signal.Signals
+) -> None:
     kept = rack.folder / "checkpoints"
     run = submitted(
         rack, tmp_path / "out", "--superlink", "rack", "--checkpoint-folder", str(kept), epochs=3
@@ -352,7 +355,7 @@ def test_a_run_far_away_goes_on_after_its_server_app_was_killed(rack: Rack, tmp_
         # The one that trains; another one stands by.
         trains = int((kept / ".round-lock").read_text())
         assert trains in {process.pid for process in rack.server_apps()}
-        os.kill(trains, signal.SIGKILL)
+        os.kill(trains, number)
         out, said = run.communicate(timeout=500)
     finally:
         if run.poll() is None:
@@ -365,6 +368,8 @@ def test_a_run_far_away_goes_on_after_its_server_app_was_killed(rack: Rack, tmp_
     assert result["resumed_from"] == [restart["after_round"]]
     assert_as_local(result, tmp_path)
     assert not list(kept.glob("*.ckpt"))
+    # One that was stopped is gone too, and cannot be continued.
+    assert not psutil.pid_exists(trains)
 
 
 def test_an_interrupted_command_stops_the_run_it_submitted(rack: Rack, tmp_path: Path) -> None:
