@@ -14,7 +14,7 @@ from socflower.wire.message_keys import PipelineTask
 
 
 def train_stage(work: MemberWork, task: PipelineTask) -> MemberResult:
-    """Open this node's ring port and train its stage of the task's plan."""
+    """Train this node's stage of the task's plan."""
     plan = from_json(task.plan)
     read = read_like(
         work.model,
@@ -25,27 +25,26 @@ def train_stage(work: MemberWork, task: PipelineTask) -> MemberResult:
         sample_type=task.sample_type,
     )
     trainer = require_fp32(work.trainer)
-    with work.port_and_switch() as (port, switch):
-        return PipelineMember(
-            model=work.model,
-            has_model=work.has_model,
-            data=work.data,
-            read=read,
-            group=work.group,
-            ring=work.ring,
-            plan=plan,
-            trainer=trainer,
-            port=port,
-            switch=switch,
-            state=work.state,
-            coding=coding_of(task),
-            budget_bytes=budgets_of(task, plan) or {},
-            int8_socs=task.int8_socs,
-            problem=problem_from_json(task.problem, read.model) if task.problem else None,
-            backup_steps=task.backup_steps,
-            departs_at=work.departs_at,
-            on_step=work.on_step,
-        ).train()
+    return PipelineMember(
+        model=work.model,
+        has_model=work.has_model,
+        data=work.data,
+        read=read,
+        group=work.group,
+        ring=work.ring,
+        plan=plan,
+        trainer=trainer,
+        port=work.port,
+        switch=work.switch,
+        state=work.state,
+        coding=coding_of(task),
+        budget_bytes=budgets_of(task, plan) or {},
+        int8_socs=task.int8_socs,
+        problem=problem_from_json(task.problem, read.model) if task.problem else None,
+        backup_steps=task.backup_steps,
+        departs_at=work.departs_at,
+        on_step=work.on_step,
+    ).train()
 
 
 def reads_samples(task: PipelineTask, soc: int) -> bool:

@@ -1,6 +1,7 @@
 """Trains a member of a ring, and answers a strategy's queries."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -41,6 +42,7 @@ from socflower.wire.message_keys import (
     RingTask,
     encode,
 )
+from socflower.wire.node_files import RESIDENT
 from socflower.workloads.data_source import DataSource
 
 _KEPT_MODEL = "socflower-model"
@@ -60,45 +62,49 @@ class MemberWork:
     state: bytes | None
     departs_at: int | None
     on_step: Callable[[AppliedStep], None]
+    port: RingPort
+    switch: PreemptionSwitch
 
-    @contextmanager
-    def port_and_switch(self) -> Iterator[tuple[RingPort, PreemptionSwitch]]:
-        """Open this node's ring port and its switch for preemption."""
-        node = ring_node(self.context.node_config)
-        if node is None:
-            raise ConfigError(
-                f"node {self.context.node_id}: its node config lacks ring; start the SuperNode with "
-                "--node-config 'ring=\"host:port\"'"
-            )
-        # Others notice the end of this process at once, and its hang never.
-        watch_hangs(end_process)
-        with (
-            switch_of(self.context.node_config) as switch,
-            closing(open_port(node, self.group, self.ring)) as port,
-        ):
-            yield port, switch
+
+@contextmanager
+def port_and_switch(
+    context: Context, group: GroupTask, ring: RingTask
+) -> Iterator[tuple[RingPort, PreemptionSwitch]]:
+    """Open this node's ring port and its switch for preemption."""
+    node = ring_node(context.node_config)
+    if node is None:
+        raise ConfigError(
+            f"node {context.node_id}: its node config lacks ring; start the SuperNode with "
+            "--node-config 'ring=\"host:port\"'"
+        )
+    # Others notice the end of this process at once, and its hang never.
+    watch_hangs(end_process)
+    with (
+        switch_of(context.node_config) as switch,
+        closing(open_port(node, group, ring)) as port,
+    ):
+        yield port, switch
 
 
 def train_member(
     work: MemberWork, feedback: FeedbackState, residuals: ResidualState
 ) -> MemberResult:
-    """Open this node's ring port and train as one member; compression and feedback continue from their states."""
-    with work.port_and_switch() as (port, switch):
-        end = RingMember(
-            model=work.model,
-            has_model=work.has_model,
-            data=work.data,
-            group=work.group,
-            ring=work.ring,
-            trainer=work.trainer,
-            port=port,
-            switch=switch,
-            state=work.state,
-            compression_state=residuals.read(),
-            feedback=feedback.read(work.ring.feedback_sha256),
-            departs_at=work.departs_at,
-            on_step=work.on_step,
-        ).train()
+    """Train as one member; compression and feedback continue from their states."""
+    end = RingMember(
+        model=work.model,
+        has_model=work.has_model,
+        data=work.data,
+        group=work.group,
+        ring=work.ring,
+        trainer=work.trainer,
+        port=work.port,
+        switch=work.switch,
+        state=work.state,
+        compression_state=residuals.read(),
+        feedback=feedback.read(work.ring.feedback_sha256),
+        departs_at=work.departs_at,
+        on_step=work.on_step,
+    ).train()
     if end.compression:
         residuals.save(end.compression, end.mean_loss)
     if end.feedback is not None and end.outcome.feedback_sha256:
@@ -188,6 +194,7 @@ def answer_query(message: Message, context: Context) -> Message:
     node = ring_node(context.node_config)
     board, slot = board_and_slot(context.node_config)
     status = NodeStatus(board=board, slot=slot) if node is None else node.status
+    status = replace(status, resident=RESIDENT in os.environ)
     with preempt_switch(context.node_config) as switch:
         status = replace(status, preempted=switch.active or is_drained())
     return Message(RecordDict({STATUS: ConfigRecord(encode(status))}), reply_to=message)

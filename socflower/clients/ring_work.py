@@ -18,11 +18,14 @@ from socflower.clients.ring_client import (
     MemberWork,
     kept_model,
     member_reply,
+    port_and_switch,
     step_ledger,
     train_member,
 )
 from socflower.clients.saved_training import FeedbackState, ResidualState
 from socflower.errors import ConfigError
+from socflower.peers.preemption import PreemptionSwitch
+from socflower.peers.transports.port import RingPort
 from socflower.training.batches import own_steps
 from socflower.training.model_state import frozen_parameters, load_trainable_state
 from socflower.wire.message_keys import (
@@ -42,8 +45,21 @@ _NUM_KEEPERS = 2
 
 def train_as_member(training: NodeTraining) -> Message:
     """Train as one member; only the leader's message and the answering member's reply have the model (F8)."""
-    message, context, records = training.message, training.context, training.records
+    records = training.records
     task, ring = GroupTask.decode(records[GROUP]), decode(RingTask, records[RING], "ring")
+    # First of all: while this node loads model and data, the others see that it comes.
+    with port_and_switch(training.context, task, ring) as (port, switch):
+        return _train(training, task, ring, port, switch)
+
+
+def _train(
+    training: NodeTraining,
+    task: GroupTask,
+    ring: RingTask,
+    port: RingPort,
+    switch: PreemptionSwitch,
+) -> Message:
+    message, context, records = training.message, training.context, training.records
     has_model = _load_as_member(training.model, message, kept_model(context, ring.model_sha256))
     is_leader = ring.leader == ring.participant
     state = training.state(task, is_leader=is_leader)
@@ -70,6 +86,8 @@ def train_as_member(training: NodeTraining) -> Message:
         state=saved,
         departs_at=departures_of(message, own).get(position),
         on_step=step_ledger(ledger, message),
+        port=port,
+        switch=switch,
     )
     if pipeline is not None:
         end = train_stage(replace(work, trainer=unchecked(training.trainer)), pipeline)

@@ -9,6 +9,7 @@ If a network partition splits a group, each part continues alone; the strategy u
 """
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -147,6 +148,8 @@ class Membership:
         This member, and all planned members in ring order.
     heartbeat_s, rendezvous_s : float
         A member that is silent for `heartbeat_s` counts as hung, one that has not joined by `rendezvous_s` as absent.
+    reach_s : float, optional
+        So does one that nobody here has reached by then: its port is not open, so no process is about to join.
     departed : set of int, optional
         Members that have announced that they leave; later ones are added.
     """
@@ -162,12 +165,14 @@ class Membership:
         *,
         heartbeat_s: float,
         rendezvous_s: float,
+        reach_s: float = math.inf,
         departed: set[int] | None = None,
     ) -> None:
         self._port, self._own = port, participant
         # The time of one call: a hung member must cost less than a heartbeat.
         self._call_timeout_s = heartbeat_s / 4
         self._deadline_s = time.monotonic() + rendezvous_s
+        self._reach_until_s = time.monotonic() + reach_s
         self._planned = tuple(members)
         # The members of the latest decision, at first those of the plan.
         self._members = self._planned
@@ -470,13 +475,21 @@ class Membership:
             elif isinstance(answer, PeerOfOtherVersion):
                 self._peers.refused[member] = str(answer)
                 absent.add(member)
-            elif waiting_for_start and not (
-                isinstance(answer, PeerUnreachable) and member in self._peers.reached
-            ):
+            elif waiting_for_start and self._may_join(member, answer):
                 continue
             elif self._is_lost(member, answer, number, silent):
                 absent.add(member)
         return absent
+
+    def _may_join(self, member: int, failure: Exception) -> bool:
+        """Return whether a member whose call failed may still be about to join its first ring."""
+        if isinstance(failure, PeerNotReady):
+            # It listens, and prepares its part.
+            self._peers.reached.add(member)
+            return True
+        if member in self._peers.reached:
+            return not isinstance(failure, PeerUnreachable)
+        return isinstance(failure, PeerRefused) or time.monotonic() < self._reach_until_s
 
     def _decide(self, number: int, member_states: dict[int, MemberState]) -> Generation:
         members = [member for member in self._members if member in member_states]

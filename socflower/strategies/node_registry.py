@@ -115,6 +115,11 @@ class NodeRegistry:
         """Ring addresses by SoC; empty on engines that run a group in one process."""
         return {soc: status.ring for soc, status in self._status.items() if status.ring}
 
+    @property
+    def resident(self) -> frozenset[int]:
+        """SoCs whose clients stay between messages."""
+        return frozenset(soc for soc, status in self._status.items() if status.resident)
+
     def transport(self, wanted: str) -> str:
         """Return a transport that all nodes allow: `wanted`, or any if that is "auto"."""
         offered = [status.transports for status in self._status.values()]

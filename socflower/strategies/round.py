@@ -118,12 +118,16 @@ def ring_tasks(
     address_of: Mapping[int, str],
     participant_of: Mapping[int, int],
     *,
+    resident: Collection[int] = (),
     rebalance_steps: int,
     tolerate_errors: bool,
     quorum: Quorum = Quorum(),
     ends_with_member: bool = False,
 ) -> dict[int, RingTask]:
-    """Return the ring task of each member of the groups that get messages, by SoC, in ring order."""
+    """Return the ring task of each member of the groups that get messages, by SoC, in ring order.
+
+    `resident`: SoCs whose clients stay between messages.
+    """
     token = new_token()
     groups = {group.group_id: group for group in this.addressed}
     num_groups = len(this.plan.groups)
@@ -143,6 +147,7 @@ def ring_tasks(
             for other in (*before, *after)
             for soc in groups[other].members
         )
+        resident_group = set(group.members) <= set(resident)
         owed = this.feedback[ident].sha256 if ident in this.feedback else ""
         for soc in group.members:
             tasks[soc] = RingTask(
@@ -166,6 +171,7 @@ def ring_tasks(
                 feedback_sha256=owed,
                 quorum=quorum.num_groups(num_groups) if quorum.fraction < 1 else 0,
                 quorum_grace_s=quorum.grace_s,
+                resident=resident_group,
             )
     return tasks
 

@@ -11,6 +11,8 @@ from socflower.field_rules import OneOf, checked
 
 _Values = TypeVar("_Values")
 _EMPTY: tuple[Any, ...] = ((), "", b"")
+# A resident client gets its message within the 3 s in which Flower's nodes ask for one, and then opens its port.
+_REACH_S = 10.0
 
 ARRAYS = "arrays"
 CONFIG = "config"
@@ -331,6 +333,14 @@ class RingTask:
     # For the grid: how many groups end the exchange, and seconds after that in which others count; 0 groups: all.
     quorum: Annotated[int, Field(ge=0)] = 0
     quorum_grace_s: Annotated[float, Field(ge=0)] = 0.0
+    # Whether the clients of all members are resident.
+    resident: bool = False
+
+    @property
+    def reach_s(self) -> float:
+        """After how many seconds a member that nobody could reach counts as absent."""
+        prompt_s = max(_REACH_S, 2.0 * self.heartbeat_s)
+        return min(prompt_s, self.rendezvous_s) if self.resident else self.rendezvous_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -376,6 +386,8 @@ class NodeStatus:
     preempted: bool = False
     # The version of the protocol of rings; 0 without a ring.
     protocol: int = 0
+    # Whether its client's process stays between messages, and so opens its port as soon as a message comes.
+    resident: bool = False
 
 
 COMPLETED, NO_MODEL, LEFT_OUT = "completed", "no-model", "left-out"

@@ -10,6 +10,8 @@ from socflower.wire.saved_state import write_atomically
 
 NODE_FOLDER = "SOCFLOWER_NODE_FOLDER"
 """Environment variable with the folder of both files."""
+RESIDENT = "SOCFLOWER_RESIDENT"
+"""Environment variable of a client's process that stays for further messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

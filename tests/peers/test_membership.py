@@ -1,5 +1,6 @@
 """Who is in a ring, with the ports of all members in this process."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ class Group:
         *ranks: int,
         heartbeat_s: float = 4.0,
         rendezvous_s: float = WAIT_S,
+        reach_s: float = math.inf,
         token: bytes = TOKEN,
         addresses: Sequence[str] = (),
         members: Sequence[int] = (),
@@ -55,6 +57,7 @@ class Group:
                 members or range(len(self.addresses)),
                 heartbeat_s=heartbeat_s,
                 rendezvous_s=rendezvous_s,
+                reach_s=reach_s,
             )
             self._closing.insert(0, self.memberships[rank])
 
@@ -204,6 +207,34 @@ def test_a_coordinator_that_never_comes_is_not_waited_for(group: Group) -> None:
     decision = the_only(group.form({1: state(), 2: state(has_model=False)}))
     assert (decision.members, decision.source) == ((1, 2), 1)
     assert "participant 0 did not come" in group.memberships[1].log_lines[0]
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_who_can_be_reached_by_nobody_is_not_waited_for_until_the_rendezvous(
+    group: Group, absent: int
+) -> None:
+    here = [rank for rank in range(3) if rank != absent]
+    group.open(*here, rendezvous_s=1e6, reach_s=0.6)
+    assert the_only(group.form({rank: state() for rank in here})).members == tuple(here)
+
+
+def test_who_listens_is_waited_for_while_it_prepares_its_part(group: Group) -> None:
+    port = group.open_port(2)
+    group.open(0, 1, reach_s=0.3)
+    joined = [group.begin_to_form(rank, FIRST[rank]) for rank in (0, 1)]
+    time.sleep(1.5)
+    group.open(2, port=port)
+    decision = the_only({2: group.begin_to_form(2, FIRST[2])(), 0: joined[0](), 1: joined[1]()})
+    assert decision.members == (0, 1, 2)
+
+
+def test_who_listened_and_died_before_it_joined_is_not_waited_for(group: Group) -> None:
+    port = group.open_port(2)
+    group.open(0, 1, rendezvous_s=1e6)
+    joined = [group.begin_to_form(rank, FIRST[rank]) for rank in (0, 1)]
+    wait_until(lambda: 2 in group.memberships[0]._peers.reached, "member 2 at the leader")
+    port.close()
+    assert the_only({0: joined[0](), 1: joined[1]()}).members == (0, 1)
 
 
 def test_without_the_member_that_has_the_model_there_is_no_ring(group: Group) -> None:

@@ -458,6 +458,7 @@ def _zygote_main(descriptor: str, settings: str) -> None:
 def _stay(entry: str, tasks: socket.socket) -> None:
     """Run the entry point for one message after another, until the SuperExec closes the socket or sends no more."""
     _outlive_messages()
+    os.environ[importlib.import_module("socflower.wire.node_files").RESIDENT] = "1"
     function = _function(entry)
     tasks.settimeout(_RESIDENT_IDLE_S)
     while True:

@@ -306,6 +306,7 @@ class _MemberSession(Role[MemberResult]):
             group.partitions,
             heartbeat_s=ring.heartbeat_s,
             rendezvous_s=ring.rendezvous_s,
+            reach_s=ring.reach_s,
         )
         self._elastic = ElasticSession(membership, self._interrupt)
         self._poll = self._elastic.poll

@@ -121,6 +121,7 @@ class _Session(Role[MemberResult]):
             member.group.partitions,
             heartbeat_s=member.ring.heartbeat_s,
             rendezvous_s=member.ring.rendezvous_s,
+            reach_s=member.ring.reach_s,
         )
         self._elastic = ElasticSession(membership, member.switch.raise_if_active)
         self._poll = self._elastic.poll

@@ -361,6 +361,7 @@ class GroupsMethod(Method[Round, SettledRound]):
                 self._rings,
                 planner.registry.ring_address_of,
                 planner.participant_of,
+                resident=planner.registry.resident,
                 rebalance_steps=planner.balancer.ring_steps,
                 tolerate_errors=self._tolerates,
                 quorum=Quorum() if self.late is None else self.late.quorum,
