@@ -13,8 +13,9 @@ from socflower.hierarchy.delayed_sync import (
     sync_shapes,
 )
 from socflower.hierarchy.exchange.choice import Exchanges, choose_exchanges, unpredicted_exchanges
+from socflower.hierarchy.exchange.coding_bytes import gradient_coding
 from socflower.hierarchy.exchange.collective_tasks import Exchange
-from socflower.hierarchy.exchange.gradients import GradientExchange, gradient_coding
+from socflower.hierarchy.exchange.gradients import GradientExchange
 from socflower.hierarchy.group_count import (
     GroupCountChoice,
     choose_by_floor,

@@ -10,18 +10,14 @@ from itertools import pairwise
 from socflower.cluster import HUB, Activity, Cluster, StepCost, TaskGraph, TaskGraphBuilder
 from socflower.errors import ConfigError, require_range
 from socflower.hierarchy.communication_groups import conflicts
+from socflower.hierarchy.exchange.coding_bytes import Compute
 from socflower.hierarchy.exchange.collective_tasks import (
     Bucket,
     Dependencies,
     Exchange,
     broadcast,
 )
-from socflower.hierarchy.exchange.gradients import (
-    EXACT_RING,
-    Compute,
-    ExchangeTasks,
-    GradientExchange,
-)
+from socflower.hierarchy.exchange.gradients import EXACT_RING, ExchangeTasks, GradientExchange
 from socflower.hierarchy.exchange.models import RING, STAR_EXCHANGE, Arrivals, ModelExchange
 from socflower.hierarchy.plan import Group, GroupPlan
 

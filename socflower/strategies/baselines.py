@@ -8,7 +8,7 @@ from flwr.serverapp.strategy import Strategy
 
 from socflower.cluster import Cluster
 from socflower.errors import ConfigError, require_known, require_range, require_type
-from socflower.hierarchy.exchange.gradients import SERVER, PowerSGD, SelectedBuckets
+from socflower.hierarchy.exchange.coding_bytes import SERVER, PowerSGD, SelectedBuckets
 from socflower.hierarchy.exchange.models import AUTO, TREE
 from socflower.plain_numbers import plain_numbers
 from socflower.precision.processor_costs import MixedPricing

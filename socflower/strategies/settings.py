@@ -10,9 +10,10 @@ from socflower.cluster.cluster_file import MOST_SOCS
 from socflower.errors import ConfigError, require_type
 from socflower.field_rules import OneOf, checked
 from socflower.hierarchy.delayed_sync import DECAY, DOUBLING_EPOCHS
-from socflower.hierarchy.exchange import gradients
+from socflower.hierarchy.exchange import coding_bytes
+from socflower.hierarchy.exchange.coding_bytes import CODINGS, gradient_coding
 from socflower.hierarchy.exchange.collective_tasks import BUCKETS, FUSIONS
-from socflower.hierarchy.exchange.gradients import CODINGS, GradientExchange, gradient_coding
+from socflower.hierarchy.exchange.gradients import GradientExchange
 from socflower.hierarchy.exchange.models import (
     COMPRESSIONS,
     NONE,
@@ -47,7 +48,7 @@ class _WithOptions(OneOf):
 
 
 Compression = Annotated[str, _WithOptions(CODINGS)]
-GradientExchangeKind = Annotated[str, OneOf(gradients.KINDS)]
+GradientExchangeKind = Annotated[str, OneOf(coding_bytes.KINDS)]
 LeaderCompression = Annotated[str, OneOf(COMPRESSIONS)]
 Fusion = Annotated[str, OneOf(FUSIONS)]
 Wire = Annotated[str, OneOf(WIRES)]
@@ -236,7 +237,7 @@ class ExchangeSettings:
 
     uplink_turns: UplinkTurns = AUTO
     overlap_buckets: OverlapBuckets = 1
-    exchange: GradientExchangeKind = gradients.RING
+    exchange: GradientExchangeKind = coding_bytes.RING
     compression: Compression = NONE
     leaders: Leaders = AUTO
     leader_compression: LeaderCompression = NONE

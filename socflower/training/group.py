@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from socflower.hierarchy.exchange.gradients import GradientExchange, gradient_coding
+from socflower.hierarchy.exchange.coding_bytes import gradient_coding
+from socflower.hierarchy.exchange.gradients import GradientExchange
 from socflower.model_graph import batch_form
 from socflower.model_graph.batch_form import NOTHING
 from socflower.model_graph.random_state import own_random_state

@@ -39,7 +39,7 @@ from socflower.precision.cpu_share import (
 )
 from socflower.training.batch_statistics import depends_on_batch, require_batch_statistics
 from socflower.training.fp32 import FP32Session, FP32Trainer, accumulates_gradients
-from socflower.training.own_copies import OwnCopies
+from socflower.training.processor_merge import OwnCopies, add_gradients
 from socflower.training.trainer import (
     Metric,
     Part,
@@ -682,12 +682,7 @@ class MixedPrecisionSession:
             if self._copies is not None:
                 return torch.zeros(())
             return self._fp32.accumulate(parts, num_samples)
-        for name, gradient in work.gradients.items():
-            parameter = self._parameters[name]
-            if parameter.grad is None:
-                parameter.grad = gradient * work.weight
-            else:
-                parameter.grad.add_(gradient, alpha=work.weight)
+        add_gradients(self._parameters, work.gradients, work.weight)
         if self._ratio is not None:
             self._ratio.note(cpu=cpu, npu=(work.num_samples, work.seconds))
         return torch.tensor(work.loss)

@@ -10,11 +10,8 @@ from hypothesis import strategies as st
 
 from socflower.cluster import Compute, Usage, parse_cluster
 from socflower.hierarchy import IntervalCosts, SyncInterval, sync_schedule
-from socflower.hierarchy.exchange.gradients import (
-    GradientExchange,
-    LargestValues,
-    gradient_coding,
-)
+from socflower.hierarchy.exchange.coding_bytes import LargestValues, gradient_coding
+from socflower.hierarchy.exchange.gradients import GradientExchange
 from socflower.hierarchy.exchange.models import ModelExchange
 from socflower.precision.processor_costs import MixedPricing
 from socflower.sim import EventClock

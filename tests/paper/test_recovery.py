@@ -20,7 +20,7 @@ from socflower.paper.asteroid.recovery import (
 from socflower.paper.comparison import compare_item, read_paper
 from socflower.pipeline.planner.selection import Planned, PlannerSettings, plan_pipeline
 from socflower.pipeline.problem import PipelineProblem
-from socflower.pipeline.recovery.backups import moves
+from socflower.pipeline.recovery.weight_moves import moves
 from tests.pipeline.problems import even, plans, random_problem, straight_plan
 
 SETTINGS = PlannerSettings(width=1, num_simulated=2, num_tuned=1, two_d=False)

@@ -15,7 +15,7 @@ from torch.nn.utils import parameters_to_vector
 from socflower.cluster import Transfer
 from socflower.cluster.cost_model import Gradient
 from socflower.hierarchy import Exchange, GradientExchange, exchange_graph
-from socflower.hierarchy.exchange.gradients import CODINGS, RING, SERVER, Coding, gradient_coding
+from socflower.hierarchy.exchange.coding_bytes import CODINGS, RING, SERVER, Coding, gradient_coding
 from socflower.peers.collective import Collective, PeerLost, exchange_over
 from socflower.peers.transports.in_process import in_process_rings
 from socflower.peers.transports.links import ClosableLinks, LinkedRing

@@ -6,8 +6,9 @@ from typing import Any, TypeAlias
 
 from socflower.cluster import HUB, Cluster, TaskGraphBuilder
 from socflower.errors import ConfigError
+from socflower.hierarchy.exchange.coding_bytes import EXACT, Coding, Int8
 from socflower.hierarchy.exchange.collective_tasks import Exchange, broadcast, gather, scatter
-from socflower.hierarchy.exchange.gradients import EXACT, Coding, GradientExchange, Int8
+from socflower.hierarchy.exchange.gradients import GradientExchange
 from socflower.hierarchy.plan import GroupPlan
 
 RING, TREE, STAR = "ring", "tree", "star"

@@ -25,7 +25,7 @@ from socflower.pipeline.planner.selection import (
     predict,
 )
 from socflower.pipeline.problem import PipelineProblem
-from socflower.pipeline.recovery.backups import StateTransfer, backup_of, moves
+from socflower.pipeline.recovery.weight_moves import StateTransfer, backup_of, moves
 from socflower.pipeline.replanning import recovered
 from socflower.sim import EventClock
 from socflower.sim.processes import Process, Simulation

@@ -15,9 +15,9 @@ from socflower.hierarchy import (
     map_groups,
     plan_groups,
 )
+from socflower.hierarchy.exchange.coding_bytes import RING as IN_A_RING
+from socflower.hierarchy.exchange.coding_bytes import SERVER
 from socflower.hierarchy.exchange.collective_tasks import BUCKETS, PER_TENSOR
-from socflower.hierarchy.exchange.gradients import RING as IN_A_RING
-from socflower.hierarchy.exchange.gradients import SERVER
 from socflower.paper.comparison import stored_results, stored_row
 from socflower.paper.socflow_plus.heat import (
     Experiment,

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy.averaging import non_finite_tensors
-from socflower.hierarchy.exchange.gradients import RING, SERVER, gradient_coding
+from socflower.hierarchy.exchange.coding_bytes import RING, SERVER, gradient_coding
 from socflower.hierarchy.exchange.models import NONE
 from socflower.model_graph.random_state import RandomState, own_random_state
 from socflower.model_graph.torch_device import device_label, device_of

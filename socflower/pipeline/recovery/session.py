@@ -26,7 +26,7 @@ from socflower.peers.transports.port import RingPort
 from socflower.pipeline.plan import Plan, from_json, to_json
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.profiler.layers import ReadModel
-from socflower.pipeline.recovery.backups import (
+from socflower.pipeline.recovery.weight_moves import (
     StageState,
     StateTransfer,
     backup_of,

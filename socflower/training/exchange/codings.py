@@ -1,6 +1,6 @@
 """A member's side of each coding of gradients, by its description."""
 
-from socflower.hierarchy.exchange.gradients import (
+from socflower.hierarchy.exchange.coding_bytes import (
     Coding,
     Exact,
     Float16,

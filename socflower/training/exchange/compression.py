@@ -1,4 +1,4 @@
-"""A member's side of exchanges in fewer bytes than float32 sums; `hierarchy/exchange/gradients.py` describes them.
+"""A member's side of exchanges in fewer bytes than float32 sums; `hierarchy/exchange/coding_bytes.py` describes them.
 
 A member's part of an exchange is a script: it yields what all members sum or gather, and is resumed with the result.
 `run_together` runs the scripts of a group in one process, `exchange_over` of `peers/collective.py` one member's over a
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from socflower.errors import ConfigError
-from socflower.hierarchy.exchange.gradients import (
+from socflower.hierarchy.exchange.coding_bytes import (
     BLOCK,
     RING,
     SERVER,

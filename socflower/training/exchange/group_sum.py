@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from socflower.errors import ConfigError
-from socflower.hierarchy.exchange.gradients import Coding, GradientExchange
+from socflower.hierarchy.exchange.coding_bytes import Coding
+from socflower.hierarchy.exchange.gradients import GradientExchange
 from socflower.model_graph import batch_form
 from socflower.model_graph.batch_form import NOTHING
 from socflower.training.exchange.buckets import make_buckets

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from socflower.errors import ConfigError, require_range
-from socflower.hierarchy.exchange.gradients import LargestValues
+from socflower.hierarchy.exchange.coding_bytes import LargestValues
 from socflower.training.exchange.compression import GradientCompression, Script
 from socflower.wire.codecs.quantisation import Floats
 

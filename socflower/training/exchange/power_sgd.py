@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from socflower.hierarchy.exchange.gradients import Matrix, PowerSGD
+from socflower.hierarchy.exchange.coding_bytes import Matrix, PowerSGD
 from socflower.training.exchange.compression import GradientCompression, Script, seeded
 
 

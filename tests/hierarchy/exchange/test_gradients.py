@@ -10,17 +10,16 @@ from hypothesis import strategies as st
 
 from socflower.cluster.cost_model import Gradient
 from socflower.hierarchy import Exchange, exchange_graph
-from socflower.hierarchy.exchange.gradients import (
+from socflower.hierarchy.exchange.coding_bytes import (
     CODINGS,
-    EXACT_RING,
     SERVER,
     Coding,
-    GradientExchange,
     LargestValues,
     PowerSGD,
     SelectedBuckets,
     gradient_coding,
 )
+from socflower.hierarchy.exchange.gradients import EXACT_RING, GradientExchange
 from socflower.sim import EventClock
 from tests.one_line import refused
 from tests.toy_clusters import toy_cluster

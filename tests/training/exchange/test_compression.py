@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from socflower.hierarchy.exchange.gradients import (
+from socflower.hierarchy.exchange.coding_bytes import (
     CODINGS,
     LargestValues,
     SelectedBuckets,

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from socflower.engines.local.workers import _end_with_parent as end_with_parent
 from socflower.engines.local.workers import _start_method as start_method
-from socflower.hierarchy.exchange.gradients import PowerSGD
+from socflower.hierarchy.exchange.coding_bytes import PowerSGD
 from socflower.training.exchange.codings import make_compression
 from socflower.training.exchange.compression import run_together, seeded
 from socflower.training.exchange.power_sgd import orthonormal

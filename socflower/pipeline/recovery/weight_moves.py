@@ -1,4 +1,4 @@
-"""States of stages at steps to which a pipeline can return, and the devices that keep copies of them (F33)."""
+"""Which weights move after a loss: states of stages at common steps, and the devices that keep copies (F33)."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.pipeline.recovery.backups import StageState, backup_of, moves, newest_common
+from socflower.pipeline.recovery.weight_moves import StageState, backup_of, moves, newest_common
 from tests.pipeline.problems import straight_plan
 
 NAMES = "abcdef"

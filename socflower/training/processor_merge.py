@@ -1,4 +1,7 @@
-"""Int8 models that the NPUs of a group's members train on their own between two merges (SoCFlow+ 3.2, Eq. 5)."""
+"""The merge of what CPU and NPU computed: their gradients of a step, or weights between two merges (F12).
+
+For weights the NPUs of a group's members train int8 models of their own (SoCFlow+ 3.2, Eq. 5).
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,6 +12,18 @@ from torch import Tensor, nn
 
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision import Int8Backend
+
+
+def add_gradients(
+    parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor], weight: float
+) -> None:
+    """Add an NPU's gradients, times its share of the batch, to those that the CPU left in the parameters."""
+    for name, gradient in gradients.items():
+        parameter = parameters[name]
+        if parameter.grad is None:
+            parameter.grad = gradient * weight
+        else:
+            parameter.grad.add_(gradient, alpha=weight)
 
 
 class OwnCopies:
