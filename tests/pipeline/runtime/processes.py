@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -46,6 +46,8 @@ class Training:
     plan: Plan
     minis: tuple[Mini, ...]
     model: Mapping[str, Any] = field(default_factory=dict)  # options
+    # Returns module, reading, trainer and data of another model than that of these options.
+    make: Callable[[], dict[str, Any]] | None = None
     coding: ActivationCoding = EXACT
     int8_socs: tuple[int, ...] = ()
     death: Death | None = None
@@ -126,7 +128,7 @@ def _train(
 ) -> Report:
     socs = socs_of(training.plan)
     channels = GlooChannels(port, socs, socs, generation, HEARTBEAT_S)
-    module = model(**training.model)
+    given = training.make() if training.make else {"module": model(**training.model)}
     num_passes = 0
 
     def die() -> None:
@@ -144,7 +146,7 @@ def _train(
         num_passes += 1
 
     options = {"coding": training.coding, "int8_socs": training.int8_socs, "on_pass": on_pass}
-    own = member(module, training.plan, soc, channels.send, **options)
+    own = member(plan=training.plan, soc=soc, send=channels.send, **given, **options)
     report = Report()
     try:
         channels.join()

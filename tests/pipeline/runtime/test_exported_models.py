@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.workloads.map_dataset import MapDataset
 from tests.one_line import refused
 from tests.pipeline.problems import straight_plan
+from tests.pipeline.runtime.processes import Devices, Training
 from tests.pipeline.runtime.training import assert_close, minis, train_together
 from tests.seeded import built
 
@@ -102,24 +104,28 @@ def straight(reading: ReadModel, num_stages: int) -> PipelinePlan:
     return straight_plan(ends, shares, 2)
 
 
-def require_equal(kind: str, model: nn.Module) -> None:
-    data, steps = Sentences(words=kind == "gpt-2"), minis(3, 8)
+def members_of(kind: str, model: nn.Module | None = None) -> dict[str, Any]:
+    """Return what members of a pipeline train, and how: module, reading, trainer and data."""
+    data = Sentences(words=kind != "bert")
     example = data.batch([0, 1, 2])
     del example["labels"]
-    module = exported_module(model, example, free={1: LENGTH})
-    reading = read_model(module, example, kind)
-    expected = trained_by_torch(model, data, kind, steps)
-    before = dict(module.named_parameters())
+    module = exported_module(model or made(kind), example, free={1: LENGTH})
+    return {
+        "module": module,
+        "reading": read_model(module, example, kind),
+        "trainer": TRAINERS[kind],
+        "data": MapDataset(data, data.collate),
+    }
+
+
+def require_equal(kind: str, model: nn.Module) -> None:
+    steps, given = minis(3, 8), members_of(kind, model)
+    expected = trained_by_torch(model, Sentences(words=kind != "bert"), kind, steps)
+    before = dict(given["module"].named_parameters())
     for num_stages in (1, 3):
-        found = train_together(
-            module,
-            straight(reading, num_stages),
-            steps,
-            TRAINERS[kind],
-            reading,
-            data=MapDataset(data, data.collate),
-        )
-        assert found.weights.keys() <= module.state_dict().keys()
+        plan = straight(given["reading"], num_stages)
+        found = train_together(plan=plan, steps=steps, **given)
+        assert found.weights.keys() <= given["module"].state_dict().keys()
         weights = {name: found.weights[name] for name in expected}
         assert_close(weights, {name: own.detach() for name, own in expected.items()}, 1e-5)
         assert any(not np.array_equal(weights[name], before[name].detach()) for name in weights)
@@ -129,6 +135,21 @@ def test_gpt_2_with_a_tied_head_trains_on_padded_dicts_as_plain_torch_does() -> 
     model = made("gpt-2")
     assert model.lm_head.weight is model.transformer.wte.weight
     require_equal("gpt-2", model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt-2", "bert"])
+def test_four_processes_give_the_weights_of_one_device(kind: str) -> None:
+    """Over sockets, with a stage on two devices, and GPT-2's embedding in two stages."""
+    steps, given = tuple(minis(3, 8)), members_of(kind)
+    work = Training(plan=straight(given["reading"], 3), minis=steps, make=partial(members_of, kind))
+    with Devices(4) as four:
+        reports = four.train(work)
+    assert not any(report.lost or report.threads_left for report in reports.values()), reports
+    end = next(report.end for report in reports.values() if report.end is not None)
+    expected = trained_by_torch(made(kind), Sentences(words=kind != "bert"), kind, steps)
+    weights = {name: torch.from_numpy(end.weights[name]) for name in expected}
+    assert_close(weights, {name: own.detach() for name, own in expected.items()}, 1e-5)
 
 
 @pytest.mark.slow
