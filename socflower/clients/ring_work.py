@@ -24,7 +24,7 @@ from socflower.clients.ring_client import (
 )
 from socflower.clients.saved_training import FeedbackState, ResidualState
 from socflower.errors import ConfigError
-from socflower.peers.preemption import PreemptionSwitch
+from socflower.peers.owner_preemption import PreemptionSwitch
 from socflower.peers.transports.port import RingPort
 from socflower.training.batches import own_steps
 from socflower.training.model_state import frozen_parameters, load_trainable_state

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import WARNING
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
@@ -321,6 +321,9 @@ class NodeRegistry:
         if is_new or soc in self.lost:
             self._status[soc] = status
             self.lost.discard(soc)
+        elif soc in self._status:
+            # A node may be started again in another way.
+            self._status[soc] = replace(self._status[soc], resident=status.resident)
         rests = self._round + 1 < self._rests_until.get(soc, 0)
         if status.preempted or rests or soc not in self._away:
             return []

@@ -185,6 +185,16 @@ def test_who_is_away_is_asked_every_round_until_it_is_free() -> None:
     assert grid.pushed == []
 
 
+def test_a_node_that_returns_with_clients_of_another_kind_is_known_as_such() -> None:
+    """Resident clients are not waited for as those are that a node starts for each message."""
+    registry, grid = registry_of([replace(place, resident=True) for place in PLACES])
+    assert registry.resident == set(SOCS)
+    registry.mark_away([2])
+    grid.statuses[102] = at(1, 0, resident=False)
+    registry.ask(grid, 3)
+    assert registry.poll_answers(grid) == [2] and registry.resident == {0, 1, 3, 4}
+
+
 def test_a_node_that_vanished_may_come_back_under_another_id() -> None:
     registry, grid = registry_of(PLACES)
     del grid.statuses[102]
