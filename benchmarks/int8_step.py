@@ -4,7 +4,8 @@ Torch's step is eager with the channels last (NHWC) and first (NCHW), compiled, 
 bf16 and may use them, under autocast.
 
 Our step is from float32 images to new parameters (NITI, SGD for the biases; and the default, real scales with SGD and
-momentum on FP32 masters), torch's from zeroed gradients to the end of SGD; all take the same batches in turn. Ours is
+momentum on FP32 masters; other algorithms beside NITI), torch's from zeroed gradients to the end of SGD; all take the
+same batches in turn. Ours is
 timed in its steady state, after the batches in which self-adaptive rescaling searches every exponent, and NITI again
 with a search in every batch.
 
@@ -48,6 +49,7 @@ from benchmarks.int8_step_isolated import (
     training,
 )
 from socflower.precision import (
+    ALGORITHMS,
     NITI,
     EngineSettings,
     Int8Model,
@@ -95,16 +97,19 @@ def step_rows(kernel: str, name: str, quick: bool) -> list[Row]:
         for rescaling in (_SETTLED, RescalingPolicy(adaptive=False))
     )
     same = _same_bits_as_portable(module, name, kernel, data[0])
-    default = _int8_model(
-        module, name, EngineSettings(kernel=kernel, rescaling=_SETTLED), REAL_SCALES
-    )
-    step, default_step = training(usual, data), training(default, data)
-    ok = same and _learns(step, len(data)) and _learns(default_step, len(data))
+    by_algorithm = {"ours": training(usual, data)}
+    for algorithm in ALGORITHMS.values():
+        if algorithm is not NITI:
+            model = _int8_model(
+                module, name, EngineSettings(kernel=kernel, rescaling=_SETTLED), algorithm
+            )
+            by_algorithm[algorithm.name] = training(model, data)
+    learned = {key: same and _learns(step, len(data)) for key, step in by_algorithm.items()}
+    ok = learned["ours"] and learned[REAL_SCALES.name]
 
     steps: dict[str, Callable[[], object]] = {
-        "ours": step,
+        **by_algorithm,
         "searching": training(searching, data),
-        "default": default_step,
     }
     for peer, how in _torch_ways(kernel, quick=quick).items():
         steps[peer] = _torch_training(torch, _module(name), data, **how)
@@ -120,13 +125,16 @@ def step_rows(kernel: str, name: str, quick: bool) -> list[Row]:
         for key, suffix in (
             ("ours", ""),
             ("searching", ", every exponent looked for in every batch"),
-            ("default", f", {REAL_SCALES.name}"),
+            (REAL_SCALES.name, f", {REAL_SCALES.name}"),
         )
         for peer in (_EAGER, _COMPILED, _CHANNELS_FIRST, _BF16)
         if peer in ms
     ]
-    of_default = f"{case}, {REAL_SCALES.name}"
-    return [*rows, less_is_better(of_default, ms["default"], "NITI", ms["ours"], "ms", ok=ok)]
+    return rows + [
+        less_is_better(f"{case}, {key}", ms[key], "NITI", ms["ours"], "ms", ok=learned[key])
+        for key in by_algorithm
+        if key != "ours"
+    ]
 
 
 def _torch_ways(kernel: str, *, quick: bool) -> dict[str, dict[str, bool]]:

@@ -997,6 +997,35 @@ void bound_round_by_channel_at_random(Engine& engine, nb::handle acc_, nb::handl
                              dither);
 }
 
+// A tensor whose groups are the first two of four dimensions.
+void require_groups(const Array<std::int8_t>& x, int mantissa_bits) {
+  if (x.ndim() != 4 || x.shape()[3] % kChannelBlock != 0 || x.size() == 0) {
+    refuse("x: need (height, width, images, channels), a multiple of " + std::to_string(kChannelBlock) + " channels");
+  }
+  if (mantissa_bits < 1 || mantissa_bits > 4) {
+    refuse("mantissa_bits: need 1 to 4, got " + std::to_string(mantissa_bits));
+  }
+}
+
+void bound_round_elements(Engine& engine, nb::handle x_, int mantissa_bits) {
+  const Array<std::int8_t> x(x_, "x", true);
+  require_groups(x, mantissa_bits);
+  nb::gil_scoped_release release;
+  round_elements(engine.pool, x.data(), x.shape()[0] * x.shape()[1], static_cast<int>(x.shape()[2]),
+                 static_cast<int>(x.shape()[3]), mantissa_bits, nullptr);
+}
+
+void bound_round_elements_at_random(Engine& engine, nb::handle x_, int mantissa_bits, std::uint32_t seed, int total,
+                                    int first) {
+  const Array<std::int8_t> x(x_, "x", true);
+  require_groups(x, mantissa_bits);
+  const int images = static_cast<int>(x.shape()[2]), cs = static_cast<int>(x.shape()[3]);
+  const std::size_t pixels = x.shape()[0] * x.shape()[1];
+  const Dither dither = dither_of(seed, images, total, first, pixels * images);
+  nb::gil_scoped_release release;
+  round_elements(engine.pool, x.data(), pixels, images, cs, mantissa_bits, &dither);
+}
+
 std::int64_t bound_sum_of_magnitudes(nb::handle x_) {
   if (is_wide_array(x_, "x")) {
     const Array<std::int32_t> x(x_, "x", false);
@@ -1283,6 +1312,11 @@ NB_MODULE(_int8, m) {
   m.def("round_by_channel_at_random", &bound_round_by_channel_at_random, nb::arg("engine"), nb::arg("acc"),
         nb::arg("inverse"), nb::arg("out"), nb::arg("seed"), nb::arg("batch"), nb::arg("total"), nb::arg("first"),
         "Int8 of acc * inverse[channel], up or down at random without bias.");
+  m.def("round_elements", &bound_round_elements, nb::arg("engine"), nb::arg("x"), nb::arg("mantissa_bits"),
+        "In place: numbers with so many mantissa and 2 exponent bits, each group of pixels at a scale of its own.");
+  m.def("round_elements_at_random", &bound_round_elements_at_random, nb::arg("engine"), nb::arg("x"),
+        nb::arg("mantissa_bits"), nb::arg("seed"), nb::arg("total"), nb::arg("first"),
+        "round_elements, up or down at random without bias; an element's number depends on its place in the batch.");
   m.def("largest_by_channel", &bound_largest_by_channel, nb::arg("x"), nb::arg("largest"),
         "Largest |x| of each channel; infinity if any of the channel is not finite.");
   m.def("round_weights", &bound_round_weights, nb::arg("engine"), nb::arg("outside"), nb::arg("out"),

@@ -517,6 +517,21 @@ def round_by_channel_at_random(
     `total` images, in which the `batch` images of this share begin at `first`, decide which.
     """
 
+def round_elements(engine: Engine, x: _Array, mantissa_bits: int) -> None:
+    """Round int8 (height, width, images, channels) in place to numbers with M = `mantissa_bits` and 2 exponent bits.
+
+    A group is the pixels of one image and channel: its numbers have a common scale, one of 5 - M powers of two, by the
+    group's largest magnitude. To nearest, half to even, saturated at the group's largest number.
+    """
+
+def round_elements_at_random(
+    engine: Engine, x: _Array, mantissa_bits: int, seed: int, total: int, first: int
+) -> None:
+    """Do as `round_elements`, but round up or down at random, without bias.
+
+    The images are those from `first` of a batch of `total`, and random numbers as in `affine_gradient_at_random`.
+    """
+
 def largest_by_channel(x: _Array, largest: _Array) -> None:
     """Write the largest magnitude of each channel; infinity if any value of the channel is not finite."""
 

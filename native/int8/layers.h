@@ -72,6 +72,13 @@ void round_by_channel_at_random(const Path& path, ThreadPool& pool, const std::i
 // The same of x * inverse[channel], a product in float32.
 void quantise_by_channel(const Path& path, ThreadPool& pool, const float* x, const float* inverse, std::int8_t* out,
                          std::size_t rows, int cs);
+// Rounds x (pixels, images, cs) in place to numbers with M = mantissa_bits (1 to 4) and 2 exponent bits, each group (the
+// pixels of one image and channel) at a scale 2^s of its own: s = bits(largest |x| of the group) - M - 3, within 0 and
+// 4 - M. Then |x| loses its drop = max(s, bits(|x|) - M - 1) lowest bits: rounded half to even or, with `dither`, as
+// (|x| + n) >> drop << drop, n the leading `drop` bits of the element's number (dither32). Saturated at
+// (2^(M + 1) - 1) * 2^(s + 2).
+void round_elements(ThreadPool& pool, std::int8_t* x, std::size_t pixels, int images, int cs, int mantissa_bits,
+                    const Dither* dither);
 // Largest |x| of each channel; infinity if an element of the channel is not finite.
 void largest_by_channel(const float* x, float* largest, std::size_t rows, int cs);
 // Sum of |x|. T is std::int8_t or std::int32_t.

@@ -1,8 +1,7 @@
 """Integer training algorithms: the four elements of Mandheling §3.2 as one dataclass.
 
 An algorithm is a value whose elements name rules of the engine. To add an algorithm of the same family, add a value
-here; a new rule is a function beside the ones in `updates.py`. Of Mandheling's Table 1 the MLS format is not here: it
-scales the channels inside a product.
+here; a new rule is a function beside the ones in `updates.py`.
 """
 
 from __future__ import annotations
@@ -39,6 +38,10 @@ class OperatorTranslation:
     once, and its result and that of an addition have a real number as scale, with which the largest value is 127; with
     a `reach` below 1 that part of the largest value is 127, and values beyond saturate.
 
+    With `mantissa_bits` M, from 1 to 4, values that products read and weights are rounded once more, to numbers with M
+    mantissa and 2 exponent bits. The pixels of a sample's channel have a common scale, one of 5 - M powers of two, as
+    have the taps of a weight between two channels. An int8 holds them exactly, in units of the tensor's scale.
+
     `replacements` translates modules of your own: by their class, a function that returns for such a module the torch
     module to train in its place, with state of the same names and shapes. It may hold operators that int8 has.
     """
@@ -46,6 +49,7 @@ class OperatorTranslation:
     rounding: Rounding = Rounding.NEAREST
     scales: Literal["power-of-two", "real"] = "power-of-two"
     reach: float = 1.0
+    mantissa_bits: int | None = None
     replacements: Mapping[type, Callable[[Any], Any]] = field(default_factory=dict, hash=False)
 
 
@@ -60,7 +64,8 @@ class BackwardRule:
     With `wide_above` the gradient of a convolution's or a linear layer's result is int16 while int8 changes its mean
     magnitude m by more than so much, as log2(1 + |change of m| / m), so that small gradients are not lost. The
     gradient that a BatchNorm or a sum of gradients reads stays int8. Exponents fit the part `reach` of the largest
-    magnitude; values beyond saturate.
+    magnitude; values beyond saturate. `mantissa_bits` as in `OperatorTranslation`, of every gradient and rounded up or
+    down at random.
     """
 
     rounding: Rounding = Rounding.PSEUDO_STOCHASTIC
@@ -68,6 +73,7 @@ class BackwardRule:
     dithered: bool = False
     wide_above: float | None = None
     reach: float = 1.0
+    mantissa_bits: int | None = None
 
 
 @checked
@@ -160,11 +166,31 @@ class TrainingAlgorithm:
                 raise ConfigError(
                     f"algorithm {self.name}: {part} reach = {reach} must lie in (0, 1]"
                 )
+        self._check_elements()
         is_plain = self.backward.rounding is Rounding.NEAREST and self.forward.scales != "real"
         if self.backward.wide_above is not None and not is_plain:
             raise ConfigError(
                 f"algorithm {self.name}: wide_above = {self.backward.wide_above} needs rounding to nearest and "
                 "scales that are powers of two"
+            )
+
+    def _check_elements(self) -> None:
+        """Raise `ConfigError` for mantissa bits that int8 or another element of the algorithm does not allow."""
+        for part in ("forward", "backward"):
+            bits = getattr(self, part).mantissa_bits
+            if bits is not None and not 1 <= bits <= 4:
+                raise ConfigError(
+                    f"algorithm {self.name}: {part} mantissa_bits = {bits} must lie in 1 to 4"
+                )
+        if self.forward.mantissa_bits is not None and not isinstance(self.update, Fp32Update):
+            raise ConfigError(
+                f"algorithm {self.name}: forward mantissa_bits = {self.forward.mantissa_bits} needs an Fp32Update, "
+                "which rounds the weights in every step"
+            )
+        if self.backward.mantissa_bits is not None and self.backward.wide_above is not None:
+            raise ConfigError(
+                f"algorithm {self.name}: backward mantissa_bits = {self.backward.mantissa_bits} is for int8, and "
+                f"wide_above = {self.backward.wide_above} makes gradients int16; leave one of them out"
             )
 
 
@@ -237,6 +263,19 @@ REAL_SCALES = TrainingAlgorithm(
 )
 """Made for FP32's learning rate: FP32 master weights, real scales, unbiased gradients."""
 
+MLS_FORMAT = replace(
+    REAL_SCALES,
+    name="mls-format",
+    forward=replace(REAL_SCALES.forward, mantissa_bits=1),
+    backward=replace(REAL_SCALES.backward, mantissa_bits=1),
+)
+"""Zhong et al. 2020, multi-level scaling, with their elements for CIFAR-10; with 4 mantissa bits those for ImageNet.
+
+A group's scale is 1, 1/2, 1/4 or 1/8 of the tensor's, so that int8 holds its product with an element, and int8 products
+are exact. Theirs has 8 exponent bits and a mantissa bit. They round values at random too; gradients have here a power
+of two as the tensor's scale, images and logits stay int8.
+"""
+
 HANDED_OUT_GRADIENTS = replace(REAL_SCALES, name="handed-out-gradients", update=OutsideUpdate())
 """The passes of `REAL_SCALES`, with an `OutsideUpdate`."""
 
@@ -250,6 +289,7 @@ ALGORITHMS: dict[str, TrainingAlgorithm] = {
         ADAPTIVE_FIXED_POINT,
         ADAPTIVE_INT16,
         WAGEUBN,
+        MLS_FORMAT,
     )
 }
 

@@ -49,6 +49,73 @@ def gradients(draw):
     return operands, [*coefficients, offset], draw(st.booleans())
 
 
+def number_grid(mantissa_bits, scale):
+    """Return the numbers with 2 exponent bits that are not negative: subnormal ones, and three octaves."""
+    steps = 2**mantissa_bits
+    octaves = [np.arange(steps, 2 * steps) * 2**exponent for exponent in range(3)]
+    return np.concatenate([np.arange(steps), *octaves]) * 2**scale
+
+
+def neighbours(values, mantissa_bits):
+    """Return for each of (pixels, lanes) integers the numbers of its lane's group at its ends; equal ones saturate."""
+    below, above = np.empty_like(values), np.empty_like(values)
+    for lane, group in enumerate(np.abs(values).T):
+        bits = int(group.max()).bit_length()
+        scale = min(max(bits - mantissa_bits - 3, 0), 4 - mantissa_bits)
+        numbers = number_grid(mantissa_bits, scale)
+        below[:, lane] = numbers[np.searchsorted(numbers, group, "right") - 1]
+        above[:, lane] = numbers[np.searchsorted(numbers, group).clip(max=len(numbers) - 1)]
+    return below, above
+
+
+@given(
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5)),
+    channels=st.sampled_from([16, 48]),
+    mantissa_bits=st.integers(1, 4),
+    seed=st.integers(0, 2**32 - 1),
+    place=st.tuples(st.integers(0, 5), st.integers(0, 5)),
+)
+def test_elements_are_the_numbers_of_their_group_on_either_side(
+    shape, channels, mantissa_bits, seed, place
+):
+    """At random, a number follows from its place in the batch; either rounding leaves its results as they are."""
+    height, width, batch = shape
+    first, total = place[0], sum(place) + batch
+    random = np.random.default_rng(seed)
+    ends = random.integers(1, 128, (batch, channels))
+    values = random.integers(-ends, ends + 1, (*shape, channels))
+    magnitude = np.abs(values).reshape(height * width, -1)
+    below, above = neighbours(values.reshape(height * width, -1), mantissa_bits)
+    gap = np.maximum(above - below, 1)
+    numbers = noise(height * width, batch, channels, seed, total, first) / 2.0**32
+    part = (magnitude - below) / gap
+    up = np.floor(part + numbers.reshape(part.shape)).astype(bool)
+    half = np.where(below // gap % 2 == 0, part > 0.5, part >= 0.5)
+    sign = np.sign(values)
+    for engine in ENGINES:
+        for rounds_up, place_of in ((half, ()), (up, (seed, total, first))):
+            name = "round_elements_at_random" if place_of else "round_elements"
+            out = values.astype(np.int8)
+            getattr(_int8, name)(engine, out, mantissa_bits, *place_of)
+            expected = np.where(rounds_up, above, below).reshape(values.shape)
+            np.testing.assert_array_equal(out, sign * expected)
+            again = out.copy()
+            getattr(_int8, name)(engine, again, mantissa_bits, *place_of)
+            np.testing.assert_array_equal(again, out)
+
+
+def test_elements_at_random_have_no_bias():
+    for value, mantissa_bits in ((65, 4), (-93, 4), (61, 2), (3, 1)):
+        out = np.full((2, 1, 1001, 16), value, np.int8)
+        # Otherwise the largest number of a group would be an end.
+        out[1] = 127
+        _int8.round_elements_at_random(ENGINES[0], out, mantissa_bits, 5, 1001, 0)
+        out = out[0]
+        # Four standard deviations of a mean over 16,016 elements at two ends.
+        gap = np.ptp(out.astype(int))
+        assert abs(out.mean() - value) <= 4 * gap / 2 / np.sqrt(out.size)
+
+
 @given(
     case=gradients(),
     shift=st.integers(0, 30),

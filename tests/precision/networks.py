@@ -17,6 +17,7 @@ from socflower.precision import (
 )
 from socflower.precision.algorithm import (
     ADAPTIVE_INT16,
+    MLS_FORMAT,
     OCTO,
     REAL_SCALES,
     RELATIVE_NITI,
@@ -45,6 +46,7 @@ FURTHER_ALGORITHMS = {
     "adaptive-int16": ADAPTIVE_INT16,
     "niti-relative": RELATIVE_NITI,
     "octo": OCTO,
+    "mls-format": MLS_FORMAT,
 }
 """Algorithms whose elements are those of others, but for one; their steps and files are tested."""
 

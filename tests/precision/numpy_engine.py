@@ -150,11 +150,20 @@ class NumpyTrainer:
         memory = {}
         for node in self.graph.nodes:
             forward = getattr(self, "forward_" + node.kind.replace("-", "_"))
-            values[node.name] = forward(node, memory, *(values[value] for value in node.inputs))
+            made = forward(node, memory, *(values[value] for value in node.inputs))
+            values[node.name] = self.value_elements(node, made)
         logits, *scale = values[self.graph.output]
         gradient, exponent = self.logits_gradient(values[self.graph.output], labels)
         self.backward(values, memory, gradient[None, None], exponent)
         return (logits[0, 0], *scale)
+
+    def value_elements(self, node, value):
+        """Return the value that other operators read; a subclass may round it once more."""
+        return value
+
+    def gradient_elements(self, gradient, value, role):
+        """Return the gradient that other operators read."""
+        return gradient
 
     def input_value(self, images):
         exponent = exponent_for(np.abs(images).max())
@@ -258,8 +267,9 @@ class NumpyTrainer:
     def backward(self, values, memory, logits_gradient, logits_exponent):
         masks = self.masks(values)
         gradients = {name: [] for name in values}
+        masked = nk.kept(logits_gradient, mask=masks.get(self.graph.output)), logits_exponent
         gradients[self.graph.output].append(
-            (nk.kept(logits_gradient, mask=masks.get(self.graph.output)), logits_exponent)
+            self.gradient_elements(masked, self.graph.output, "gradient")
         )
         for node in reversed(self.graph.nodes):
             total, *others = gradients[node.name]
@@ -267,7 +277,9 @@ class NumpyTrainer:
                 acc, exponent = aligned_sum(total, other)
                 last = index == len(others)
                 acc = nk.kept(acc, mask=masks.get(node.name) if last else None)
-                total = self.round_backward(node, acc, exponent, f"gradient sum {index}")
+                role = f"gradient sum {index}"
+                total = self.round_backward(node, acc, exponent, role)
+                total = self.gradient_elements(total, node.name, role)
             read = {
                 value: masks[value]
                 if value in masks and len(self.graph.consumers(value)) == 1
@@ -276,8 +288,9 @@ class NumpyTrainer:
             }
             backward = getattr(self, "backward_" + node.kind.replace("-", "_"))
             made = backward(node, memory, values, read, *total)
-            for value, gradient in zip(node.inputs, made, strict=True):
-                gradients[value].append(gradient)
+            for index, (value, gradient) in enumerate(zip(node.inputs, made, strict=True)):
+                role = f"gradient from {node.name}.{index}"
+                gradients[value].append(gradient and self.gradient_elements(gradient, value, role))
 
     def backward_convolution(self, node, memory, values, read, dy, exponent):
         weight, (x, x_exponent) = self.weights[f"{node.name}.weight"], values[node.inputs[0]]

@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 
 from socflower.precision import ADAPTIVE_FIXED_POINT, ALGORITHMS, NITI
 from socflower.precision.algorithm import (
+    ADAPTIVE_INT16,
+    MLS_FORMAT,
     RELATIVE_NITI,
     BackwardRule,
     Fp32Update,
     IntegerUpdate,
     OperatorTranslation,
+    OutsideUpdate,
     Rounding,
     int8_algorithm,
 )
@@ -92,6 +95,24 @@ def test_an_algorithm_takes_the_setting_that_its_update_has():
             for each in (0.0, 1.1, math.nan)
         ),
         (partial(replace, NITI), {"backward": BackwardRule(wide_above=0.5)}, ("wide_above", 0.5)),
+        *(
+            (
+                partial(replace, MLS_FORMAT),
+                {"backward": BackwardRule(mantissa_bits=each)},
+                ("mls-format", "mantissa_bits", each),
+            )
+            for each in (0, 5)
+        ),
+        (
+            partial(replace, MLS_FORMAT),
+            {"update": OutsideUpdate()},
+            ("mantissa_bits", "Fp32Update"),
+        ),
+        (
+            partial(replace, ADAPTIVE_INT16),
+            {"backward": replace(ADAPTIVE_INT16.backward, mantissa_bits=4)},
+            ("mantissa_bits", "wide_above"),
+        ),
         (partial(replace, ADAPTIVE_FIXED_POINT), {"update": IntegerUpdate()}, ("IntegerUpdate",)),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -202,6 +203,7 @@ class BoundGraph:
             operator.output.data = self._acquire(place.output)
             started_s = time.perf_counter()
             operator.forward(step)
+            _round_value(step, operator.output)
             _record_time(step, place, started_s)
         return self.tensors[self.graph.output]
 
@@ -216,6 +218,7 @@ class BoundGraph:
             operator = self._operator(place)
             operator.output.data = self._acquire(place.output)
             operator.evaluate(step)
+            _round_value(step, operator.output)
         result = self.tensors[self.graph.output].evaluated()
         self.tensors[self.graph.output].exact = None
         return result
@@ -235,6 +238,7 @@ class BoundGraph:
         if logits.masked:
             # Logits have no reader that would apply the mask.
             np.multiply(logits_gradient, logits.data > 0, out=logits_gradient)
+        self._round_gradient(step, self._logits_gradient, logits_gradient)
         gradients: dict[str, list[_Gradient]] = {name: [] for name in self.tensors}
         gradients[self.graph.output].append(_Gradient(logits_gradient, exponent))
         for place in reversed(self._places):
@@ -261,6 +265,9 @@ class BoundGraph:
         into = [None if target is None else self._acquire(target) for target in place.into]
         started_s = time.perf_counter()
         exponents = operator.backward(step, into)
+        for array, data in zip(place.into, into, strict=True):
+            if array is not None and data is not None:
+                self._round_gradient(step, array, data)
         _record_time(step, place, started_s)
         reuses_gradient = False
         for value, target, exponent in zip(place.node.inputs, into, exponents, strict=True):
@@ -295,8 +302,19 @@ class BoundGraph:
                 rounding=step.algorithm.backward.rounding,
                 mask=self.tensors[name].data if last and self._mask_of_sum[name] else None,
             )
+            self._round_gradient(step, array, out)
             total = _Gradient(out, exponent)
         return total
+
+    def _round_gradient(self, step: StepContext, array: _Array, data: Int8Array) -> None:
+        """Round a gradient to the mantissa bits that the algorithm has, at random by value and role."""
+        bits = step.algorithm.backward.mantissa_bits
+        if bits is None:
+            return
+        _, value, role = array.key
+        seed = zlib.crc32(f"{value} {role}".encode(), step.seed % 2**32)
+        num_samples = max(step.share.num_samples, self.batch)
+        _int8.round_elements_at_random(step.engine, data, bits, seed, num_samples, step.share.first)
 
     def _release(self, place: _Place, *, reuses_gradient: bool) -> None:
         """Release tensors that no earlier operator reads; a reused gradient array is kept until the step's end."""
@@ -407,6 +425,13 @@ class BoundGraph:
         return _int8.Pooling(
             self.batch, height, width, channels, *node.kernel, *node.stride, *node.padding
         )
+
+
+def _round_value(step: StepContext, tensor: Tensor) -> None:
+    """Round a value that products read to the mantissa bits that the algorithm has; a BatchNorm reads exact sums."""
+    bits = step.algorithm.forward.mantissa_bits
+    if bits is not None and not (tensor.normalised or tensor.is_result):
+        _int8.round_elements(step.engine, tensor.data, bits)
 
 
 def _record_time(step: StepContext, place: _Place, started_s: float) -> None:

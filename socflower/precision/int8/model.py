@@ -179,6 +179,7 @@ class Int8Model:
         self._fp32_factory = fp32_factory
         self._input_gradient = input_gradient
         self._clear_memory()
+        self._round_weights()
 
     @cached_property
     def _reads_numbers(self) -> bool:
@@ -549,7 +550,14 @@ class Int8Model:
             array_of(parameters.fp32, name, array.shape)
         parameters.num_steps = self.parameters.num_steps
         self.parameters = parameters
+        self._round_weights()
         self.trackers.restore([])
+
+    def _round_weights(self) -> None:
+        """Round new weights to the mantissa bits that the algorithm has, as every step does."""
+        if (bits := self.algorithm.forward.mantissa_bits) is not None:
+            for weight in self.parameters.weights.values():
+                _int8.round_elements(self.engine, weight.data, bits)
 
     def save(self, path: Path) -> None:
         """Write graph, algorithm, the exact parameters and the state of training to an .npz file, atomically.

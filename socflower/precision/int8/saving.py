@@ -146,6 +146,7 @@ def _algorithm(document: dict[str, Any]) -> TrainingAlgorithm:
             rounding=Rounding(forward["rounding"]),
             scales=forward["scales"],
             reach=forward["reach"],
+            mantissa_bits=forward["mantissa_bits"],
         ),
         backward=BackwardRule(
             rounding=Rounding(backward["rounding"]),
@@ -153,6 +154,7 @@ def _algorithm(document: dict[str, Any]) -> TrainingAlgorithm:
             dithered=bool(backward["dithered"]),
             wide_above=backward["wide_above"],
             reach=backward["reach"],
+            mantissa_bits=backward["mantissa_bits"],
         ),
         weight=document["weight"],
         update=rule,

@@ -77,6 +77,8 @@ def update_weight(
         gradient, shift = _rounded(engine, gradient, largest, rule.gradient_bits)
         gradient_scale = gradient_scale * np.float32(2.0**shift)
     _update_master(name, engine, rule, weight, gradient, gradient_scale, rate)
+    if (bits := algorithm.forward.mantissa_bits) is not None:
+        _int8.round_elements(engine, weight.data, bits)
 
 
 def _update_master(

@@ -299,8 +299,9 @@ class PrecisionConfig(Table):
             "of int8 training: `real-scales` (FP32 master weights, FP32's learning rates), `niti` (int8 weights, "
             "integer update), `niti-relative` (steps that follow from the weights), `octo` (the same steps, values "
             "beyond 95 % saturate), `adaptive-fixed-point` (FP32 master weights, powers of two as scales), "
-            "`adaptive-int16` (the same, gradients int16 where int8 is too coarse) or `wageubn` (the same with "
-            "masters of 24 bits between -1 and 1 and gradients of weights in int8)"
+            "`adaptive-int16` (the same, gradients int16 where int8 is too coarse), `wageubn` (the same with "
+            "masters of 24 bits between -1 and 1 and gradients of weights in int8) or `mls-format` (`real-scales`, "
+            "numbers with 1 mantissa and 2 exponent bits, groups of numbers with scales of their own)"
         ),
     )
     gradient_bits: tuple[Annotated[int, Field(ge=0, le=7)], ...] = Field(

@@ -106,7 +106,9 @@ splits_of_three = st.lists(
 )
 
 
-@pytest.mark.parametrize("name", ["niti", "adaptive-fixed-point", "adaptive-int16", "real-scales"])
+@pytest.mark.parametrize(
+    "name", ["niti", "adaptive-fixed-point", "adaptive-int16", "real-scales", "mls-format"]
+)
 @settings(max_examples=2, deadline=None)
 @given(splits=splits_of_three)
 def test_any_shares_give_the_step_of_the_whole_batch(

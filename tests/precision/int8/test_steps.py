@@ -32,6 +32,7 @@ from tests.precision.networks import (
     int8,
     train,
 )
+from tests.precision.numpy_element_engine import NumpyElementTrainer
 from tests.precision.numpy_engine import NumpyTrainer
 from tests.precision.numpy_int16_engine import NumpyInt16Trainer
 from tests.precision.numpy_real_engine import NumpyRealTrainer
@@ -190,6 +191,8 @@ def initialise(module, seed):
 def numpy_trainer_of(algorithm):
     if algorithm.backward.wide_above is not None:
         return NumpyInt16Trainer
+    if algorithm.forward.mantissa_bits is not None:
+        return NumpyElementTrainer
     return NumpyRealTrainer if algorithm.forward.scales == "real" else NumpyTrainer
 
 
