@@ -43,8 +43,9 @@ def test_table_7_has_all_core_sets_of_which_the_default_ones_are_scored() -> Non
     assert scored == {f"{cores}: {what}" for cores in default for what in ("time", "energy")}
 
 
-# Without a training and a network of 25 million weights, which the test of the states computes.
-QUICK = [item for item in PAPER.items if item.cells and item.id not in ("figure-1", "figure-4")]
+# Without trainings and a network of 25 million weights, which the test of the states computes.
+LONG = ("figure-1", "figure-4", "figure-11")
+QUICK = [item for item in PAPER.items if item.cells and item.id not in LONG]
 
 
 @pytest.mark.parametrize("item", QUICK, ids=lambda item: item.id)

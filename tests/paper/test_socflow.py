@@ -28,7 +28,7 @@ SLOW = {
     "socflow": {"gpus", "group-size"},
     "socflow-plus": {*(f"figure-{number}" for number in (8, 9, 10, 11, 12, 14)), "table-2"},
     "edge-cloud": {f"figure-{number}" for number in (3, 4, 6, 17, 19, 22, 23)} | {"table-3"},
-    "mandheling": {"figure-4"},
+    "mandheling": {"figure-4", "figure-11"},
 }
 CASES = [(name, item.id) for name in PAPERS for item in read_paper(name).items if item.cells]
 SLOW_CASES = [case for case in CASES if case[1] in SLOW[case[0]]]

@@ -6,6 +6,7 @@ from itertools import pairwise, product
 from statistics import mean
 
 import numpy as np
+import torch
 from torch import nn
 
 from socflower.cluster import device, step_cost
@@ -30,8 +31,14 @@ from socflower.paper.mandheling.predictions import (
     profile_of,
 )
 from socflower.paper.socflow_plus.heat import Experiment, temperature_after
-from socflower.precision import NITI, EngineSettings, Int8Model, RescalingPolicy
-from socflower.precision.algorithm import ALGORITHMS, IntegerUpdate
+from socflower.precision import (
+    NITI,
+    EngineSettings,
+    Int8Model,
+    RescalingPolicy,
+    TrainingAlgorithm,
+)
+from socflower.precision.algorithm import ALGORITHMS, MLS_FORMAT, WAGEUBN, IntegerUpdate
 from socflower.precision.int8.batch_splitting import BlockProfile
 from socflower.precision.predicted_placement import OperatorLatency, place
 from socflower.thermal.model.constants import constant
@@ -376,7 +383,7 @@ def figure_10() -> Ours:
 
 
 def figure_11() -> Ours:
-    """Return the gains of NITI on the DSP over both CPUs."""
+    """Return the gains of NITI on the DSP over both CPUs, and the accuracies of the three algorithms on digits."""
     found: dict[str, float] = {}
     for key, other in (("MNN-FP32", MNN), ("the same on the CPU", MNN_INT8)):
         found[f"NITI: less time than {key}"] = mean(
@@ -386,7 +393,46 @@ def figure_11() -> Ours:
     for label in ("VGG-11", "VGG-16"):
         ratio = batch_cost(label, MNN).energy_j / batch_cost(label, DSP).energy_j
         found[f"{label}: less energy than MNN-FP32, mean"] = ratio
+    for name, algorithm in _OF_FIGURE_11.items():
+        accuracies = [_digits_accuracy(algorithm, seed) for seed in (1, 2, 3)]
+        found[f"LeNet-5 on digits, 5 epochs: {name}"] = 100.0 * mean(accuracies)
     return _and_texts("figure-11", found, "no rate in the catalogue")
+
+
+_OF_FIGURE_11 = {"FP32": None, "NITI": NITI, "MLS Format": MLS_FORMAT, "WAGEUBN": WAGEUBN}
+_DIGIT_EPOCHS, _DIGIT_RATE = 5, 0.05
+
+
+def _digits_accuracy(algorithm: TrainingAlgorithm | None, seed: int) -> float:
+    """Train LeNet-5 on digits, in torch FP32 without an algorithm; return the part of the test digits that it knows."""
+    data, random = load_data("digits"), np.random.default_rng(seed)
+    module = build_model("lenet5", in_channels=1, image_size=28, num_classes=10, seed=seed)
+    steps_per_epoch = len(data.train) // BATCH
+    num_steps = _DIGIT_EPOCHS * steps_per_epoch
+    every = [random.permutation(len(data.train)) for _ in range(_DIGIT_EPOCHS)]
+    batches = np.concatenate([one[: steps_per_epoch * BATCH] for one in every]).reshape(-1, BATCH)
+    images, labels = data.test.batch(np.arange(len(data.test)))
+    if algorithm is None:
+        optimizer = torch.optim.SGD(module.parameters(), lr=_DIGIT_RATE, momentum=0.9)
+        falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / num_steps)
+        for batch in batches:
+            own_images, own_labels = data.train.batch(batch)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(module(own_images), own_labels).backward()
+            optimizer.step()
+            falling.step()
+        with torch.no_grad():
+            return float((module(images).argmax(1) == labels).double().mean())
+    model = Int8Model.from_module(module, input_shape=(1, 28, 28), algorithm=algorithm)
+    for step, batch in enumerate(batches):
+        own_images, own_labels = data.train.batch(batch)
+        model.train_step(
+            own_images.numpy(),
+            own_labels.numpy().astype(np.int32),
+            learning_rate=_DIGIT_RATE * (1 - step / num_steps),
+            progress=step / num_steps,
+        )
+    return model.evaluate(images.numpy(), labels.numpy().astype(np.int32)).accuracy
 
 
 def practicality() -> Ours:
