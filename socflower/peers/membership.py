@@ -10,9 +10,10 @@ If a network partition splits a group, each part continues alone; the strategy u
 
 import json
 import math
+import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from logging import INFO, WARNING
@@ -173,6 +174,8 @@ class Membership:
         self._call_timeout_s = heartbeat_s / 4
         self._deadline_s = time.monotonic() + rendezvous_s
         self._reach_until_s = time.monotonic() + reach_s
+        # Two runs, each with a member on a node for which the other's ring waits, must not make room both at once.
+        self._yield_from_s = time.monotonic() + reach_s * random.uniform(1.0, 3.0)
         self._planned = tuple(members)
         # The members of the latest decision, at first those of the plan.
         self._members = self._planned
@@ -460,9 +463,10 @@ class Membership:
             if waiting_for_start
             else {member for member in missing if silent.get(member, 0) >= _MAX_SILENT_CALLS}
         )
-        for member, answer in self._probe(
-            [member for member in missing if member not in absent]
-        ).items():
+        answers = self._probe([member for member in missing if member not in absent])
+        if waiting_for_start and self._is_blocked(answers.values()):
+            raise LeftOut("the nodes of the others work for another run")
+        for member, answer in answers.items():
             if isinstance(answer, dict):
                 self._peers.reached.add(member)
                 silent.pop(member, None)
@@ -490,6 +494,20 @@ class Membership:
         if member in self._peers.reached:
             return not isinstance(failure, PeerUnreachable)
         return isinstance(failure, PeerRefused) or time.monotonic() < self._reach_until_s
+
+    def _is_blocked(self, answers: Collection[object]) -> bool:
+        """Return whether all others have refused this ring's token for so long that its node makes room.
+
+        A node works for one run at a time. So two runs could wait for each other's nodes, each on one that it has.
+        """
+        return (
+            time.monotonic() >= self._yield_from_s
+            and not self._joins.get(0)
+            and all(
+                isinstance(answer, PeerRefused) and not isinstance(answer, PeerOfOtherVersion)
+                for answer in answers
+            )
+        )
 
     def _decide(self, number: int, member_states: dict[int, MemberState]) -> Generation:
         members = [member for member in self._members if member in member_states]

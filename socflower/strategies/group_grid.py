@@ -323,10 +323,9 @@ class _RingExchange:
         )
         group.grace_until_s = None
         progress.begin_again(group.task.members)
-        progress.event(
-            "member-lost",
-            f"{why} SoCs {', '.join(map(str, gone))}; the others are asked again, led by SoC {leader}",
-        )
+        again = f"{why} SoCs {', '.join(map(str, gone))}; the others" if gone else "all members"
+        kind = "member-lost" if gone else "left-out"
+        progress.event(kind, f"{again} are asked again, led by SoC {leader}")
         self._push(group, {soc: self._message_again(group, soc) for soc in group.task.members})
 
     def _message_again(self, group: _RingGroup, soc: int, *, with_model: bool = True) -> Message:
@@ -493,11 +492,16 @@ class _RingExchange:
             if others and not grace_over:
                 return
             if group.attempt + 1 < _NUM_ATTEMPTS:
-                self._retry(group, progress.without_model, "the model was lost with")
+                survivors = progress.without_model | progress.left_out
+                self._retry(group, survivors, "the model was lost with")
             else:
                 group.failed = True
         elif none_waiting:
-            group.failed = True
+            if progress.left_out and group.attempt + 1 < _NUM_ATTEMPTS:
+                # Their nodes were at work for another run, or those that left them out have died.
+                self._retry(group, progress.left_out, "the ring did not form with")
+            else:
+                group.failed = True
 
 
 def _ring_groups(sent: Iterable[Message]) -> list[_RingGroup]:

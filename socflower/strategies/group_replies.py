@@ -50,6 +50,7 @@ class GroupProgress:
     # Replies by SoC, of members that have a model.
     completed: dict[int, Message] = field(default_factory=dict)
     without_model: set[int] = field(default_factory=set)
+    left_out: set[int] = field(default_factory=set)
     # SoCs that another one's user has freed, so that the interval's work is lost.
     terminated: set[int] = field(default_factory=set)
     model: Message | None = None
@@ -105,6 +106,7 @@ class GroupProgress:
         elif outcome.outcome == NO_MODEL:
             self.without_model.add(soc)
         elif outcome.outcome == LEFT_OUT:
+            self.left_out.add(soc)
             self.event(
                 "left-out",
                 f"SoC {soc} joined too late, or was silent; its ring continued without it",
@@ -124,7 +126,7 @@ class GroupProgress:
         self._tell_losses()
         self.away |= set(self.members) - set(members)
         self.members, self.completed, self.without_model = members, {}, set()
-        self.terminated = set()
+        self.terminated, self.left_out = set(), set()
 
     def accept_model(self, soc: int, reply: Message) -> None:
         """Take a member's reply as the group's, with what its ring has logged."""

@@ -237,6 +237,25 @@ def test_who_listened_and_died_before_it_joined_is_not_waited_for(group: Group) 
     assert the_only({0: joined[0](), 1: joined[1]()}).members == (0, 1)
 
 
+def test_of_two_runs_whose_members_wait_for_each_other_s_nodes_one_makes_room(
+    group: Group,
+) -> None:
+    """Each node works for one run at a time: the first node began with one run, the second with the other."""
+    other, token = Group(), bytes(reversed(TOKEN))
+    other.addresses = group.addresses
+    try:
+        group.open(0, members=(0, 1), rendezvous_s=1e6, reach_s=0.3)
+        other.open(1, members=(0, 1), token=token)
+        waits = other.begin_to_form(1, state())
+        assert isinstance(group.begin_to_form(0, state())(), LeftOut)
+        group.die(0)
+        other.open(0, members=(0, 1), token=token)
+        decision = the_only({0: other.begin_to_form(0, state())(), 1: waits()})
+        assert decision.members == (0, 1)
+    finally:
+        other.close()
+
+
 def test_without_the_member_that_has_the_model_there_is_no_ring(group: Group) -> None:
     group.open(1, 2, rendezvous_s=0.6)
     assert all(

@@ -1,14 +1,30 @@
 """A quorum of groups of real machines: the grid returns without a late group, and has its answer in a later round."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from flwr.app import ConfigRecord, Message, RecordDict
 
+from socflower.errors import NodesLost
 from socflower.hierarchy import Quorum
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.reply_events import ARRIVED, LATE, LATE_DROPPED
+from socflower.strategies.round import new_token
+from socflower.wire.message_keys import (
+    COMPLETED,
+    LEFT_OUT,
+    NO_MODEL,
+    OUTCOME,
+    GroupTask,
+    RingOutcome,
+    RingTask,
+    decode,
+    encode,
+)
 from tests.process_grid import ProcessGrid
 from tests.strategies import ring_app
+from tests.strategies.fake_messages import FakeGrid, answer, model, values
 from tests.strategies.ring_app import mark_of
 
 pytestmark = pytest.mark.timeout(300)
@@ -70,3 +86,81 @@ def test_groups_that_miss_too_many_rounds_are_planned_without(tmp_path: Path) ->
     events = trained(tmp_path, late_rounds=1)
     assert events[:2] == [[(LATE, SLOW)], [(LATE_DROPPED, SLOW)]]
     assert ("replanned", 0) in events[2]
+
+
+class Refusing(FakeGrid):
+    """Two nodes whose ring does not form in the first attempts, since others' work is on them."""
+
+    def __init__(self, num_refusals: int, without_leader: str = LEFT_OUT) -> None:
+        super().__init__((0, 1))
+        self._without_leader = without_leader
+        self.tokens: list[str] = []
+        self._num_refusals = num_refusals
+
+    def send_and_receive(self, messages: Iterable[Message]) -> list[Message]:
+        return [self._reply(message) for message in messages]
+
+    def _reply(self, message: Message) -> Message:
+        ring = decode(RingTask, message.content.config_records["ring"], "ring")
+        if ring.token not in self.tokens:
+            self.tokens.append(ring.token)
+        is_formed, leads = len(self.tokens) > self._num_refusals, ring.participant == ring.leader
+        outcome = RingOutcome(
+            outcome=COMPLETED if is_formed else LEFT_OUT if leads else self._without_leader,
+            members=(0, 1),
+            num_steps=3,
+            answers=is_formed and leads,
+        )
+        assert ("arrays" in message.content) == leads
+        reply = answer(message, 1.0)
+        if not (is_formed and leads):
+            del reply.content["arrays"]
+        reply.content[OUTCOME] = ConfigRecord(encode(outcome))
+        return reply
+
+
+def members() -> list[Message]:
+    """The messages of a ring of two."""
+    task = GroupTask(
+        **dict.fromkeys(("group_id", "first_step", "deal_epoch", "seed"), 0),
+        **dict.fromkeys(("num_steps", "steps_per_epoch", "total_steps"), 3),
+        **{"num_groups": 1, "members": (0, 1), "leader": 0, "partitions": (0, 1)},
+        **{"num_partitions": 2, "capacities": (1.0, 1.0), "batch_size": 16, "num_samples": 48},
+        reshuffle=True,
+    )
+    token = new_token()
+    sent = []
+    for participant in (0, 1):
+        ring = RingTask(
+            participant=participant,
+            leader=0,
+            addresses=("127.0.0.1:1", "127.0.0.1:2"),
+            token=token,
+            transport="grpc",
+            heartbeat_s=5.0,
+            rendezvous_s=60.0,
+        )
+        content = RecordDict(
+            {"group": ConfigRecord(task.encode()), "ring": ConfigRecord(encode(ring))}
+        )
+        if participant == 0:
+            content["arrays"] = model()
+        sent.append(Message(content, participant, "train"))
+    return sent
+
+
+@pytest.mark.parametrize("without_leader", [LEFT_OUT, NO_MODEL])
+@pytest.mark.parametrize("num_refusals", [0, 1, 2])
+def test_a_group_without_a_model_is_asked_again_with_all_who_answered(
+    num_refusals: int, without_leader: str
+) -> None:
+    """As where each of two runs had one of the nodes, so that neither ring could form."""
+    grid = Refusing(num_refusals, without_leader)
+    (reply,) = GroupGrid(grid).send_and_receive(members(), timeout=60.0)
+    assert values(reply.content["arrays"]) == [1.0] * 3
+    assert len(grid.tokens) == 1 + num_refusals
+
+
+def test_a_group_that_never_forms_is_lost() -> None:
+    with pytest.raises(NodesLost):
+        GroupGrid(Refusing(9)).send_and_receive(members(), timeout=60.0)
