@@ -134,13 +134,17 @@ class FolderLock:
                 return
             if time.monotonic() >= end_s:
                 raise ConfigError(f"{busy}; wait until it ends, or name another one")
-            if silence.lasts(_modified(self.path), time.monotonic()):
-                self._end_holder(f"{what}: no sign of life for {lease_s:g} s of", on_wait)
+            sign = _modified(self.path)
+            if silence.lasts(sign, time.monotonic()):
+                self._end_holder(f"{what}: no sign of life for {lease_s:g} s of", sign, on_wait)
                 silence = Silence(math.inf)
 
-    def _end_holder(self, what: str, on_wait: Callable[[str], None]) -> None:
-        """Kill the holder if it is a process of this machine."""
+    def _end_holder(self, what: str, sign: int | None, on_wait: Callable[[str], None]) -> None:
+        """Kill the holder whose last sign is `sign`, if it is a process of this machine."""
         pid = self._holder_pid()
+        if _modified(self.path) != sign:
+            # Another process that waited has ended the holder, and is the holder now.
+            return
         # AttributeError: this system has no descriptors of processes.
         with suppress(OSError, AttributeError):
             # The descriptor stays that of the process which is found to hold the lock.
@@ -163,9 +167,9 @@ class FolderLock:
     def release(self) -> None:
         """Remove the file and release the lock; a second call does nothing."""
         if self._lock.is_locked:
+            self._released.set()
             # Before the release, after which it may belong to another process. A process that opened it before locks
             # a file without a name, which `filelock` notices and tries again.
-            self._released.set()
             self.path.unlink(missing_ok=True)
             self._lock.release()
 
