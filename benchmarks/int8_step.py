@@ -3,11 +3,10 @@
 Torch's step is eager with the channels last (NHWC) and first (NCHW), compiled, and, where the CPU has instructions for
 bf16 and may use them, under autocast.
 
-Our step is from float32 images to new parameters (NITI, SGD for the biases; and the default, real scales with SGD and
-momentum on FP32 masters; other algorithms beside NITI), torch's from zeroed gradients to the end of SGD; all take the
-same batches in turn. Ours is
-timed in its steady state, after the batches in which self-adaptive rescaling searches every exponent, and NITI again
-with a search in every batch.
+Our step is from float32 images to new parameters (NITI, SGD for the biases; the default, real scales with SGD and
+momentum on FP32 masters; the other algorithms beside NITI), torch's from zeroed gradients to the end of SGD; all take
+the same batches in turn. Ours is timed in its steady state, after the batches in which self-adaptive rescaling searches
+every exponent, and NITI again with a search in every batch.
 
 `ok`: the loss fell over those batches, and a few steps of a smaller batch give the same bits as the portable kernels.
 Further rows: peak memory, two threads, and a step in a process that cannot import torch.

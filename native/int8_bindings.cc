@@ -997,7 +997,7 @@ void bound_round_by_channel_at_random(Engine& engine, nb::handle acc_, nb::handl
                              dither);
 }
 
-// A tensor whose groups are the first two of four dimensions.
+// x as round_elements takes it: a group lies along the first two of four dimensions.
 void require_groups(const Array<std::int8_t>& x, int mantissa_bits) {
   if (x.ndim() != 4 || x.shape()[3] % kChannelBlock != 0 || x.size() == 0) {
     refuse("x: need (height, width, images, channels), a multiple of " + std::to_string(kChannelBlock) + " channels");

@@ -269,11 +269,12 @@ MLS_FORMAT = replace(
     forward=replace(REAL_SCALES.forward, mantissa_bits=1),
     backward=replace(REAL_SCALES.backward, mantissa_bits=1),
 )
-"""Zhong et al. 2020, multi-level scaling, with their elements for CIFAR-10; with 4 mantissa bits those for ImageNet.
+"""Zhong et al. 2020, multi-level scaling, with their elements for CIFAR-10.
 
 A group's scale is 1, 1/2, 1/4 or 1/8 of the tensor's, so that int8 holds its product with an element, and int8 products
-are exact. Theirs has 8 exponent bits and a mantissa bit. They round values at random too; gradients have here a power
-of two as the tensor's scale, images and logits stay int8.
+are exact. Their scales of groups have 8 exponent bits and a mantissa bit. With their 4 mantissa bits for ImageNet int8
+has no room for scales of groups. They round values at random too, not to nearest; here a gradient's tensor has a power
+of two as scale, and images and logits stay int8.
 """
 
 HANDED_OUT_GRADIENTS = replace(REAL_SCALES, name="handed-out-gradients", update=OutsideUpdate())
