@@ -360,75 +360,67 @@ void quantise_by_channel(const Path& path, ThreadPool& pool, const float* x, con
 
 namespace {
 
-// What rounding to numbers with mantissa_bits and 2 exponent bits needs, by a group's shift and a magnitude or byte.
-struct Elements {
-  static constexpr int kShifts = 4, kMagnitudes = 128;
-  std::uint8_t shift_of[kMagnitudes];  // of a group's largest magnitude
-  std::uint8_t drop[kShifts][kMagnitudes];
-  std::uint8_t most[kShifts];
-  std::int8_t nearest[kShifts][2 * kMagnitudes];
-
-  explicit Elements(int mantissa_bits) {
-    for (int shift = 0; shift < kShifts; ++shift) {
-      most[shift] = static_cast<std::uint8_t>(std::min(((2 << mantissa_bits) - 1) << (shift + 2), kMagnitudes - 1));
-    }
-    int bits = 0;
-    for (int magnitude = 0; magnitude < kMagnitudes; ++magnitude) {
-      if (magnitude >> bits != 0) ++bits;
-      const int above = std::max(bits - mantissa_bits - 3, 0);
-      shift_of[magnitude] = static_cast<std::uint8_t>(std::min(above, 4 - mantissa_bits));
-      for (int shift = 0; shift < kShifts; ++shift) {
-        const int low = std::max(shift, bits - mantissa_bits - 1);
-        drop[shift][magnitude] = static_cast<std::uint8_t>(low);
-        const int half_to_even = low == 0 ? 0 : (1 << (low - 1)) - 1 + (magnitude >> low & 1);
-        const int rounded = std::min((magnitude + half_to_even) >> low << low, int(most[shift]));
-        nearest[shift][magnitude] = static_cast<std::int8_t>(rounded);
-        nearest[shift][-magnitude & 0xff] = static_cast<std::int8_t>(-rounded);
-      }
-    }
-    // -128 does not occur.
-    for (auto& by_byte : nearest) by_byte[kMagnitudes] = 0;
-  }
-
-  std::int8_t at_random(std::int8_t value, int shift, std::uint32_t number) const {
-    const std::uint32_t magnitude = std::min(std::abs(int(value)), kMagnitudes - 1);
-    const int low = drop[shift][magnitude];
-    const std::uint32_t noise = static_cast<std::uint32_t>(std::uint64_t(number) << low >> 32);
-    const int rounded = std::min((magnitude + noise) >> low << low, std::uint32_t(most[shift]));
-    return static_cast<std::int8_t>(value < 0 ? -rounded : rounded);
-  }
+// Of a group: the bits that every number loses, as a mask, and its largest number.
+struct ElementGrid {
+  std::uint8_t low, most;
 };
+
+// The grids by a group's largest magnitude.
+std::vector<ElementGrid> element_grids(int mantissa_bits) {
+  std::vector<ElementGrid> grids(129);
+  int bits = 0;
+  for (int largest = 0; largest <= 128; ++largest) {
+    if (largest >> bits != 0) ++bits;
+    const int shift = std::min(std::max(bits - mantissa_bits - 3, 0), 4 - mantissa_bits);
+    grids[largest].low = static_cast<std::uint8_t>((1 << shift) - 1);
+    grids[largest].most = static_cast<std::uint8_t>(((2 << mantissa_bits) - 1) << (shift + 2));
+  }
+  return grids;
+}
+
+// The sixteen numbers of `own` next to its values; number: of the first element, or with `nearest` none. Without shifts
+// by lane, so that the compiler vectorises.
+void round_block(std::int8_t* own, const ElementGrid* grids, int mantissa_bits, bool nearest, std::uint32_t number) {
+  for (int c = 0; c < kChannelBlock; ++c) {
+    const int value = own[c], sign = value >> 31, magnitude = (value ^ sign) - sign;
+    // Ones below the leading mantissa_bits + 1 bits: all bits of what is above them, and those below its highest one.
+    int dropped = magnitude >> (mantissa_bits + 1);
+    dropped |= dropped >> 1;
+    dropped |= dropped >> 2;
+    dropped |= dropped >> 4 | grids[c].low;
+    const int odd = ((magnitude & (dropped + 1)) != 0) & dropped & 1;
+    const int leading = static_cast<int>((number + c * kGoldenStep) >> 24);
+    const int added = nearest ? (dropped >> 1) + odd : leading * (dropped + 1) >> 8;
+    const int rounded = std::min((magnitude + added) & ~dropped, int(grids[c].most));
+    own[c] = static_cast<std::int8_t>((rounded ^ sign) - sign);
+  }
+}
 
 }  // namespace
 
 void round_elements(ThreadPool& pool, std::int8_t* x, std::size_t pixels, int images, int cs, int mantissa_bits,
                     const Dither* dither) {
-  const Elements elements(mantissa_bits);
+  const std::vector<ElementGrid> by_largest = element_grids(mantissa_bits);
   const std::size_t lanes = std::size_t(images) * cs;
   over_chunks(pool, lanes, cs, [&](std::size_t from, std::size_t count, int) {
-    std::vector<std::uint8_t> shifts(count, 0);
+    std::vector<std::uint8_t> largest(count, 0);
     for (std::size_t pixel = 0; pixel < pixels; ++pixel) {
       const std::int8_t* own = x + pixel * lanes + from;
       for (std::size_t i = 0; i < count; ++i) {
-        shifts[i] = std::max(shifts[i], static_cast<std::uint8_t>(own[i] < 0 ? -own[i] : own[i]));
+        largest[i] = std::max(largest[i], static_cast<std::uint8_t>(own[i] < 0 ? -own[i] : own[i]));
       }
     }
-    for (std::uint8_t& shift : shifts) shift = elements.shift_of[std::min<int>(shift, Elements::kMagnitudes - 1)];
+    std::vector<ElementGrid> grids(count);
+    for (std::size_t i = 0; i < count; ++i) grids[i] = by_largest[largest[i]];
     for (std::size_t pixel = 0; pixel < pixels; ++pixel) {
-      std::int8_t* own = x + pixel * lanes + from;
-      if (dither == nullptr) {
-        for (std::size_t i = 0; i < count; ++i) {
-          own[i] = elements.nearest[shifts[i]][static_cast<std::uint8_t>(own[i])];
-        }
-        continue;
-      }
       for (std::size_t i = 0; i < count; i += kChannelBlock) {
-        const std::uint32_t index = dither->index_of(pixel * images + (from + i) / cs, cs) + (from + i) % cs;
-        // dither32 of sixteen elements.
-        std::uint32_t number = random32(index, dither->seed);
-        for (std::size_t c = i; c < i + kChannelBlock; ++c, number += kGoldenStep) {
-          own[c] = elements.at_random(own[c], shifts[c], number);
-        }
+        const std::size_t image = (from + i) / cs, channel = (from + i) % cs;
+        // dither32 of sixteen elements begins with a multiple of sixteen.
+        const std::uint32_t number =
+            dither == nullptr
+                ? 0
+                : random32(dither->index_of(pixel * images + image, cs) + std::uint32_t(channel), dither->seed);
+        round_block(x + pixel * lanes + from + i, grids.data() + i, mantissa_bits, dither == nullptr, number);
       }
     }
     return 0u;
