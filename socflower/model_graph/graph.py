@@ -263,7 +263,14 @@ def module_of(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Any]) -
     # torch.fx reads constants from a module; this one is another than the model, to which nothing is added.
     root = nn.Module()
     root.__dict__.update({**model.__dict__, **constants})
-    return fx.GraphModule(root, graph)
+    made = fx.GraphModule(root, graph)
+    # torch.fx makes buffers of its own of them, which would be saved and sent although the model's are not.
+    saved = model.state_dict(keep_vars=True).keys()
+    for name, buffer in [*made.named_buffers(remove_duplicate=False)]:
+        if name not in saved:
+            owner, _, own_name = name.rpartition(".")
+            made.get_submodule(owner).register_buffer(own_name, buffer, persistent=False)
+    return made
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

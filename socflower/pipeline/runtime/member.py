@@ -605,12 +605,10 @@ class StageMember:
 
     def _buffers(self) -> dict[str, Tensor]:
         """Return the stage's persistent buffers on the CPU, by their names in the model."""
-        # The graph's constants are buffers of the stage, and not of the model.
-        constants = self._read.chain.graph.constants
         return {
             name: entry.cpu()
             for name, entry in self.work.module.state_dict(keep_vars=True).items()
-            if not isinstance(entry, nn.Parameter) and name not in constants
+            if not isinstance(entry, nn.Parameter)
         }
 
     def _copy_buffers(self) -> None:
