@@ -64,6 +64,7 @@ FIXED_TIME = {
 """Why a scenario takes the same virtual time whatever the seed. In all others heat, users or links are random."""
 BY_CHOICE = {
     "auto_groups": "time follows the number of groups, which the seed's accuracies choose",
+    "split_calibrated": "time follows K and bits, which the seed's losses choose",
 }
 
 

@@ -68,7 +68,8 @@ def _widths(subject: str, scenario: Scenario, others: Sequence[str]) -> Iterator
         return
     if scenario.split.codec_for == "all":
         return
-    features, gradients = min(scenario.split.bits), scenario.split.gradient_bits
+    widths, gradients = scenario.split.widths(subject)
+    features = min(widths)
     if min(features, gradients) < 32:
         yield (
             f"{subject} sends features in {features} bits and gradients in {gradients}; "

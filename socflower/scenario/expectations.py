@@ -38,6 +38,12 @@ def _over_ours(document: Result, peer: str) -> float | None:
     return next((row["over_ours"] for row in document["peers"] if row["name"] == peer), None)
 
 
+def _calibration_share(result: Result) -> float | None:
+    """Return the part of the time that the trials of a warm-up took, the one that went on included."""
+    warm_up = result["warm_up"]
+    return None if warm_up is None else sum(warm_up["seconds"].values()) / result["virtual_s"]
+
+
 _RUN_QUANTITIES: Mapping[str, Callable[[Result], float | None]] = {
     "accuracy": lambda result: result["final_accuracy"],
     "loss": lambda result: result["rounds"][-1]["loss"],
@@ -52,6 +58,7 @@ _RUN_QUANTITIES: Mapping[str, Callable[[Result], float | None]] = {
         for key in ("mean_staleness", "max_staleness", "staleness_spread")
     },
     "moves": lambda result: _part(result, "split", "num_moves"),
+    "calibration_share": _calibration_share,
     # FedAvg has no plan, and that of a pipeline no groups.
     "contention": lambda result: _part(result, "plan", "contention"),
     "communication_groups": lambda result: _count(result, "communication_groups"),

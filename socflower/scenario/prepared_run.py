@@ -75,6 +75,8 @@ class PreparedRun:
         check_boards(scenario, self.cluster)
         if scenario.is_split:
             _check_shared(scenario, engine)
+            if engine == "deployment":
+                require_given_codec(scenario)
             if trains_here:
                 self._check_split()
         else:
@@ -118,6 +120,9 @@ class PreparedRun:
         """Raise if model, data, cuts and links do not fit together."""
         setting = self.split_setting
         setting.parties()
+        if self.scenario.split.loss_budget:
+            # This refuses a training that is too short.
+            assert setting.trial_plan
         if self.scenario.split.cloud_processors is not None and setting.is_joined:
             why = "parties share the cloud's half; leave it out"
             raise self.scenario.mistake("edgecloud", "cloud_processors", why)
@@ -259,6 +264,13 @@ def _check_streaming(scenario: Scenario, engine: str) -> None:
         if getattr(strategy, key) not in plain:
             why = "in a deployment fragments meet at the hub as they are; leave it out"
             raise scenario.mistake("strategy", key, why)
+
+
+def require_given_codec(scenario: Scenario) -> None:
+    """Raise for K and bits that are to be calibrated, which is for training in virtual time."""
+    for key in scenario.split.calibrated:
+        why = "a cloud on a machine of its own trains with what is given; calibrate with --engine local, and give it"
+        raise scenario.mistake("edgecloud", key, why)
 
 
 def _check_shared(scenario: Scenario, engine: str) -> None:

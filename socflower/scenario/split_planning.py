@@ -35,6 +35,9 @@ def plan_split(scenario: Scenario) -> dict[str, Any]:
             "planned as if the cloud were free; a run shares its "
             f"{counted(scenario.split.cloud_processors, 'processor')}"
         )
+    if scenario.split.calibrated:
+        keys = ", ".join(scenario.split.calibrated)
+        notes.append(f"planned with K = 0 and 32 bits for {keys}, which a run calibrates")
     notes += gpu_notes(priced_processors(scenario), None)
     return {
         "schema": 1,
@@ -98,7 +101,6 @@ def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
 
 def _gains(setting: SplitSetting, costs: SplitCosts, rates: LinkRates) -> dict[str, Any]:
     """Return how much faster each technique makes an epoch: added to JointDNN alone, and as the last one of ours."""
-    settings = setting.scenario.split
     if setting.scenario.strategy.name != "split-replay" or setting.is_joined:
         return {}
     times = ablation(
@@ -106,7 +108,7 @@ def _gains(setting: SplitSetting, costs: SplitCosts, rates: LinkRates) -> dict[s
         rates,
         num_batches=setting.batches_per_epoch,
         window=setting.window(0),
-        bits=settings.bits,
+        bits=setting.widths,
         reverse=setting.is_reverse,
     )
     none, every = frozenset[str](), frozenset(TECHNIQUES)

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,18 @@ from socflower.cluster import Device
 from socflower.cluster.device_catalog import device
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates, constant
 from socflower.edgecloud.plan import baselines
+from socflower.edgecloud.plan.accuracy_budget import (
+    SplitCodec,
+    TrialPlan,
+    plan_trials,
+    worthwhile,
+)
+from socflower.edgecloud.plan.cost_model import predicted_s
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine, WindowSchedule, initial_rates
 from socflower.edgecloud.plan.device_costs import require_edge_memory
 from socflower.edgecloud.plan.party import CloudMode, Party
-from socflower.edgecloud.plan.split_pipeline import moved, round_ends, simulate_split
+from socflower.edgecloud.plan.split_pipeline import Timeline, moved, round_ends, simulate_split
 from socflower.errors import ConfigError
 from socflower.scenario.costs import num_samples, num_training_samples
 from socflower.scenario.schema.file import scenario_cluster
@@ -32,6 +40,12 @@ if TYPE_CHECKING:
     from socflower.scenario.split_models import SplitWorkload
 
 
+_WINDOWS, _WIDTHS = (0, 1, 2, 4, 8), (32, 8, 4)
+"""The K and the bits that a calibration may choose."""
+_PREDICTED_BATCHES = 200
+"""The rest of a longer training is predicted to take as long for each batch."""
+
+
 class SplitSetting:
     """Edges, links, costs and cloud mode of a split scenario, for training, planning and predictions."""
 
@@ -43,6 +57,8 @@ class SplitSetting:
         cloud = device(scenario.split.cloud_device)
         self.costs = tuple(self._edge_costs(edge, cloud) for edge in range(self.num_edges))
         self.total_batches = self.batches_per_epoch * scenario.train.epochs
+        # The batches of a calibration's trial, which is the first round; 0: there is none.
+        self.trial_batches = 0
 
     def _edge_costs(self, edge: int, cloud: Device) -> SplitCosts:
         """Return the costs of an edge by the catalogue, or those of `[edgecloud] costs`, which has the same cuts."""
@@ -134,42 +150,125 @@ class SplitSetting:
         """Return the rates of an edge's own link with an even share of the uplink behind it."""
         return rates.behind(self.uplink.rates(0.0) if self.uplink else None, self.num_edges)
 
-    def spans(self) -> Iterator[tuple[int, int]]:
-        """Yield each round's first batch and number of batches."""
+    def round_ends(self) -> tuple[int, ...]:
+        """Return how many batches are done at the end of each round."""
         ends = round_ends(
             self.scenario.split_round_epochs,
             self.batches_per_epoch,
             self.scenario.train.epochs,
         )
-        for first, end in pairwise((0, *ends)):
+        if not self.trial_batches:
+            return ends
+        return (self.trial_batches, *(end for end in ends if end > self.trial_batches))
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Yield each round's first batch and number of batches."""
+        for first, end in pairwise((0, *self.round_ends())):
             yield first, end - first
 
     def run(self, clock: EventClock) -> None:
         """Let the whole training pass on a clock, without training."""
         parties = self.parties()
         for first, num_batches in self.spans():
-            parties = moved(
-                parties,
-                simulate_split(
-                    parties,
-                    num_batches,
-                    first,
-                    clock=clock,
-                    cluster=self.cluster,
-                    cloud=self.mode,
-                    uplink=self.uplink,
-                    cloud_processors=self.scenario.split.cloud_processors,
-                    reverse=self.is_reverse,
-                ),
+            parties = moved(parties, self._pass(parties, first, num_batches, clock))
+
+    def _pass(
+        self, parties: list[Party], first: int, num_batches: int, clock: EventClock
+    ) -> Timeline:
+        return simulate_split(
+            parties,
+            num_batches,
+            first,
+            clock=clock,
+            cluster=self.cluster,
+            cloud=self.mode,
+            uplink=self.uplink,
+            cloud_processors=self.scenario.split.cloud_processors,
+            reverse=self.is_reverse,
+        )
+
+    def predicted_s(self, num_batches: int, start_s: float = 0.0) -> float:
+        """Return the seconds of the first batches without heat and users, if they begin at `start_s`."""
+        clock = EventClock(self.cluster)
+        nothing = dict.fromkeys(("soc_seconds", "energy_j", "num_bytes"), ())
+        clock.restore({"duration_s": start_s, **nothing})
+        return self._pass(self.parties(), 0, num_batches, clock).duration_s
+
+    def with_codec(self, codec: SplitCodec, trial_batches: int) -> "SplitSetting":
+        """Return the setting with the values of a codec for what is to be calibrated."""
+        split = self.scenario.split
+        values = {
+            "window": ((0.0, float(codec.window)),),
+            "bits": (codec.bits,),
+            "gradient_bits": codec.gradient_bits,
+        }
+        given = {key: values[key] for key in split.calibrated}
+        other = copy(self)
+        # Of the other codec.
+        other.__dict__.pop("_initial_plans", None)
+        other.trial_batches = trial_batches
+        other.scenario = self.scenario.replaced(edgecloud=split.replaced(**given, loss_budget=None))
+        other.costs = tuple(
+            replace(costs, gradient_bits=codec.gradient_bits) for costs in self.costs
+        )
+        return other
+
+    @cached_property
+    def trial_plan(self) -> TrialPlan:
+        """The trials by which K and bits are calibrated; `InfeasiblePlan` if the training is too short for them."""
+        codecs = tuple(self._codecs())
+        if not self.scenario.split.loss_budget:
+            return TrialPlan(codecs=codecs[:1], num_batches=0, run_s={}, share=0.0)
+        settings = {codec: self.with_codec(codec, 0) for codec in codecs}
+        # A formula for what each codec gains, since the pipeline takes long to simulate.
+        formula = {codec: setting._formula_s() for codec, setting in settings.items()}
+        batches = min(self.total_batches, _PREDICTED_BATCHES)
+        run_s = {
+            codec: settings[codec].predicted_s(batches) * self.total_batches / batches
+            for codec in worthwhile(formula)
+        }
+        return plan_trials(
+            run_s, lambda codec, length: settings[codec].predicted_s(length), self.total_batches
+        )
+
+    def _codecs(self) -> Iterator[SplitCodec]:
+        """Yield the codecs that a calibration may choose, the most exact one first; what is given has one value."""
+        split, name = self.scenario.split, self.scenario.strategy.name
+        widths, gradient_bits = split.widths(name)
+        windows: tuple[int, ...] = (max(limit for _, limit in self.schedule.steps),)
+        if "window" in split.calibrated and not self.is_sequential:
+            windows = _WINDOWS
+        for window, bits, back in product(
+            windows,
+            _WIDTHS if "bits" in split.calibrated else (min(widths),),
+            _WIDTHS if "gradient_bits" in split.calibrated else (gradient_bits,),
+        ):
+            yield SplitCodec(window=window, bits=bits, gradient_bits=back)
+
+    def _formula_s(self) -> float:
+        """Return the seconds of the training by F26, on mean rates."""
+        return max(
+            predicted_s(
+                party.costs,
+                party.split_plan,
+                self.planned_rates(party.bandwidth_profile.mean_rates()),
+                self.total_batches,
+                reverse=self.is_reverse,
             )
+            for party in self.parties()
+        )
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The bits of features among which an edge may choose."""
+        return self.scenario.split.widths(self.scenario.strategy.name)[0]
 
     def decision_engine(self, edge: int) -> DecisionEngine | None:
         """Return the engine that may move an edge's cut on a real link; within a round it always keeps a cloud half."""
-        settings = self.scenario.split
         return (
             DecisionEngine(
                 self.costs[edge],
-                settings.bits,
+                self.widths,
                 num_batches=self.total_batches,
                 reverse=self.is_reverse,
             )
@@ -238,7 +337,7 @@ class SplitSetting:
         settings = self.scenario.split
         return DecisionEngine(
             self.costs[edge],
-            settings.bits,
+            self.widths,
             allow_edge_only=settings.allow_edge_only,
             num_batches=self.total_batches,
             reverse=self.is_reverse,
@@ -254,9 +353,8 @@ class SplitSetting:
         # A run begins with the link's first rates, before anything is measured.
         best = engine.best(first, window)
         # There is one cut, and no edge can train alone.
-        widths, _ = self.scenario.split.widths(name)
         if self.is_joined:
-            bits = min(widths) if name in baselines.BASELINES else best.bits
+            bits = min(self.widths) if name in baselines.BASELINES else best.bits
             return SplitPlan(cut=0, bits=bits, window=window)
         cut = self._configured_cut(costs)
         if name in baselines.BASELINES:
@@ -268,7 +366,7 @@ class SplitSetting:
                 window=window,
                 cut=cut,
                 allow_edge_only=self.scenario.split.allow_edge_only,
-                bits=widths,
+                bits=self.widths,
                 reverse=self.is_reverse,
             )
         if cut is None:
@@ -276,7 +374,7 @@ class SplitSetting:
         # With a single cut left, the engine only chooses the width of features.
         given = DecisionEngine(
             replace(costs, cuts=costs.cuts[cut : cut + 1]),
-            self.scenario.split.bits,
+            self.widths,
             reverse=self.is_reverse,
         ).best(first, window)
         return SplitPlan(cut=cut, bits=given.bits, window=window)

@@ -49,6 +49,8 @@ class SplitReplay(RoundStrategy[SplitRound, SettledSplit]):
         Of the same cluster; each round is simulated on it. Default: the grid's, else one of its own.
     cloud : CloudSessions, optional
         The cloud, on real machines.
+    trial : str
+        If several strategies train the first batches on the same nodes and one of them continues, a name for each.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class SplitReplay(RoundStrategy[SplitRound, SettledSplit]):
         tolerate_client_errors: bool = False,
         uplink: BandwidthProfile | None = None,
         cloud_processors: int | None = None,
+        trial: str = "",
     ) -> None:
         super().__init__(
             SplitMethod(
@@ -87,6 +90,7 @@ class SplitReplay(RoundStrategy[SplitRound, SettledSplit]):
                 tolerate_client_errors=tolerate_client_errors,
                 uplink=uplink,
                 cloud_processors=cloud_processors,
+                trial=trial,
             )
         )
 

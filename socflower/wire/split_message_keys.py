@@ -63,6 +63,8 @@ class SplitTask(Record):
     fingerprint: str = ""
     # Digest of the server's frozen parameters, which are not sent.
     frozen_sha256: str = ""
+    # Of a training that is one of several trials: its name. Halves are kept by it, so that any trial can go on.
+    trial: str = ""
 
     def check(self) -> None:
         """Raise `ConfigError` for parties without their values and for batches beyond the training."""

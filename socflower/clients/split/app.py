@@ -21,7 +21,7 @@ from socflower.clients.split.in_process import (
     train_in_process,
 )
 from socflower.clients.split.remote_cloud import CloudLink, train_with_cloud
-from socflower.clients.split.saved_halves import SplitState
+from socflower.clients.split.saved_halves import SplitState, state_owner
 from socflower.edgecloud.split_program import SplitProgram
 from socflower.errors import ConfigError
 from socflower.model_graph.torch_device import device_label, resolve_device
@@ -129,7 +129,7 @@ class _SplitClient:
         sent = message.content.array_records[ARRAYS]
         arrays = {name: array.numpy() for name, array in sent.items()}
         folder = None if self.state_folder is None else self.state_folder(context)
-        state = SplitState(task, context, state_files(message, folder, "edge"))
+        state = SplitState(task, context, state_files(message, folder, state_owner(task.trial)))
         settings = self.settings_fn(context)
         data = [self.data_fn(context, party, task.num_parties) for party in task.parties]
         if task.address:

@@ -15,6 +15,15 @@ _RECORD = "socflower-split-state"
 _HALVES = StateKind(name="saved half of a split", schema=2, remedy="start a new training (--fresh)")
 
 
+def state_owner(trial: str) -> str:
+    """Return the owner of the files of an edge's halves, by the trial that they belong to, if any."""
+    return _of_trial("edge", trial)
+
+
+def _of_trial(name: str, trial: str) -> str:
+    return f"{name}-{trial}" if trial else name
+
+
 @dataclass(frozen=True)
 class SplitState:
     """The saved halves of one client's part of a training, identified by the next batch and the cuts.
@@ -35,8 +44,9 @@ class SplitState:
             if self.files is not None:
                 self.files.delete(self.task.parties[0])
             return None
+        self._remove_other_trials()
         begin = self._position(self.task.first_batch)
-        kept = self.context.state.config_records.get(_RECORD)
+        kept = self.context.state.config_records.get(self._record)
         if kept and kept["position"] == list(begin):
             return (
                 cast(list[bytes], kept["halves"])
@@ -59,7 +69,7 @@ class SplitState:
             self._position(self.task.first_batch + self.task.num_batches),
             self._cuts(cuts),
         )
-        self.context.state[_RECORD] = ConfigRecord(
+        self.context.state[self._record] = ConfigRecord(
             {"halves": list(halves), "cuts": place, "position": list(position)}
         )
         if self.files is not None:
@@ -68,6 +78,23 @@ class SplitState:
                 {"cuts": place, "half_bytes": [len(half) for half in halves]},
                 halves,
             )
+
+    @property
+    def _record(self) -> str:
+        return _of_trial(_RECORD, self.task.trial)
+
+    def _remove_other_trials(self) -> None:
+        """Remove what other trials saved: the training goes on from one of them."""
+        if not self.task.trial:
+            return
+        for key in [each for each in self.context.state if each.startswith(f"{_RECORD}-")]:
+            if key != self._record:
+                del self.context.state[key]
+        if self.files is not None:
+            party = self.task.parties[0]
+            for path in self.files.folder.glob(f"{state_owner('*')}-{party}-of-*.state"):
+                if not path.name.startswith(f"{self.files.owner}-"):
+                    path.unlink(missing_ok=True)
 
     def _cuts(self, cuts: Sequence[int]) -> list[int]:
         """Return the cuts, and whether the other half is in a cloud."""

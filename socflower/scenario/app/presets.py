@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +25,7 @@ from socflower.hierarchy import default_candidates
 from socflower.hierarchy.exchange.collective_tasks import BUCKETS
 from socflower.pipeline.runtime.payloads import ActivationCoding
 from socflower.scenario.app.round_record import RoundRecord, round_end_of
+from socflower.scenario.app.split_calibration import calibrated_split, undisturbed_s
 from socflower.scenario.app.split_result import split_document
 from socflower.scenario.arithmetic import training_data
 from socflower.scenario.costs import model_profile, num_training_samples, pricing
@@ -316,10 +318,27 @@ def _local(parts: RunParts) -> Preset:
 
 # ------------------------------------------------------------------------------------------------- split training
 def _split(parts: RunParts) -> Preset:
-    """Return training between edges and a cloud."""
-    scenario, setting = parts.scenario, parts.run.split_setting
-    program = setting.workload.program
-    strategy = SplitReplay(
+    """Return training between edges and a cloud, after a calibration of what is "auto"."""
+    found = calibrated_split(parts, partial(_split_strategy, parts))
+    setting = found.setting
+    start = setting.parties()
+    calibration = parts.record.warm_up
+    return Preset(
+        strategy=found.strategy,
+        grid=parts.grid,
+        arrays=found.arrays,
+        undisturbed_s=None
+        if calibration is None or not parts.has_heat
+        else undisturbed_s(setting, calibration),
+        summary=lambda rounds, now_s: {
+            "split": split_document(start, setting.links[0], setting.mode, rounds, now_s)
+        },
+    )
+
+
+def _split_strategy(parts: RunParts, setting: SplitSetting, trial: str) -> SplitReplay:
+    scenario, program = setting.scenario, setting.workload.program
+    return SplitReplay(
         cluster=setting.cluster,
         parties=setting.parties(),
         edge_names=program.edge_names,
@@ -329,20 +348,13 @@ def _split(parts: RunParts) -> Preset:
         clock=parts.clock,
         cloud=cloud_of(parts.folder, setting),
         reverse=program.is_reverse,
-        round_epochs=scenario.split_round_epochs,
+        round_epochs=[end / setting.batches_per_epoch for end in setting.round_ends()],
         seed=scenario.seed,
         uplink=setting.uplink,
         cloud_processors=scenario.split.cloud_processors,
         fingerprint=program.fingerprint(),
         tolerate_client_errors=scenario.strategy.tolerate_client_errors,
-    )
-    start = strategy.parties
-    return Preset(
-        strategy=strategy,
-        grid=parts.grid,
-        summary=lambda rounds, now_s: {
-            "split": split_document(start, setting.links[0], setting.mode, rounds, now_s)
-        },
+        trial=trial,
     )
 
 

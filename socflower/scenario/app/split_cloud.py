@@ -22,6 +22,7 @@ from socflower.errors import ConfigError
 from socflower.model_graph.torch_device import resolve_device
 from socflower.quantities import human_bytes
 from socflower.scenario.app.split_client import split_settings
+from socflower.scenario.prepared_run import require_given_codec
 from socflower.scenario.schema.file import apply_override, from_document, load_scenario
 from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.split_setting import SplitSetting
@@ -209,6 +210,7 @@ def _scenario(path: Path, overrides: Sequence[str]) -> Scenario:
             f"{path}: [strategy] name = {scenario.strategy.name!r} has no cloud; use one of the split "
             "strategies"
         )
+    require_given_codec(scenario)
     return scenario
 
 

@@ -364,6 +364,9 @@ def _rules_of_clouds(file: "ScenarioFile") -> Iterator[Rule]:
     for event in file.events:
         why = f"{_name(file)} knows 'preempt' only; a link's outages are [edgecloud] segments"
         yield event.kind != "preempt", f"[[event]] kind = {event.kind!r}", why
+    for key in split.calibrated:
+        why = "a calibration needs all edges, and its trials are no rounds; leave [[event]] out, or give a value"
+        yield file.events, file.at("edgecloud", key), why
     yield (
         file.precision.held_out and arithmetic != "mixed",
         file.at("precision", "held_out"),

@@ -28,6 +28,10 @@ CLICKS = "clicks"
 _MAX_BATCHES = 10_000
 
 Rate = Annotated[float, Field(gt=0)]
+Auto = Annotated[str, OneOf(("auto",))]
+_Width = Annotated[int, OneOf(BITS)]
+_BY_CALIBRATION = "[calibrates](guides/split-training.md#k-and-bits-by-calibration) it"
+_CALIBRATED = ("window", "bits", "gradient_bits")
 
 
 class EdgeCloudConfig(Table):
@@ -84,18 +88,25 @@ class EdgeCloudConfig(Table):
     allow_edge_only: bool = Field(
         False, description="whether the engine may take the cloud out of it"
     )
-    window: Pairs = Field(
+    window: Annotated[Pairs, Field(min_length=1)] | Auto = Field(
         ((0.0, 5.0),),
-        min_length=1,
         description=(
-            "[part of training, K]: from which part of all batches on gradients may be how stale"
+            "[part of training, K]: from which part of all batches on gradients may be how stale; "
+            f'"auto" {_BY_CALIBRATION}'
         ),
     )
-    bits: tuple[Annotated[int, OneOf(BITS)], ...] = Field(
-        (8,), min_length=1, description=("widths of features that the engine chooses among")
+    bits: Annotated[tuple[_Width, ...], Field(min_length=1)] | Auto = Field(
+        (8,),
+        description=f'widths of features that the engine chooses among; "auto" {_BY_CALIBRATION}',
     )
-    gradient_bits: Annotated[int, OneOf(BITS)] = Field(
-        32, description=("width of gradients on their way back")
+    gradient_bits: _Width | Auto = Field(
+        32, description=f'width of gradients on their way back; "auto" {_BY_CALIBRATION}'
+    )
+    loss_budget: float | None = Field(
+        None,
+        ge=0,
+        description="of `auto`, which needs it: how much more loss on the test set than with K = 0 and 32 bits is "
+        "accepted at the end of the calibration, as a part of it; with 0 there is no calibration",
     )
     codec_for: Annotated[str, OneOf(("all", "ours"))] = Field(
         "all",
@@ -144,15 +155,47 @@ class EdgeCloudConfig(Table):
             if is_set(self, key) and not read:
                 raise ConfigError(f"{shown(self, key)}: the link does not read it; leave it out")
         require_reader(self, "cloud_model", {"cloud_processors": ("own",)})
+        self._check_calibration()
         self.window_schedule()
+
+    def _check_calibration(self) -> None:
+        """Refuse a calibration without its budget, a budget without calibration, and what is not calibrated."""
+        if self.calibrated:
+            at = " and ".join(shown(self, key) for key in self.calibrated)
+            if self.loss_budget is None:
+                raise ConfigError(f"{at}: needs loss_budget, such as 0.05")
+            for key, why in (
+                ("delta", "remembers features for longer than a calibration"),
+                ("codec_for", "gives the other strategies no bits to calibrate"),
+            ):
+                if is_set(self, key):
+                    raise ConfigError(f"{shown(self, key)} {why}; leave it out, or give {at}")
+        elif self.loss_budget is not None:
+            keys = ", ".join(_CALIBRATED)
+            raise ConfigError(
+                f'{shown(self, "loss_budget")} is for {keys} = "auto"; set one of them, or leave it out'
+            )
+
+    @property
+    def calibrated(self) -> tuple[str, ...]:
+        """The keys whose values are chosen by a calibration at the start of the training."""
+        return tuple(key for key in _CALIBRATED if getattr(self, key) == "auto")
 
     def is_coded(self, strategy: str) -> bool:
         """Return whether a strategy sends features and gradients in the given bits."""
         return strategy == SPLIT_STRATEGIES[0] or self.codec_for == "all"
 
     def widths(self, strategy: str) -> tuple[tuple[int, ...], int]:
-        """Return the bits of a strategy's features, among which it chooses, and those of its gradients."""
-        return (self.bits, self.gradient_bits) if self.is_coded(strategy) else ((32,), 32)
+        """Return the bits of a strategy's features, among which it chooses, and those of its gradients.
+
+        What is to be calibrated has 32 bits until then.
+        """
+        if not self.is_coded(strategy):
+            return (32,), 32
+        return (
+            (32,) if isinstance(self.bits, str) else self.bits,
+            32 if isinstance(self.gradient_bits, str) else self.gradient_bits,
+        )
 
     @property
     def link_names(self) -> tuple[str, ...]:
@@ -160,7 +203,12 @@ class EdgeCloudConfig(Table):
         return self.link if isinstance(self.link, tuple) else (self.link,)
 
     def window_schedule(self) -> WindowSchedule:
-        """Return how stale gradients may be, by the part of the training; `ConfigError` if the parts do not rise."""
+        """Return how stale gradients may be, by the part of the training; `ConfigError` if the parts do not rise.
+
+        What is to be calibrated is 0 until then.
+        """
+        if isinstance(self.window, str):
+            return WindowSchedule(steps=((0.0, 0),))
         if any(limit > _MAX_BATCHES or limit != int(limit) for _, limit in self.window):
             raise ConfigError(
                 f"{shown(self, 'window')}: each K is a whole number, at most {_MAX_BATCHES}"

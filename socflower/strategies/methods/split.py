@@ -122,6 +122,7 @@ class SplitMethod(Method[SplitRound, SettledSplit]):
         tolerate_client_errors: bool = False,
         uplink: BandwidthProfile | None = None,
         cloud_processors: int | None = None,
+        trial: str = "",
     ) -> None:
         if not 1 <= len(parties) <= cluster.num_socs:
             raise ConfigError(
@@ -138,7 +139,7 @@ class SplitMethod(Method[SplitRound, SettledSplit]):
         self._round_ends = round_ends(round_epochs, batches_per_epoch, num_epochs)
         self._clock, self._cloud = clock, cloud
         self._uplink, self._cloud_processors = uplink, cloud_processors
-        self._tolerates = tolerate_client_errors
+        self._tolerates, self._trial = tolerate_client_errors, trial
         self._registry = NodeRegistry(cluster, range(len(parties)))
         self._left_out: frozenset[int] = frozenset()
 
@@ -278,6 +279,7 @@ class SplitMethod(Method[SplitRound, SettledSplit]):
             actions=actions,
             fingerprint=self._fingerprint,
             frozen_sha256=this.frozen_sha256,
+            trial=self._trial,
         )
 
     def _open_session(
