@@ -20,8 +20,14 @@ cmake --build build/arm --target kernel_test --parallel "$(nproc)"
 root=$($compiler -print-sysroot)
 if [ ! -e "$root/lib/ld-linux-aarch64.so.1" ]; then root=/usr/aarch64-linux-gnu; fi
 
-echo "== every path, on a processor that has all extensions"
-$emulator -cpu max -L "$root" build/arm/kernel_test
-echo "== the best path of processors that lack some"
-$emulator -cpu cortex-a76 -L "$root" build/arm/kernel_test neon-sdot
-$emulator -cpu cortex-a53 -L "$root" build/arm/kernel_test neon
+# Every path on a processor that has all extensions, then the best one of those that lack some; one beside the other.
+paths=$($emulator -cpu max -L "$root" build/arm/kernel_test --paths)
+export emulator root
+{
+  for path in $paths; do echo "max $path"; done
+  echo "cortex-a76 neon-sdot"
+  echo "cortex-a53 neon"
+} | xargs -L 1 -P "$(nproc)" sh -c '
+  found=$($emulator -cpu "$0" -L "$root" build/arm/kernel_test "$1") && status=0 || status=$?
+  echo "$0: $found"
+  exit $status'
