@@ -120,9 +120,7 @@ class PreparedRun:
         """Raise if model, data, cuts and links do not fit together."""
         setting = self.split_setting
         setting.parties()
-        if self.scenario.split.loss_budget:
-            # This refuses a training that is too short.
-            assert setting.trial_plan
+        setting.require_long_enough()
         if self.scenario.split.cloud_processors is not None and setting.is_joined:
             why = "parties share the cloud's half; leave it out"
             raise self.scenario.mistake("edgecloud", "cloud_processors", why)

@@ -231,6 +231,11 @@ class SplitSetting:
             run_s, lambda codec, length: settings[codec].predicted_s(length), self.total_batches
         )
 
+    def require_long_enough(self) -> None:
+        """Raise `InfeasiblePlan` if the training is too short for the trials that its loss budget asks for."""
+        if self.scenario.split.loss_budget:
+            _ = self.trial_plan
+
     def _codecs(self) -> Iterator[SplitCodec]:
         """Yield the codecs that a calibration may choose, the most exact one first; what is given has one value."""
         split, name = self.scenario.split, self.scenario.strategy.name
