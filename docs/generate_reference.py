@@ -9,6 +9,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -374,8 +375,13 @@ def results_table(spec: dict[str, Any]) -> str:
     ]
     if "columns" in spec:
         return table([head for head, _ in spec["columns"]], plain_rows(rows, spec))
+    if spec.get("quickest_peer"):
+        rows = sorted(rows, key=lambda row: row["peer_value"] or 0.0)
+        found = partial(find, first=True)
+    else:
+        found = partial(find, first=False)
     chosen = [
-        (wanted[0], mean([find(rows, *variant) for variant in variants(wanted[1:], rows, spec)]))
+        (wanted[0], mean([found(rows, *variant) for variant in variants(wanted[1:], rows, spec)]))
         for wanted in spec["rows"]
     ]
     return table(
@@ -457,8 +463,10 @@ def variants(
     return [[wanted[0].replace(f"{word} 0", f"{word} {value}"), *wanted[1:]] for value in values]
 
 
-def find(rows: list[dict[str, Any]], case: str, peer: str = "", unit: str = "") -> dict[str, Any]:
-    """Return the only row of this case and peer; equal ones precede those that begin with the text."""
+def find(
+    rows: list[dict[str, Any]], case: str, peer: str = "", unit: str = "", *, first: bool
+) -> dict[str, Any]:
+    """Return the only row of this case and peer, or the `first`; equal ones precede those that begin with the text."""
     fitting = [
         row
         for row in rows
@@ -468,7 +476,7 @@ def find(rows: list[dict[str, Any]], case: str, peer: str = "", unit: str = "") 
     ]
     for key, text in (("case", case), ("peer", peer)):
         fitting = [row for row in fitting if row[key] == text] or fitting
-    if len(fitting) != 1:
+    if not fitting or (len(fitting) > 1 and not first):
         raise SystemExit(
             f"tables.toml: {len(fitting)} rows begin with {case!r}, {peer!r}, {unit!r}"
         )
