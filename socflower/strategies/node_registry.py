@@ -19,12 +19,12 @@ from socflower.wire.message_keys import (
     ASK_STATUS,
     ASKED_SOC,
     CONFIG,
+    MESSAGE_VERSION,
     PRICED,
     QUERY_ACTION,
     SERVER_ROUND,
     STATUS,
     NodeStatus,
-    decode,
 )
 
 QUERY_TYPE = f"{MessageType.QUERY}.{QUERY_ACTION}"
@@ -298,7 +298,7 @@ class NodeRegistry:
     def _on_reply(self, reply: Message, grid: Grid) -> list[int]:
         if not reply.has_content() or STATUS not in reply.content.config_records:
             return []
-        status = decode(NodeStatus, reply.content.config_records[STATUS], "status")
+        status = NodeStatus.decode(reply.content.config_records[STATUS])
         node = reply.metadata.src_node_id
         soc = next((soc for soc, known in self._node_of.items() if known == node), None)
         is_new = soc is None
@@ -414,9 +414,7 @@ class NodeRegistry:
                 # Not by its source: the error reply for a node that is gone is the SuperLink's.
                 node = waiting.pop(reply.metadata.reply_to_message_id)
                 if reply.has_content() and STATUS in reply.content.config_records:
-                    answers.statuses[node] = decode(
-                        NodeStatus, reply.content.config_records[STATUS], "status"
-                    )
+                    answers.statuses[node] = NodeStatus.decode(reply.content.config_records[STATUS])
                     if 2 * len(answers.statuses) >= len(nodes):
                         answers.limit_s = min(
                             limit_s, max(_REST_FACTOR * waited_s, waited_s + _REST_LEAST_S)
@@ -489,7 +487,9 @@ def _refuse_without_groups(reply: Message) -> None:
 
 
 def _other_version(status: NodeStatus) -> str:
-    """Return which version of the peers' protocol a node has, and which is needed; empty if it is the same."""
+    """Return which version a node has, of messages or the peers' protocol, and which is needed; empty if the same."""
+    if status.messages != MESSAGE_VERSION:
+        return f"has version {status.messages} of our messages, and here is {MESSAGE_VERSION}"
     # Older nodes do not tell, and their peers refuse them.
     if status.protocol in (0, PROTOCOL_VERSION):
         return ""

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import Field
 
+from socflower import __version__
 from socflower.errors import ConfigError
 from socflower.field_rules import OneOf, checked
 
@@ -13,6 +14,9 @@ _Values = TypeVar("_Values")
 _EMPTY: tuple[Any, ...] = ((), "", b"")
 # A resident client gets its message within the 3 s in which Flower's nodes ask for one, and then opens its port.
 _REACH_S = 10.0
+
+MESSAGE_VERSION = 1
+"""The version of the records in this module and in `split_message_keys`; a change of their keys raises it."""
 
 ARRAYS = "arrays"
 CONFIG = "config"
@@ -155,8 +159,8 @@ def decode(kind: type[_Values], record: Mapping[str, Any], name: str) -> _Values
     unknown = values.keys() - known
     if missing or unknown:
         raise ConfigError(
-            f"{name} record: missing {sorted(missing)}, unknown {sorted(unknown)}; server and client "
-            "run different versions of socflower"
+            f"{name} record: missing {sorted(missing)}, unknown {sorted(unknown)}; here are messages of version "
+            f"{MESSAGE_VERSION}, of socflower {__version__}; install the same on server and nodes"
         )
     try:
         return kind(**values)
@@ -373,7 +377,7 @@ class PipelineTask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeStatus:
-    """A node's report of its status."""
+    """A node's report of its status; nodes of other versions are told by it."""
 
     # host:port of its ring port; empty if it has none, as in simulation.
     ring: str = ""
@@ -386,8 +390,17 @@ class NodeStatus:
     preempted: bool = False
     # The version of the protocol of rings; 0 without a ring.
     protocol: int = 0
+    # Of the records in Flower's messages; 0: older than the first that has a number.
+    messages: int = MESSAGE_VERSION
     # Whether its client's process stays between messages, and so opens its port as soon as a message comes.
     resident: bool = False
+
+    @classmethod
+    def decode(cls, record: Mapping[str, Any]) -> Self:
+        """Return the status of a record, also of another version: missing and unknown keys say nothing."""
+        names = {entry.name.replace("_", "-") for entry in fields(cls)}
+        known = {key: value for key, value in record.items() if key in names}
+        return decode(cls, {**encode(cls()), "messages": 0, **known}, "status")
 
 
 COMPLETED, NO_MODEL, LEFT_OUT = "completed", "no-model", "left-out"

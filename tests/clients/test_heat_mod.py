@@ -613,7 +613,7 @@ def test_a_device_that_may_not_train_says_so_when_asked(
     reply = make_app(mods=[mod_of(at(now_c, **values))])(
         message("query.socflower", **{ASK: ASK_STATUS}), node()
     )
-    assert decode(NodeStatus, reply.content.config_records[STATUS], "status").preempted is preempted
+    assert NodeStatus.decode(reply.content.config_records[STATUS]).preempted is preempted
 
 
 def test_in_a_group_in_one_process_its_own_soc_leaves_and_nothing_is_held() -> None:

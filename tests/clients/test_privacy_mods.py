@@ -154,7 +154,7 @@ def test_questions_pass_by_mods_for_training() -> None:
     context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
     question = Message(RecordDict({CONFIG: ConfigRecord({ASK: ASK_STATUS})}), 1, "query.socflower")
     reply = app(question, context)
-    assert decode(NodeStatus, reply.content.config_records[STATUS], "status") == NodeStatus()
+    assert NodeStatus.decode(reply.content.config_records[STATUS]) == NodeStatus()
 
 
 def test_a_group_that_has_left_is_no_fault_of_the_mod() -> None:

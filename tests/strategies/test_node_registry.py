@@ -18,8 +18,8 @@ from socflower.peers.transports.port import PROTOCOL_VERSION
 from socflower.strategies import node_registry, round_planner
 from socflower.strategies.node_registry import QUERY_TYPE, NodeRegistry
 from socflower.strategies.round_planner import RoundPlanner
-from socflower.wire.message_keys import STATUS, NodeStatus, encode
-from tests.one_line import refused
+from socflower.wire.message_keys import MESSAGE_VERSION, STATUS, NodeStatus, encode
+from tests.one_line import one_line, refused
 
 CLUSTER = parse_cluster({"boards": [2, 3]})
 SOCS = range(5)
@@ -503,6 +503,14 @@ def test_a_rack_is_upgraded_node_by_node(
 def test_a_server_app_that_no_node_fits_is_refused_with_both_versions() -> None:
     told = [replace(place, protocol=PROTOCOL_VERSION + 1) for place in PLACES]
     refused(lambda: registry_of(told), f"version {PROTOCOL_VERSION + 1}", PROTOCOL_VERSION)
+
+
+@pytest.mark.parametrize("messages", [0, MESSAGE_VERSION + 1])
+def test_a_node_of_other_messages_is_left_out_with_both_versions(messages: int) -> None:
+    told = [replace(place, messages=MESSAGE_VERSION) for place in PLACES]
+    registry, _ = registry_of([*told[:-1], replace(told[-1], messages=messages)])
+    one_line(registry.left_out, f"version {messages}", f"here is {MESSAGE_VERSION}")
+    assert len(registry.away) == 1
 
 
 def test_a_node_that_flaps_is_asked_but_not_planned_with_for_a_growing_time() -> None:
