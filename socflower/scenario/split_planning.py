@@ -10,7 +10,7 @@ from socflower.edgecloud.plan.cost_model import period_s, training_s
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.device_costs import training_energy_j
 from socflower.edgecloud.plan.party import Party
-from socflower.edgecloud.plan.phases import phases, window_limit
+from socflower.edgecloud.plan.phases import Phases, phases, window_limit
 from socflower.quantities import counted
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
 from socflower.scenario.schema.scenario_file import Scenario
@@ -28,6 +28,8 @@ def plan_split(scenario: Scenario) -> dict[str, Any]:
     notes = ["planned on each link's mean rates; a run follows the link as it changes"]
     if scenario.strategy.name == "split-replay" and scenario.split.adapt and setting.num_edges == 1:
         notes.append("the cut moves with the link (adapt = false keeps it)")
+    if setting.schedule.grouped:
+        notes.append("batches go in groups of K + 1, each of which waits for the one before")
     if scenario.split.shared_bytes_per_s is not None:
         notes.append("each edge is planned with an even share of the uplink")
     if scenario.split.cloud_processors is not None:
@@ -55,10 +57,14 @@ def plan_split(scenario: Scenario) -> dict[str, Any]:
 def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
     costs, rates = party.costs, setting.planned_rates(party.bandwidth_profile.mean_rates())
     device, reverse = setting.cluster.device_of(edge), setting.is_reverse
-    chosen = replace(party.split_plan, window=party.limit(0))
+    chosen = replace(party.split_plan, window=party.k(0))
+
+    def mean_s(served: Phases, split_plan: SplitPlan) -> float:
+        limit = window_limit(costs, split_plan)
+        return period_s(served, limit, grouped=split_plan.grouped)
 
     def row(index: int) -> dict[str, Any]:
-        split_plan = SplitPlan(cut=index, bits=chosen.bits, window=chosen.window)
+        split_plan = replace(chosen, cut=index)
         served = phases(costs, split_plan, rates, reverse=reverse)
         return {
             "name": costs.cuts[index].name,
@@ -67,13 +73,13 @@ def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
             "up_s": _finite(served.up_s),
             "cloud_s": served.cloud_s,
             "down_s": _finite(served.down_s),
-            "batch_s": _finite(period_s(served, window_limit(costs, split_plan))),
+            "batch_s": _finite(mean_s(served, split_plan)),
             "edge_memory_bytes": costs.cuts[index].edge_memory_bytes,
         }
 
     served, limit = phases(costs, chosen, rates, reverse=reverse), window_limit(costs, chosen)
     batches = setting.batches_per_epoch
-    epoch_s = training_s(served, batches, limit)
+    epoch_s = training_s(served, batches, limit, grouped=chosen.grouped)
     return {
         "device": device.name,
         "link": {
@@ -91,10 +97,16 @@ def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
         "cuts": [row(index) for index in range(len(costs.cuts))],
         "gains": _gains(setting, costs, rates),
         "edge_only_s": costs.edge_only_s,
-        "batch_s": _finite(period_s(served, limit)),
+        "batch_s": _finite(mean_s(served, chosen)),
         "epoch_s": _finite(epoch_s),
         "epoch_energy_j": training_energy_j(
-            device, served, batches, limit, costs.edge_processor, costs.edge_beside
+            device,
+            served,
+            batches,
+            limit,
+            costs.edge_processor,
+            costs.edge_beside,
+            grouped=chosen.grouped,
         ),
     }
 
@@ -108,6 +120,7 @@ def _gains(setting: SplitSetting, costs: SplitCosts, rates: LinkRates) -> dict[s
         rates,
         num_batches=setting.batches_per_epoch,
         window=setting.window(0),
+        grouped=setting.schedule.grouped,
         bits=setting.widths,
         reverse=setting.is_reverse,
     )

@@ -130,6 +130,10 @@ class SplitSetting:
         """Return K for a batch."""
         return self.schedule.window(batch, self.total_batches)
 
+    def in_flight_limit(self, batch: int) -> int:
+        """Return how many batches may be in flight as a batch goes forward."""
+        return self.schedule.limit(batch, self.total_batches)
+
     @property
     def can_move_cuts(self) -> bool:
         """Whether decision engines may move the edges' cuts."""
@@ -276,6 +280,7 @@ class SplitSetting:
                 self.widths,
                 num_batches=self.total_batches,
                 reverse=self.is_reverse,
+                grouped=self.schedule.grouped,
             )
             if self.can_move_cuts
             else None
@@ -297,6 +302,7 @@ class SplitSetting:
                 bandwidth_profile=link,
                 split_plan=plan,
                 window=self.window,
+                in_flight_limit=self.in_flight_limit,
                 away=self._away(edge),
                 decider=engine if self.can_move_cuts and plan.cut is not None else None,
             )
@@ -346,6 +352,7 @@ class SplitSetting:
             allow_edge_only=settings.allow_edge_only,
             num_batches=self.total_batches,
             reverse=self.is_reverse,
+            grouped=self.schedule.grouped,
         )
 
     def _initial_plan(self, edge: int) -> SplitPlan:
@@ -360,7 +367,7 @@ class SplitSetting:
         # There is one cut, and no edge can train alone.
         if self.is_joined:
             bits = min(self.widths) if name in baselines.BASELINES else best.bits
-            return SplitPlan(cut=0, bits=bits, window=window)
+            return SplitPlan(cut=0, bits=bits, window=window, grouped=self.schedule.grouped)
         cut = self._configured_cut(costs)
         if name in baselines.BASELINES:
             return baselines.plan_baseline(
@@ -369,6 +376,7 @@ class SplitSetting:
                 self.planned_rates(link.mean_rates()),
                 num_batches=self.total_batches,
                 window=window,
+                grouped=self.schedule.grouped,
                 cut=cut,
                 allow_edge_only=self.scenario.split.allow_edge_only,
                 bits=self.widths,
@@ -381,8 +389,9 @@ class SplitSetting:
             replace(costs, cuts=costs.cuts[cut : cut + 1]),
             self.widths,
             reverse=self.is_reverse,
+            grouped=self.schedule.grouped,
         ).best(first, window)
-        return SplitPlan(cut=cut, bits=given.bits, window=window)
+        return replace(given, cut=cut)
 
     def _configured_cut(self, costs: SplitCosts) -> int | None:
         cut, names = self.scenario.split.cut, [each.name for each in costs.cuts]

@@ -450,3 +450,27 @@ def test_the_command_line_says_it_and_exits_with_2(socflower: Socflower, tmp_pat
     (tmp_path / "split.toml").write_text(text)
     is_mistake(socflower("run split.toml --out out"), "cuts are 0 to 5")
     assert not (tmp_path / "out").exists()
+
+
+# ----------------------------------------------------------------------------------------------------- groups
+def test_batches_in_groups_wait_for_each_other() -> None:
+    grouped = split(**EXACT, window=[[0.0, 3]], grouped=True)
+    result = ran(grouped)
+    sliding = ran_with_window(3)
+    assert result["virtual_s"] > sliding["virtual_s"]
+    assert result["weights_sha256"] != sliding["weights_sha256"]
+    # Of 7 batches in an epoch 4 are in a whole group; the mean over a sliding window is larger.
+    means = [each["mean_staleness"] for each in result["rounds"][1:]]
+    assert max(means) < min(each["mean_staleness"] for each in sliding["rounds"][1:]) <= 3
+    assert ran(split(**EXACT, window=[[0.0, 1]], grouped=True))["split"]["max_staleness"] == 1
+
+
+def test_a_cut_moves_between_batches_in_groups() -> None:
+    result = ran(split(**{**MOVING, "grouped": True}))
+    assert result["split"]["num_moves"] >= 1 and result["split"]["max_staleness"] <= 2
+
+
+def test_groups_of_one_batch_are_refused() -> None:
+    refused(lambda: split(window=[[0.0, 0]], grouped=True), "grouped", "K = 0")
+    # A calibration may choose a K above 0.
+    assert split(window="auto", loss_budget=0.1, grouped=True).split.grouped

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,14 +162,18 @@ def front_plan(
         profile = link.bandwidth_profile
         rates = None if profile is None else profile.rates(0.0)
         decide = MeasuredDecider(link.decider, rates, offset)
-    return FrontPlan(
+    plan = FrontPlan(
         split_plan=SplitPlan(cut=task.cuts[0], bits=task.bits[0], window=task.windows[0]),
-        window_of=None
-        if schedule is None
-        else lambda batch: schedule.window(offset + batch, task.total_batches),
         coding=settings.coding(task.gradient_bits),
         checkpoint_batches=settings.checkpoint_batches,
         decide=decide,
+    )
+    if schedule is None:
+        return plan
+    return replace(
+        plan,
+        window_of=lambda batch: schedule.window(offset + batch, task.total_batches),
+        in_flight_limit=lambda batch: schedule.limit(offset + batch, task.total_batches),
     )
 
 

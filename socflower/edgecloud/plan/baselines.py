@@ -51,6 +51,7 @@ def choices(
     costs: SplitCosts,
     *,
     window: int = 0,
+    grouped: bool = False,
     cut: int | None = None,
     allow_edge_only: bool = False,
     bits: Sequence[int] = (FULL_BITS,),
@@ -82,6 +83,7 @@ def choices(
             cut=place,
             bits=width,
             window=limit,
+            grouped=grouped,
         )
         for place, width in product(places, widths)
     )
@@ -94,6 +96,7 @@ def plan_baseline(
     *,
     num_batches: int = 1,
     window: int = 0,
+    grouped: bool = False,
     cut: int | None = None,
     allow_edge_only: bool = False,
     bits: Sequence[int] = (FULL_BITS,),
@@ -105,7 +108,13 @@ def plan_baseline(
     into the edge's memory.
     """
     options = choices(
-        peer, costs, window=window, cut=cut, allow_edge_only=allow_edge_only, bits=bits
+        peer,
+        costs,
+        window=window,
+        grouped=grouped,
+        cut=cut,
+        allow_edge_only=allow_edge_only,
+        bits=bits,
     )
     return min(
         costs.fitting(options),
@@ -124,6 +133,7 @@ def ablation(
     num_batches: int,
     window: int,
     bits: Sequence[int],
+    grouped: bool = False,
     reverse: bool = False,
 ) -> Mapping[frozenset[str], float]:
     """Return the seconds of `num_batches` (F26) with every subset of our `TECHNIQUES`.
@@ -141,6 +151,7 @@ def ablation(
                 rates,
                 num_batches=num_batches,
                 window=window if "window" in chosen else 0,
+                grouped=grouped,
                 allow_edge_only=True,
                 bits=bits if "features" in chosen else (FULL_BITS,),
                 reverse=reverse,

@@ -8,15 +8,22 @@ from socflower.edgecloud.plan.phases import Phases, cut_cost, phases, transfer_s
 from socflower.errors import ConfigError
 
 
-def period_s(phases: Phases, window: float) -> float:
-    """Return the seconds between two batches of a full pipeline: max(T_M, T_Σ/(K+1)); T_Σ for a window of 0."""
+def period_s(phases: Phases, window: float, *, grouped: bool = False) -> float:
+    """Return the seconds between two batches of a full pipeline: max(T_M, T_Σ/(K+1)); T_Σ for a window of 0.
+
+    For batches that are `grouped` it is a group's mean.
+    """
     if math.isinf(phases.total_s):
         # Divided by an infinite window it would be NaN.
         return math.inf
+    if grouped and not math.isinf(window):
+        return _group_s(phases, window + 1.0) / (window + 1.0)
     return max(phases.longest_s, phases.total_s / (window + 1.0))
 
 
-def training_s(phases: Phases, num_batches: float, window: float) -> float:
+def training_s(
+    phases: Phases, num_batches: float, window: float, *, grouped: bool = False
+) -> float:
     """Return the seconds of `num_batches` (0, or at least 1) from an empty pipeline to an empty one (F26).
 
     Sequential, window 0: τ·T_Σ. Otherwise (τ − 1)·max(T_M, T_Σ/(K+1)) + T_Σ. `num_batches` may be a mean, as τ is in
@@ -26,12 +33,28 @@ def training_s(phases: Phases, num_batches: float, window: float) -> float:
     forward and backward passes of different batches, provided it never does two backward passes in a row while a
     forward pass is allowed. A front half that always prefers backward passes leaves the link and the cloud idle, and
     needs up to 1.7 times as long.
+
+    `grouped`, K + 1 batches fill and empty the pipeline, and the next ones wait for them. A group of n takes
+    T_Σ + (n − 1)·max(T2, T3, T4), or n·T1 if that is more: the edge computes before and after all others.
+    Eq. 12, max(T_Σ, n·T_M), leaves out that the other three fill and empty. Both are lower bounds; an edge with few
+    batches in a group may wait for the first of them although it is the slowest.
     """
     if num_batches == 0:
         return 0.0
     if math.isinf(phases.total_s):
         return math.inf
+    if grouped and not math.isinf(window):
+        full_groups, left = divmod(num_batches, window + 1.0)
+        return full_groups * _group_s(phases, window + 1.0) + _group_s(phases, left)
     return (num_batches - 1.0) * period_s(phases, window) + phases.total_s
+
+
+def _group_s(phases: Phases, num_batches: float) -> float:
+    """Return the seconds of a group from an empty pipeline to an empty one."""
+    if num_batches < 1.0:
+        return phases.total_s * num_batches
+    beyond_s = max(phases.up_s, phases.cloud_s, phases.down_s)
+    return max(phases.total_s + (num_batches - 1.0) * beyond_s, num_batches * phases.edge_s)
 
 
 def migration_s(
@@ -71,13 +94,17 @@ def _edge_weight_bytes(costs: SplitCosts, cut: int | None, reverse: bool) -> flo
     return costs.model_weight_bytes - front_bytes if reverse else front_bytes
 
 
-def drain_s(phases: Phases, window: float) -> float:
+def drain_s(phases: Phases, window: float, *, grouped: bool = False) -> float:
     """Return the seconds until the window is empty without further forward passes: K periods for K batches in flight.
 
-    For an infinite window: until the newest batch is complete, T_Σ.
+    For an infinite window: until the newest batch is complete, T_Σ. A drain divides a group of batches that are
+    `grouped`, whose second part fills the pipeline again.
     """
     if window == 0:
         return 0.0
+    if grouped and not math.isinf(window):
+        size = window + 1.0
+        return 2.0 * _group_s(phases, size / 2.0) - _group_s(phases, size)
     return phases.total_s if math.isinf(window) else window * period_s(phases, window)
 
 
@@ -97,14 +124,16 @@ def predicted_s(
     during training; `now` are those for drain and migration, if they differ.
     """
     times = phases(costs, split_plan, rates, reverse=reverse)
-    total_s = training_s(times, num_batches, window_limit(costs, split_plan))
+    window = window_limit(costs, split_plan)
+    total_s = training_s(times, num_batches, window, grouped=split_plan.grouped)
     if previous is None or previous == split_plan:
         return total_s
     now = now or rates
     leaving_s = 0.0
     if previous.cut is not None:
         in_flight = phases(costs, previous, now, reverse=reverse)
-        leaving_s = drain_s(in_flight, window_limit(costs, previous))
+        window = window_limit(costs, previous)
+        leaving_s = drain_s(in_flight, window, grouped=previous.grouped)
     moving_s = migration_s(
         costs,
         previous.cut,

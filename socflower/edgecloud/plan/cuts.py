@@ -25,12 +25,14 @@ class SplitPlan:
     """A deployment (l, b, K): where the model is cut, the bits of its features, and how stale a gradient may be.
 
     `cut` is an index into `SplitCosts.cuts`; with None the edge trains alone. `window` is K of F23: how many batches
-    may go forward before the gradient of an earlier one has come back.
+    may go forward before the gradient of an earlier one has come back. `grouped`: in groups of K + 1 that wait for each
+    other, in place of a window that slides.
     """
 
     cut: int | None
     bits: int = 32
     window: int = 0
+    grouped: bool = False
 
     def __post_init__(self) -> None:
         require_range("deployment", least=0, cut=self.cut or 0, window=self.window)

@@ -22,10 +22,13 @@ from socflower.plain_numbers import plain_numbers
 class WindowSchedule:
     """K by training progress: a new value from each given fraction of all batches on.
 
-    `steps` are pairs (fraction, K), by default those with which the paper trains.
+    `steps` are pairs (fraction, K), by default those with which the paper trains. Batches are `grouped` as in the
+    paper's Fig. 5 (F23): in groups of K + 1, the first of which waits until nothing is in flight. Groups begin anew
+    with each step. Without groups the window slides.
     """
 
     steps: tuple[tuple[float, Annotated[int, Field(ge=0)]], ...] = ((0.0, 4), (0.5, 5))
+    grouped: bool = False
 
     def check(self) -> None:
         """Raise `ConfigError` for fractions that do not begin with 0 and rise below 1."""
@@ -35,8 +38,18 @@ class WindowSchedule:
 
     def window(self, batch: int, num_batches: int) -> int:
         """Return K for a batch of a training of `num_batches`; the last value beyond its end."""
-        reached = [window for fraction, window in self.steps if fraction * num_batches <= batch]
-        return reached[-1]
+        return self._step(batch, num_batches)[1]
+
+    def limit(self, batch: int, num_batches: int) -> int:
+        """Return how many batches may be in flight as a batch goes forward: K, or grouped those of its own group."""
+        first, window = self._step(batch, num_batches)
+        return (batch - first) % (window + 1) if self.grouped else window
+
+    def _step(self, batch: int, num_batches: int) -> tuple[int, int]:
+        """Return the first batch of a batch's step, and its K."""
+        reached = [step for step in self.steps if step[0] * num_batches <= batch]
+        fraction, window = reached[-1]
+        return math.ceil(fraction * num_batches), window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,11 +127,13 @@ class DecisionEngine:
         patience: float = 0.14,
         num_batches: int | None = None,
         reverse: bool = False,
+        grouped: bool = False,
     ) -> None:
         """Choose among the cuts of `costs` that fit into the edge's memory, and among `bits`.
 
-        `beta` is the weight of the past in τ. With `num_batches`, no deployment is expected to last longer than the
-        training. Raises `ConfigError` for invalid settings, and `InfeasiblePlan` if no cut fits.
+        `beta` is the weight of the past in τ; `grouped` is that of the `WindowSchedule`. With `num_batches`, no
+        deployment is expected to last longer than the training. Raises `ConfigError` for invalid settings, and
+        `InfeasiblePlan` if no cut fits.
         """
         self._rules = DecisionRules(
             beta=beta,
@@ -130,6 +145,7 @@ class DecisionEngine:
         )
         self._costs = costs
         self._reverse = reverse
+        self._grouped = grouped
         self._places = _places(costs, bits, allow_edge_only)
         # By place: the batches that it would have gained; infinite for the first decision, which needs not wait.
         self._leads = [math.inf] * len(self._places)
@@ -157,7 +173,7 @@ class DecisionEngine:
         wider features, which lose least.
         """
         for place in self._places:
-            yield replace(place, window=window)
+            yield replace(place, window=window, grouped=self._grouped)
 
     def best(self, rates: LinkRates, window: int) -> SplitPlan:
         """Return the deployment to begin with, without the cost of a move; over a dead link the first one."""
@@ -180,7 +196,7 @@ class DecisionEngine:
         """
         if not (rates.up_bytes_per_s and rates.down_bytes_per_s) and current.cut is not None:
             return None
-        current = replace(current, window=window)
+        current = replace(current, window=window, grouped=self._grouped)
         costs = self._costs_at(edge_speed)
         self._update_leads(costs, rates, current)
         rests = self._changed_at is not None and batch - self._changed_at < self._rules.rest_batches
@@ -243,12 +259,12 @@ class DecisionEngine:
 
     def _place_of(self, plan: SplitPlan) -> int:
         """Return the index of a plan's place, or -1 for one that is not a choice."""
-        place = replace(plan, window=0)
+        place = replace(plan, window=0, grouped=False)
         return self._places.index(place) if place in self._places else -1
 
     def _period_s(self, costs: SplitCosts, choice: SplitPlan, rates: LinkRates) -> float:
         times = phases(costs, choice, rates, reverse=self._reverse)
-        return period_s(times, window_limit(costs, choice))
+        return period_s(times, window_limit(costs, choice), grouped=choice.grouped)
 
     def _update_leads(self, costs: SplitCosts, rates: LinkRates, current: SplitPlan) -> None:
         own_s = self._period_s(costs, current, rates)
@@ -352,6 +368,7 @@ def adaptive_party(
         allow_edge_only=allow_edge_only,
         num_batches=num_batches,
         reverse=reverse,
+        grouped=schedule.grouped,
     )
     first = engine.best(initial_rates(link), schedule.window(0, num_batches))
     return Party(
@@ -359,6 +376,7 @@ def adaptive_party(
         bandwidth_profile=link,
         split_plan=first,
         window=lambda batch: schedule.window(batch, num_batches),
+        in_flight_limit=lambda batch: schedule.limit(batch, num_batches),
         decider=engine if moves else None,
     )
 

@@ -237,9 +237,11 @@ def training_energy_j(
     window: float,
     processor: str | None = None,
     beside: Sequence[tuple[str, float]] = (),
+    *,
+    grouped: bool = False,
 ) -> float:
     """Return the joules of an edge for a training of F26; the network is busy for at most the whole duration."""
-    duration_s = training_s(phases, num_batches, window)
+    duration_s = training_s(phases, num_batches, window, grouped=grouped)
     network_s = num_batches * (phases.up_s + phases.down_s)
     return edge_energy_j(
         device,

@@ -29,14 +29,16 @@ class Decider(Protocol):
 class Party:
     """One edge, with its link and the costs of its batches.
 
-    `split_plan` is the deployment at the start, and `window` gives K by batch; without it K is the deployment's. `away`
-    are ranges of batches during which the edge's user has it, so that it trains none of them; each ends with a span.
+    `split_plan` is the deployment at the start, and `window` gives K by batch; without it K is the deployment's.
+    `in_flight_limit` gives how many batches may be in flight as a batch goes forward; without it K. `away` are ranges
+    of batches during which the edge's user has it, so that it trains none of them; each ends with a span.
     """
 
     costs: SplitCosts
     bandwidth_profile: BandwidthProfile
     split_plan: SplitPlan
     window: Callable[[int], int] | None = None
+    in_flight_limit: Callable[[int], int] | None = None
     decider: Decider | None = None
     away: tuple[range, ...] = ()
 
@@ -57,6 +59,10 @@ class Party:
                 trained = min(trained, max(0, absence.start - first))
         return trained
 
-    def limit(self, batch: int) -> int:
+    def k(self, batch: int) -> int:
         """Return K for a batch."""
         return self.split_plan.window if self.window is None else self.window(batch)
+
+    def limit(self, batch: int) -> int:
+        """Return how many batches may be in flight as a batch goes forward."""
+        return self.k(batch) if self.in_flight_limit is None else self.in_flight_limit(batch)

@@ -365,11 +365,12 @@ class _Placement:
         """Whether the edge trains without the cloud."""
         return self._cut is None
 
-    def times(self, limit: int) -> BatchTimes:
+    def times(self, batch: int) -> BatchTimes:
         """Return the times of a batch under the present deployment."""
-        key = (self._cut, self._bits, limit)
+        window = self._party.k(batch)
+        key = (self._cut, self._bits, window)
         if key not in self._known:
-            plan = SplitPlan(cut=self._cut, bits=self._bits, window=limit)
+            plan = replace(self._party.split_plan, cut=self._cut, bits=self._bits, window=window)
             self._known[key] = batch_times(
                 self._party.costs,
                 plan,
@@ -381,9 +382,7 @@ class _Placement:
         """Whether the decider has not been asked before this batch."""
         return self._party.decider is not None and self._asked_batch != batch
 
-    def ask(
-        self, batch: int, limit: int, channels: Sequence[Channel], meter: BandwidthMeter
-    ) -> None:
+    def ask(self, batch: int, channels: Sequence[Channel], meter: BandwidthMeter) -> None:
         """Ask the decider before a batch; a new width holds at once, a new cut is pending."""
         self._asked_batch = batch
         now_s = self._simulation.now_s
@@ -395,8 +394,9 @@ class _Placement:
         # The speed is 0 if a user has just taken the edge.
         if not speed or self._party.decider is None:
             return
-        current = self.times(limit).split_plan
-        new = self._party.decider.decide(batch, meter.rates(now_s), current, limit, speed)
+        current = self.times(batch).split_plan
+        rates = meter.rates(now_s)
+        new = self._party.decider.decide(batch, rates, current, current.window, speed)
         if new is None or (new.cut, new.bits) == (self._cut, self._bits):
             return
         if new.cut != self._cut:
@@ -404,7 +404,7 @@ class _Placement:
             return
         # Another width needs no drain: each batch carries its own.
         self._bits = new.bits
-        self._record(batch, current, limit, now_s, now_s)
+        self._record(batch, current, now_s, now_s)
 
     def _probe(self, channels: Sequence[Channel]) -> None:
         now_s = self._simulation.now_s
@@ -428,17 +428,14 @@ class _Placement:
         )
         channel = down if received_bytes > 0 else up
         yield channel.send(abs(received_bytes), f"layers before batch {batch}")
-        limit = self._party.limit(batch)
-        old = SplitPlan(cut=self._cut, bits=self._bits, window=limit)
+        old = self.times(batch).split_plan
         self._cut = new.cut
         self._bits = new.bits
         self.pending = None
-        return self._record(batch, old, limit, decided_s, drained_s)
+        return self._record(batch, old, decided_s, drained_s)
 
-    def _record(
-        self, batch: int, old: SplitPlan, limit: int, decided_s: float, drained_s: float
-    ) -> SplitPlan:
-        new = self.times(limit).split_plan
+    def _record(self, batch: int, old: SplitPlan, decided_s: float, drained_s: float) -> SplitPlan:
+        new = self.times(batch).split_plan
         move = CutMove(
             batch=batch,
             decided_s=decided_s - self._start_s,
@@ -509,10 +506,8 @@ class _Front:
         placement = self._placement
         while self._oldest < self._end:
             may_forward = False
-            limit = 0
             if placement.pending is None and self._next < self._end:
-                limit = self._party.limit(self._next)
-                may_forward = self._next - self._oldest <= limit
+                may_forward = self._next - self._oldest <= self._party.limit(self._next)
             action = next_action(
                 allowed=may_forward,
                 link_is_idle=self._link_is_idle(),
@@ -524,9 +519,9 @@ class _Front:
                 yield from self._apply()
             elif action is ActionKind.FORWARD:
                 if placement.must_ask(self._next) and self._meter is not None:
-                    placement.ask(self._next, limit, (self._up, self._down), self._meter)
+                    placement.ask(self._next, (self._up, self._down), self._meter)
                 else:
-                    yield from self._forward(limit)
+                    yield from self._forward()
             elif action is ActionKind.RECUT:
                 plan = yield from placement.move(self._next, self._up, self._down)
                 self._pipeline.record(ActionKind.RECUT, self.index, self._next, plan)
@@ -557,10 +552,10 @@ class _Front:
         if self._woken is not None and not self._woken.happened:
             self._woken.fire()
 
-    def _forward(self, limit: int) -> Process[None]:
+    def _forward(self) -> Process[None]:
         self._just_applied = False
         batch = self._next
-        times = self._placement.times(limit)
+        times = self._placement.times(batch)
         self._in_flight[batch] = times
         self._next += 1
         yield from self._work(

@@ -99,13 +99,15 @@ class FrontPlan:
     """How a front half is driven.
 
     `split_plan` is the deployment at the beginning; after a rollback its cut is that of the checkpoint. `window_of`
-    gives K by batch, instead of the deployment's. `checkpoint_batches` is how many batches lie between two checkpoints,
+    gives K by batch, instead of the deployment's, and `in_flight_limit` how many batches may be in flight as one goes
+    forward, by default K. `checkpoint_batches` is how many batches lie between two checkpoints,
     counted over the whole training; 0: only at the ends of a span. `decide` may ask for another deployment between two
     batches.
     """
 
     split_plan: SplitPlan
     window_of: Callable[[int], int] | None = None
+    in_flight_limit: Callable[[int], int] | None = None
     coding: FeatureCoding = EXACT
     checkpoint_batches: int = 0
     decide: Callable[[DecisionInput], SplitPlan | None] | None = None
@@ -244,14 +246,15 @@ class FrontLoop:
         return self._split_plan.window if window_of is None else window_of(batch)
 
     def _may_forward(self, batch: int) -> bool:
-        self._window.resize(self._window_of(batch))
+        limit_of = self._plan.in_flight_limit or self._window_of
+        self._window.resize(limit_of(batch))
         return self._window.may_forward()
 
     def _forward(self, batch: int) -> None:
         half = self._half
         self._state.begin_change()
         with self._report.timed("compute_s"):
-            features = half.forward(batch, keep_graph=self._window.limit == 0)
+            features = half.forward(batch, keep_graph=self._window_of(batch) == 0)
             sample_ids = half.sample_ids(batch)
             bits = self._split_plan.bits
             quantum = half.feature_quantum

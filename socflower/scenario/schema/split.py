@@ -95,6 +95,11 @@ class EdgeCloudConfig(Table):
             f'"auto" {_BY_CALIBRATION}'
         ),
     )
+    grouped: bool = Field(
+        False,
+        description="whether batches go in groups of K + 1, each of which waits for the one before, as the paper "
+        "draws it; else the window of K slides",
+    )
     bits: Annotated[tuple[_Width, ...], Field(min_length=1)] | Auto = Field(
         (8,),
         description=f'widths of features that the engine chooses among; "auto" {_BY_CALIBRATION}',
@@ -155,6 +160,11 @@ class EdgeCloudConfig(Table):
             if is_set(self, key) and not read:
                 raise ConfigError(f"{shown(self, key)}: the link does not read it; leave it out")
         require_reader(self, "cloud_model", {"cloud_processors": ("own",)})
+        if self.grouped and not isinstance(self.window, str) and not any(k for _, k in self.window):
+            raise ConfigError(
+                f"{shown(self, 'grouped')}: with K = 0 every batch waits for the one before; leave it out, or raise "
+                "window"
+            )
         self._check_calibration()
         self.window_schedule()
 
@@ -208,12 +218,13 @@ class EdgeCloudConfig(Table):
         What is to be calibrated is 0 until then.
         """
         if isinstance(self.window, str):
-            return WindowSchedule(steps=((0.0, 0),))
+            return WindowSchedule(steps=((0.0, 0),), grouped=self.grouped)
         if any(limit > _MAX_BATCHES or limit != int(limit) for _, limit in self.window):
             raise ConfigError(
                 f"{shown(self, 'window')}: each K is a whole number, at most {_MAX_BATCHES}"
             )
         try:
-            return WindowSchedule(steps=tuple((part, int(limit)) for part, limit in self.window))
+            steps = tuple((part, int(limit)) for part, limit in self.window)
+            return WindowSchedule(steps=steps, grouped=self.grouped)
         except ConfigError as error:
             raise ConfigError(f"{shown(self, 'window')}: {error}") from None

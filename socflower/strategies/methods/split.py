@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from socflower.cluster import Cluster, Usage
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile
-from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine
 from socflower.edgecloud.plan.device_costs import require_edge_memory
 from socflower.edgecloud.plan.party import CloudMode, Party
@@ -458,7 +457,10 @@ class SplitMethod(Method[SplitRound, SettledSplit]):
         split_plans = state.get("deployments", ())
         if split_plans:
             self.parties = tuple(
-                replace(party, split_plan=SplitPlan(cut=cut, bits=bits, window=window))
+                replace(
+                    party,
+                    split_plan=replace(party.split_plan, cut=cut, bits=bits, window=window),
+                )
                 for party, (cut, bits, window) in zip(self.parties, split_plans, strict=True)
             )
         for party, engine in zip(self.parties, state.get("engines", ()), strict=False):

@@ -74,6 +74,41 @@ def one_edge_s(
 
 
 @given(times=ANY_PHASES, num_batches=st.integers(1, 60), window=st.integers(0, 8))
+def test_groups_take_at_least_eq_12_and_k_0_is_sequential(
+    times: Phases, num_batches: int, window: int
+) -> None:
+    seconds = training_s(times, num_batches, window, grouped=True)
+    sizes = [min(window + 1, num_batches - first) for first in range(0, num_batches, window + 1)]
+    eq_12_s = sum(max(times.total_s, size * times.longest_s) for size in sizes)
+    assert seconds >= eq_12_s * (1 - 1e-9)
+    assert training_s(times, num_batches, 0, grouped=True) == pytest.approx(
+        num_batches * times.total_s
+    )
+    full = training_s(times, 7 * (window + 1), window, grouped=True)
+    assert full == pytest.approx(7 * (window + 1) * period_s(times, window, grouped=True))
+    # Without a limit there is one group, and no barrier.
+    assert training_s(times, num_batches, math.inf, grouped=True) == training_s(
+        times, num_batches, math.inf
+    )
+
+
+@given(times=ANY_PHASES, window=st.integers(0, 8), num_batches=st.floats(1, 60))
+def test_a_group_that_is_divided_takes_longer_by_its_drain(
+    times: Phases, window: int, num_batches: float
+) -> None:
+    drained = drain_s(times, window, grouped=True)
+    assert 0.0 <= drained <= times.total_s
+    whole = training_s(times, window + 1, window, grouped=True)
+    for first in range(1, window + 1):
+        parts = [first, window + 1 - first]
+        divided = sum(training_s(times, part, window, grouped=True) for part in parts)
+        assert -1e-9 <= divided - whole <= times.total_s + 1e-9
+    # τ is a mean, so it need not be a whole number of batches.
+    longer = training_s(times, num_batches + 0.5, window, grouped=True)
+    assert longer >= training_s(times, num_batches, window, grouped=True)
+
+
+@given(times=ANY_PHASES, num_batches=st.integers(1, 60), window=st.integers(0, 8))
 def test_training_time_bounds_a_sliding_window_and_is_exact_where_it_says(
     times: Phases,
     num_batches: int,

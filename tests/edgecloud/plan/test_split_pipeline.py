@@ -17,7 +17,9 @@ from socflower.edgecloud.links.bandwidth_profile import (
     constant,
     segments,
 )
+from socflower.edgecloud.plan.cost_model import training_s
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
+from socflower.edgecloud.plan.decision import WindowSchedule
 from socflower.edgecloud.plan.party import Party
 from socflower.edgecloud.plan.phases import batch_times, phases
 from socflower.edgecloud.plan.split_pipeline import PROBE_BYTES, Timeline, round_ends
@@ -320,6 +322,48 @@ def test_constant_rates_give_the_duration_of_f26(
     (party,) = timeline.parties
     busy_s = (party.compute_s, party.sending_s, timeline.cloud_busy_s, party.receiving_s)
     assert busy_s == pytest.approx([num_batches * each for each in four], abs=1e-6)
+
+
+@settings(max_examples=60)
+@given(
+    one=costs(frozen=False),
+    where=st.integers(0, 2),
+    window=st.integers(0, 7),
+    rates=RATES,
+    num_batches=st.integers(1, 80),
+    data=st.data(),
+)
+def test_groups_wait_for_each_other_and_take_their_formula(
+    one: SplitCosts,
+    where: int,
+    window: int,
+    rates: LinkRates,
+    num_batches: int,
+    data: st.DataObject,
+) -> None:
+    """A batch goes forward with nothing of an earlier group in flight; also from the middle of a group on."""
+    schedule, plan = WindowSchedule(steps=((0.0, window),), grouped=True), SplitPlan(cut=where)
+    party = replace(
+        constant_of(one, replace(plan, window=window, grouped=True), rates),
+        in_flight_limit=lambda batch: schedule.limit(batch, 200),
+    )
+    first = data.draw(st.integers(0, 20))
+    timeline = simulate_split([party], num_batches, first)
+    in_flight: list[int] = []
+    for action in timeline.actions:
+        if action.kind == FORWARD:
+            assert all(each // (window + 1) == action.batch // (window + 1) for each in in_flight)
+            in_flight.append(action.batch)
+        elif action.kind == APPLY:
+            in_flight.remove(action.batch)
+    if first % (window + 1):
+        return
+    times = phases(one, replace(plan, window=window), rates)
+    formula_s = training_s(times, num_batches, window, grouped=True)
+    # A lower bound: an edge with few batches in a group may wait for the first of them although it is the slowest.
+    assert formula_s * (1 - 1e-9) <= timeline.duration_s <= 1.5 * formula_s
+    if times.longest_s > times.edge_s:
+        assert timeline.duration_s <= 1.1 * formula_s
 
 
 @settings(max_examples=40)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from socflower.edgecloud.plan.cuts import SplitPlan
+from socflower.edgecloud.plan.decision import WindowSchedule
 from socflower.edgecloud.runtime.checkpoints import (
     CheckpointStore,
     SavedHalf,
@@ -51,6 +52,21 @@ def test_staleness_keeps_to_the_window_with_any_lags_and_breaks(
     assert front.forwards == front.applied == back.steps == list(range(20))
     assert all(late <= window_of(min(19, batch + late)) for batch, late in report.staleness.items())
     if not any(windows):
+        assert same(front.weights(), back.weights(), wanted=local_training(20))
+
+
+@settings(max_examples=10)
+@given(window=st.integers(0, 4), seed=st.integers(0, 999))
+def test_a_group_begins_when_nothing_is_in_flight(window: int, seed: int) -> None:
+    """Gradients are never staler than their group is long; at K = 0 the weights are those of local training."""
+    schedule = WindowSchedule(steps=((0.0, window),), grouped=True)
+    how = plan(window, in_flight_limit=lambda batch: schedule.limit(batch, 20))
+    front, back = Front(), Back()
+    report = run_loops(front, back, how, 20, lag_s=lags(seed, 0.006))
+    assert front.forwards == front.applied == back.steps == list(range(20))
+    for batch, late in report.staleness.items():
+        assert (batch + late) // (window + 1) == batch // (window + 1)
+    if not window:
         assert same(front.weights(), back.weights(), wanted=local_training(20))
 
 
