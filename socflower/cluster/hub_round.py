@@ -1,6 +1,6 @@
 """A round of messages between the hub and SoCs that train alone, as in FedAvg, as a task graph.
 
-A training that is priced as it runs and one that is only predicted have their rounds from here.
+The grid that prices a training as it runs and the prediction of one both make their rounds here.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -6,12 +6,6 @@ Pure planners: from `cluster` values to frozen plans, and from plans to task gra
 from socflower.hierarchy.averaging import first_non_finite, weighted_average
 from socflower.hierarchy.batch_shares import split_batch
 from socflower.hierarchy.communication_groups import communication_groups, conflicts
-from socflower.hierarchy.delayed_sync import (
-    SyncInterval,
-    group_steps_per_epoch,
-    sync_schedule,
-    sync_shapes,
-)
 from socflower.hierarchy.exchange.choice import Exchanges, choose_exchanges, unpredicted_exchanges
 from socflower.hierarchy.exchange.coding_bytes import gradient_coding
 from socflower.hierarchy.exchange.collective_tasks import Exchange
@@ -28,6 +22,12 @@ from socflower.hierarchy.mapping.placement import GroupPlacement
 from socflower.hierarchy.plan import Group, GroupPlan, plan_groups, plan_over
 from socflower.hierarchy.quorum import Quorum, run_to_quorum
 from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, reordered
+from socflower.hierarchy.sync_intervals import (
+    SyncInterval,
+    group_steps_per_epoch,
+    sync_schedule,
+    sync_shapes,
+)
 from socflower.hierarchy.task_graphs import (
     deal_graph,
     dispatch_graph,

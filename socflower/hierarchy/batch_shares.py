@@ -158,7 +158,7 @@ class CapacityFilter:
         return {
             "members": [[ident, asdict(member)] for ident, member in self._members.items()],
             "away": self._num_away,
-            "to_mend": self._num_follow_ups,
+            "follow_ups": self._num_follow_ups,
             "noted": self.num_noted,
             "moves": self.num_moves,
         }
@@ -169,7 +169,7 @@ class CapacityFilter:
         if members.keys() != self._members.keys():
             raise ConfigError(f"capacities: {sorted(members)} are not {sorted(self._members)}")
         self._members = members
-        self._num_away, self._num_follow_ups = state["away"], state["to_mend"]
+        self._num_away, self._num_follow_ups = state["away"], state["follow_ups"]
         self.num_noted, self.num_moves = state["noted"], state["moves"]
 
     def _observe(self, member: _Member, num_samples: float, seconds: float) -> bool:

@@ -114,13 +114,14 @@ def choose_by_time(
     """Return the number of groups whose accuracy is best after equal time (F2), by successive halving.
 
     The accuracy after equal time stands for the time to a target that lies further ahead: the training that is ahead is
-    taken to stay ahead. All trials of a field train until they have had equal time, then the better half continues
-    from where it is, until one is left. The fields share what trials may take, `share` of the shortest predicted run
-    among those still in the field; so all trials together take at most that part of the run that is chosen, as
-    predicted, unless all of a later field diverge and one that left before is chosen. The first field is as many as
-    that allows, quick runs first. If the slowest of those tried is the best, the next slower one is tried against it.
+    taken to stay ahead. In each stage all trials that are left train until they have had equal time, then the better
+    half continues from where it is, until one is left. The stages share what trials may take, `share` of the shortest
+    predicted run among those that are left; so all trials together take at most that part of the run that is chosen,
+    as predicted. The exception is a stage in which all diverge: one that left before is chosen then. The first stage
+    has as many as that allows, quick runs first. If the slowest of those tried is the best, the next slower one is
+    tried against it.
 
-    A trial leaves the field once its score is NaN, or not above `initial`, the score before training, while another's
+    A trial leaves once its score is NaN, or not above `initial`, the score before training, while another's
     is. Equal scores go to fewer groups. If fewer than two trials can be compared within `share`, none trains and the
     largest number up to `otherwise` is taken. Raises `ConfigError` without candidates and for a share outside [0, 1],
     `TrainingFailed` if all diverge.

@@ -22,13 +22,13 @@ from socflower.cluster import (
 from socflower.cluster.device_memory import require_training_memory
 from socflower.cluster.virtual_clock import Pace
 from socflower.hierarchy.batch_shares import split_batch
-from socflower.hierarchy.delayed_sync import SyncInterval
 from socflower.hierarchy.exchange.collective_tasks import BUCKETS, PER_TENSOR, Exchange
 from socflower.hierarchy.exchange.gradients import EXACT_RING, GradientExchange
 from socflower.hierarchy.exchange.models import RING, STAR_EXCHANGE, ModelExchange
 from socflower.hierarchy.group_preemption import GROUPS, SOCS, terminated_groups
 from socflower.hierarchy.plan import Group, GroupPlan
 from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, without_members
+from socflower.hierarchy.sync_intervals import SyncInterval
 from socflower.hierarchy.task_graphs import (
     deal_graph,
     dispatch_graph,

@@ -17,7 +17,6 @@ from socflower.cluster.virtual_clock import Pace
 from socflower.errors import ConfigError
 from socflower.field_rules import checked
 from socflower.hierarchy.communication_groups import conflicts
-from socflower.hierarchy.delayed_sync import SyncInterval
 from socflower.hierarchy.interval_costs import (
     ChangingSteps,
     IntervalCosts,
@@ -26,6 +25,7 @@ from socflower.hierarchy.interval_costs import (
 )
 from socflower.hierarchy.plan import Group, GroupPlan
 from socflower.hierarchy.rebalancing import CapacitiesInUse
+from socflower.hierarchy.sync_intervals import SyncInterval
 from socflower.hierarchy.task_graphs import synchronisation_graph
 from socflower.quantities import counted
 

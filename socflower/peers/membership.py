@@ -174,7 +174,8 @@ class Membership:
         self._call_timeout_s = heartbeat_s / 4
         self._deadline_s = time.monotonic() + rendezvous_s
         self._reach_until_s = time.monotonic() + reach_s
-        # Two runs, each with a member on a node for which the other's ring waits, must not make room both at once.
+        # Each of two runs may wait for a node that has a member of the other. The moment at which a member gives its
+        # place up is random, so that only one of them does.
         self._yield_from_s = time.monotonic() + reach_s * random.uniform(1.0, 3.0)
         self._planned = tuple(members)
         # The members of the latest decision, at first those of the plan.

@@ -36,8 +36,8 @@ class Int8Backend(ABC):
 
     Call `build` once, then `load_weights`, `train_step` and `pseudo_gradient` for every batch. Arrays have the names
     and shapes of the torch module's state_dict. They may have any memory order; do not keep references to them. After
-    any exception the backend is not used until the next round. The same holds after a loss, gradients or running
-    statistics that are not finite. Logits that are not finite count as a confidence of 0.
+    any exception, and after a loss, gradient or running statistic that is not finite, the backend is not used until the
+    next round. Logits that are not finite count as a confidence of 0.
     """
 
     @property

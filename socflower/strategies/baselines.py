@@ -1,4 +1,7 @@
-"""Strategies to compare SoCFlow with: all SoCs in one group, a single device, and FedAvg, also in a tree."""
+"""Strategies to compare SoCFlow with: all SoCs in one group, a single device, and FedAvg, also in a tree.
+
+A scenario knows them by the entries of `STRATEGIES` in `socflower.scenario.schema.strategies`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -9,7 +9,6 @@ from socflower.cluster import FP32, ModelProfile, Pricing, VirtualClock
 from socflower.cluster.cluster_file import MOST_SOCS
 from socflower.errors import ConfigError, require_type
 from socflower.field_rules import OneOf, checked
-from socflower.hierarchy.delayed_sync import DECAY, DOUBLING_EPOCHS
 from socflower.hierarchy.exchange import coding_bytes
 from socflower.hierarchy.exchange.coding_bytes import CODINGS, gradient_coding
 from socflower.hierarchy.exchange.collective_tasks import BUCKETS, FUSIONS
@@ -22,6 +21,7 @@ from socflower.hierarchy.exchange.models import (
     TREE,
     compression_fault,
 )
+from socflower.hierarchy.sync_intervals import DECAY, DOUBLING_EPOCHS
 from socflower.hierarchy.uplink_turns import AUTO
 from socflower.wire.message_keys import WIRES
 

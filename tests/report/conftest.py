@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 
-from socflower.report import plots, report
+from socflower.report import plots, quality_section, report
 
 
 @pytest.fixture(autouse=True)
 def plots_drawn_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "drawn" not in request.fixturenames:
-        for name in ("quality_plot", "breakdown_plot", "heat_plots", "cut_plot"):
-            monkeypatch.setattr(report, name, _once(getattr(report, name)))
+        for module, name in (
+            (quality_section, "quality_plot"),
+            (report, "breakdown_plot"),
+            (report, "heat_plots"),
+            (report, "cut_plot"),
+        ):
+            monkeypatch.setattr(module, name, _once(getattr(module, name)))
 
 
 _drawn: dict[str, Any] = {}

@@ -9,7 +9,7 @@ import pytest
 from socflower.cluster.cluster_file import MOST_SOCS
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.field_rules import keys_of
-from socflower.hierarchy.delayed_sync import _IntervalCursor
+from socflower.hierarchy.sync_intervals import _IntervalCursor
 from socflower.peers.ring.settings import RingSettings
 from socflower.scenario.heat import predicted_heat
 from socflower.scenario.planning import plan_scenario

@@ -149,8 +149,8 @@ class DecisionEngine:
         self._places = _places(costs, bits, allow_edge_only)
         # By place: the batches that it would have gained; infinite for the first decision, which needs not wait.
         self._leads = [math.inf] * len(self._places)
-        # The place before the last move.
-        self._left = -1
+        # The place that the last move left.
+        self._previous = -1
         # The best place at the last decision.
         self._preferred = -1
         # By place: the largest lead that was lost again, as on a link that alternates, or led to a move.
@@ -214,7 +214,7 @@ class DecisionEngine:
         if chosen is current or not is_confirmed:
             return None
         wait = self._wait_batches(costs, chosen, rates, current, batch)
-        if place == self._left:
+        if place == self._previous:
             wait *= _RETURN_PART
         known = _ABOVE_LOST * self._lost_leads[place]
         if lead < max(wait, min(known, _MOST_WAITS * wait)):
@@ -231,7 +231,7 @@ class DecisionEngine:
             predicted_s_move=move_s,
         )
         self._log.append(decision)
-        self._left = self._place_of(current)
+        self._previous = self._place_of(current)
         self._gap_batches = self._next_gap(batch)
         self._changed_at = batch
         if not math.isinf(lead):
@@ -293,7 +293,7 @@ class DecisionEngine:
         return {
             "gap_batches": self._gap_batches,
             "changed_at": self._changed_at,
-            "left": self._left,
+            "previous": self._previous,
             "preferred": self._preferred,
             "lost_leads": self._lost_leads,
             "leads": [None if math.isinf(lead) else lead for lead in self._leads],
@@ -303,7 +303,7 @@ class DecisionEngine:
         """Restore the state of another engine with the same settings."""
         self._gap_batches = state["gap_batches"]
         self._changed_at = state["changed_at"]
-        self._left = state["left"]
+        self._previous = state["previous"]
         self._preferred = state["preferred"]
         self._lost_leads = list(state["lost_leads"])
         self._leads = [math.inf if lead is None else lead for lead in state["leads"]]

@@ -1,1 +1,1 @@
-"""Frozen descriptions of exchanges: how members meet with gradients and groups with models, and what that sends."""
+"""Frozen descriptions of exchanges: how members exchange gradients and groups models, and what is sent."""

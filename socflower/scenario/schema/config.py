@@ -8,7 +8,6 @@ from pydantic import Field
 
 from socflower.errors import ConfigError
 from socflower.field_rules import OneOf, Positive, unknown_key
-from socflower.hierarchy.delayed_sync import DECAY, DOUBLING_EPOCHS, MOST_INTERVALS
 from socflower.hierarchy.exchange.models import NONE
 from socflower.hierarchy.group_count import GROUP_RULES
 from socflower.hierarchy.group_preemption import PREEMPTIONS, SOCS
@@ -17,6 +16,7 @@ from socflower.hierarchy.quorum import (
     Quorum,
     QuorumFraction,
 )
+from socflower.hierarchy.sync_intervals import DECAY, DOUBLING_EPOCHS, MOST_INTERVALS
 from socflower.precision import ALGORITHMS, MERGES, MIXING_RULES
 from socflower.report.quality import ACCURACY, LOSS, Quality, quality_of
 from socflower.scenario.schema.key_rules import is_set, require_reader, shown

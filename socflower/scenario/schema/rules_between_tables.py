@@ -4,12 +4,12 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from socflower.errors import ConfigError
-from socflower.hierarchy.delayed_sync import MOST_INTERVALS
 from socflower.hierarchy.exchange.coding_bytes import gradient_coding
 from socflower.hierarchy.exchange.gradients import exchange_fault
 from socflower.hierarchy.exchange.models import NONE, compression_fault
 from socflower.hierarchy.group_preemption import GROUPS
 from socflower.hierarchy.spare_socs import spares_fault
+from socflower.hierarchy.sync_intervals import MOST_INTERVALS
 from socflower.scenario.schema.config import (
     COUNTED,
     OF_LEADERS,

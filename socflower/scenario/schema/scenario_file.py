@@ -33,7 +33,7 @@ from socflower.scenario.schema.strategies import (
     CLUSTER_STRATEGIES,
     STRATEGIES,
     GroupStrategy,
-    Strategy,
+    StrategyKind,
     family_of,
     group_strategy,
 )
@@ -165,7 +165,7 @@ class ScenarioFile(ClusterFile):
         return isinstance(STRATEGIES[self.strategy.name], GroupStrategy)
 
     @property
-    def kind(self) -> Strategy:
+    def kind(self) -> StrategyKind:
         """What the strategy is."""
         return STRATEGIES[self.strategy.name]
 

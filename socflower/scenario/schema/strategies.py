@@ -8,8 +8,8 @@ from socflower.scenario.schema.split import SPLIT_STRATEGIES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Strategy:
-    """A strategy without groups: FedAvg, and training with a cloud."""
+class StrategyKind:
+    """What a name in `[strategy]` stands for; without groups: FedAvg, and training with a cloud."""
 
     # For the description of the key; the page of strategies with a cloud describes those.
     about: str = ""
@@ -47,7 +47,7 @@ class Strategy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupStrategy(Strategy):
+class GroupStrategy(StrategyKind):
     """A strategy with groups: a class that is made as `SoCFlow` is, by keyword arguments.
 
     `num_groups`, `num_socs`, `interval_epochs`, `exchange` and `compression` are None if `[strategy]` decides, by its
@@ -127,7 +127,7 @@ def _one_group(
     )
 
 
-STRATEGIES: dict[str, Strategy] = {
+STRATEGIES: dict[str, StrategyKind] = {
     "socflow": GroupStrategy(),
     "ring": _one_group("all SoCs in one ring"),
     "ps": _one_group("all SoCs, the first as parameter server", exchange="server"),
@@ -135,7 +135,7 @@ STRATEGIES: dict[str, Strategy] = {
         "`ring` with deep gradient compression where it is faster", compression="hipress"
     ),
     "powersgd": _one_group("`ring` with gradients of low rank", compression="powersgd"),
-    "fedavg": Strategy(about="all SoCs in every round, each on its own data"),
+    "fedavg": StrategyKind(about="all SoCs in every round, each on its own data"),
     "sgd": GroupStrategy(about="SoC 0 alone", num_groups=1, num_socs=1, interval_epochs=1.0),
     "tree-fedavg": GroupStrategy(
         about="`fedavg` whose models are summed in a tree over boards and servers",
@@ -176,13 +176,13 @@ STRATEGIES: dict[str, Strategy] = {
         outer="nesterov",
         optimizer="muon",
     ),
-    PIPELINE_STRATEGY: Strategy(
+    PIPELINE_STRATEGY: StrategyKind(
         about="[a pipeline](#pipeline) of unequal devices", is_pipeline=True
     ),
-    GRID_STRATEGY: Strategy(
+    GRID_STRATEGY: StrategyKind(
         about="a pipeline in each group, a ring across groups", is_pipeline=True, is_grid=True
     ),
-    **dict.fromkeys(SPLIT_STRATEGIES, Strategy(uses_cloud=True)),
+    **dict.fromkeys(SPLIT_STRATEGIES, StrategyKind(uses_cloud=True)),
 }
 """Each strategy by its name in `[strategy]`. A new strategy with groups is a class and an entry here."""
 

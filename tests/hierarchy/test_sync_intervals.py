@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.hierarchy import SyncInterval, group_steps_per_epoch, sync_schedule, sync_shapes
-from socflower.hierarchy.delayed_sync import _IntervalCursor
+from socflower.hierarchy.sync_intervals import _IntervalCursor
 from tests.one_line import refused
 
 INTERVALS = st.one_of(st.just("decay"), st.floats(1e-3, 50.0))
