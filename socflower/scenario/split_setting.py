@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise, product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from socflower.cluster import Device
 from socflower.cluster.device_catalog import device
@@ -206,12 +206,15 @@ class SplitSetting:
             "bits": (codec.bits,),
             "gradient_bits": codec.gradient_bits,
         }
-        given = {key: values[key] for key in split.calibrated}
+        given: dict[str, Any] = {key: values[key] for key in split.calibrated}
         other = copy(self)
         # Of the other codec.
         other.__dict__.pop("_initial_plans", None)
         other.trial_batches = trial_batches
-        other.scenario = self.scenario.replaced(edgecloud=split.replaced(**given, loss_budget=None))
+        # With K = 0 every batch is a group.
+        given["grouped"] = split.grouped and codec.window > 0
+        chosen = split.replaced(**given, loss_budget=None)
+        other.scenario = self.scenario.replaced(edgecloud=chosen)
         other.costs = tuple(
             replace(costs, gradient_bits=codec.gradient_bits) for costs in self.costs
         )

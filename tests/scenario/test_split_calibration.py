@@ -9,6 +9,7 @@ from socflower.errors import InfeasiblePlan
 from socflower.scenario.app.split_cloud import _scenario
 from socflower.scenario.prepared_run import prepare
 from socflower.scenario.runner import run_scenario
+from socflower.scenario.schema.file import from_document, to_document
 from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.split_planning import plan_split
 from socflower.scenario.split_setting import SplitSetting
@@ -97,6 +98,22 @@ KINDS = {
     "frozen front": {"frozen": "1"},
     "reverse": {"model": "digit-generator", "classes": [1], "train": {"batch_size": 2}},
     "int8 edge": {"precision": {"arithmetic": "int8"}, "train": {"optimizer": None}},
+    "groups of batches": {"grouped": True},
+    "mixed edge": {"precision": {"arithmetic": "mixed"}},
+    "joined parties": {
+        "model": "click-model",
+        "images": "clicks",
+        "edges": 2,
+        "train": {"batch_size": 256, "epochs": 2, "learning_rate": 0.05},
+    },
+    "heat and users": {
+        "edges": 2,
+        "train": {"batch_size": 2},
+        "tables": {
+            "thermal": {"fan": "fixed", "rpm": 3250, "hot_boards": {"0": 0.01}, "ambient_c": 33.0},
+            "background_load": {"games": "tidal", "low": 0.5, "high": 0.6, "mean_session_s": 300},
+        },
+    },
     "a peer that waits": {"name": "split"},
     "a peer that does not": {"name": "pipelined"},
 }
@@ -112,7 +129,9 @@ def test_a_calibration_goes_together_with_every_kind_of_split_and_is_resumed(
 ) -> None:
     settings = dict(KINDS[kind])
     train = {key: each for key, each in settings.pop("train", {}).items() if each is not None}
-    scenario = calibrated(**settings, train=train)
+    tables = settings.pop("tables", {})
+    document = to_document(calibrated(**settings, train=train))
+    scenario = from_document({**document, **tables})
     without_drawing(scenario, tmp_path / "whole")
     stop_after(scenario, tmp_path / "cut", 2)
     assert resume(scenario, tmp_path / "cut")["resumed_from"] == [2]
