@@ -220,7 +220,7 @@ class FaultRack:
 
     def server_apps(self) -> list[psutil.Process]:
         """Return the running ServerApps."""
-        return [each for each in processes_of("superlink") if "flwr-serverapp" in _words(each)]
+        return [each for each in processes_of("superlink") if each.name() == "flwr-serverapp"]
 
     # ------------------------------------------------------------------------------------------ strikes
     def power_off(self, soc: int, outage_s: float) -> None:
@@ -360,12 +360,6 @@ def _pss_bytes(pid: int) -> int:
         if line.startswith("Pss:"):
             return 1024 * int(line.split()[1])
     return 0
-
-
-def _words(process: psutil.Process) -> list[str]:
-    with suppress(psutil.Error):
-        return [Path(word).name for word in process.cmdline()[:4]]
-    return []
 
 
 def _text(service: Service) -> str:

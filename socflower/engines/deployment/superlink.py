@@ -25,7 +25,10 @@ from socflower.engines.deployment.flower_processes import (
     write_connection,
 )
 from socflower.engines.deployment.private_network import MACHINE_NETWORK, Network, private_network
-from socflower.engines.deployment.warm_executor import warm_supernode_command
+from socflower.engines.deployment.warm_executor import (
+    warm_superlink_command,
+    warm_supernode_command,
+)
 from socflower.engines.run_folder import CloudAddress
 from socflower.errors import TrainingFailed
 from socflower.wire.saved_state import write_atomically
@@ -45,12 +48,15 @@ def start_superlink(
     *options: str,
     engine: str = ENGINE,
     network: Network = MACHINE_NETWORK,
+    warm: bool = False,
 ) -> ListeningProcess:
-    """Start a SuperLink with more options of `flower-superlink`; `flwr run` knows it by the name `CONNECTION`."""
+    """Start a SuperLink with more options of `flower-superlink`; `flwr run` knows it by the name `CONNECTION`.
+
+    A `warm` one forks its ServerApps.
+    """
     require_command("flower-superlink", environment, engine)
     write_connection(Path(environment["FLWR_HOME"]), CONNECTION, f"127.0.0.1:{port}")
-    command = [
-        "flower-superlink",
+    args = [
         "--insecure",
         "--host",
         "127.0.0.1",
@@ -58,6 +64,7 @@ def start_superlink(
         str(port),
         *options,
     ]
+    command = warm_superlink_command(args) if warm else ["flower-superlink", *args]
     return ListeningProcess(
         "the SuperLink",
         command,
@@ -101,6 +108,7 @@ class LocalFlower:
             "--database",
             str(folder / "superlink.sqlite"),
             network=network,
+            warm=resident,
         )
         self._nodes = dict[str, Process]()
         for index, (config, port) in enumerate(zip(configs, ports[1:], strict=True)):
@@ -129,12 +137,12 @@ class LocalFlower:
         return len(self._nodes)
 
     def server_apps(self) -> set[psutil.Process]:
-        """Return the running ServerApp processes that the SuperLink started."""
+        """Return the running ServerApp processes that the SuperLink started, as processes of their own or as forks."""
         found = set()
         with suppress(psutil.Error):
             for process in psutil.Process(self._superlink.pid).children(recursive=True):
                 with suppress(psutil.Error):
-                    if any(Path(word).name == _SERVER_APP for word in process.cmdline()[:3]):
+                    if process.name() == _SERVER_APP:
                         found.add(process)
         return found
 

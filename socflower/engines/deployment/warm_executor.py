@@ -1,17 +1,18 @@
 """Resident clients: a SuperNode whose ClientApp stays for a run, forked from a process that has imported torch.
 
 Flower starts a new Python process for every message, which imports torch before it trains. This command runs Flower's
-own SuperNode or SuperExec and changes only how a ClientApp's process is started:
+own SuperNode, SuperLink or SuperExec and changes only how the process of an app is started:
 
     python -m socflower.engines.deployment.warm_executor -- flower-supernode --insecure --superlink 10.0.0.1:9092 …
 
 The SuperExec starts a zygote: a process with one thread that has imported the clients' modules and only forks. A fork
 of it runs `flwr-clientapp` with the arguments, environment and streams that the new process would have, and then again
 for each further message of the same run, with its model, data and app loaded. Each run has its own fork. A fork that
-is at work, such as one that hangs, is not waited for: the message gets another one.
+is at work, such as one that hangs, is not waited for: the message gets another one. A SuperLink's ServerApps are forks
+as well, one for each run, so that a run that is started again after a ServerApp died trains within seconds.
 The zygote ends with its SuperExec, as do forks; a killed one is replaced at the next message.
 
-This file depends on Flower's internals, and has all that does: two of its modules start their children with
+This file depends on Flower's internals, and has all that does: three of its modules start their children with
 `subprocess.Popen` (see `_STARTERS`), one of them pauses between two questions for a message, a third names a task's
 run, and `flwr-clientapp` ends its process. It therefore checks Flower's version.
 """
@@ -50,11 +51,21 @@ PRELOAD = (
     "flwr.clientapp",
     "socflower.clients",
 )
+PRELOAD_OF_SERVERS = (
+    *PRELOAD[:3],
+    "flwr.superlink.cli",
+    "flwr.serverapp",
+    "socflower.strategies.socflow",
+)
 
-_SUPERNODE, _SUPEREXEC, _CLIENTAPP = "flower-supernode", "flower-superexec", "flwr-clientapp"
+_SUPERNODE, _SUPERLINK, _SUPEREXEC = "flower-supernode", "flower-superlink", "flower-superexec"
+_CLIENTAPP, _SERVERAPP = "flwr-clientapp", "flwr-serverapp"
+# Of the SuperExec that a SuperLink starts.
+_SERVES = "--server-apps"
 # Flower's command, and its module that starts a child with `subprocess.Popen`.
 _STARTERS = {
     _SUPERNODE: "flwr.supernode.start_client_internal",
+    _SUPERLINK: "flwr.superlink.cli.flower_superlink",
     _SUPEREXEC: "flwr.supercore.superexec.executor.subprocess_executor",
 }
 # Its module that asks for tasks, with their runs, and the one that answers a message.
@@ -78,6 +89,11 @@ _HEADER = struct.Struct("!I")
 def warm_supernode_command(args: Sequence[str], preload: Sequence[str] = ()) -> list[str]:
     """Return the warm equivalent of `flower-supernode ARGS`; `preload` names more modules to import."""
     return [*_own_command(preload), "--", _SUPERNODE, *args]
+
+
+def warm_superlink_command(args: Sequence[str]) -> list[str]:
+    """Return the warm equivalent of `flower-superlink ARGS`."""
+    return [*_own_command(), "--", _SUPERLINK, *args]
 
 
 class Zygote:
@@ -166,18 +182,21 @@ class Zygote:
             self._process.wait()
 
 
-class _WarmSuperNode:
+class _WarmParent:
     """Replaces `subprocess` in the module that starts the SuperExec, to start a warm one."""
 
     def __init__(self, options: Sequence[str]) -> None:
         self._options = options
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
     def Popen(self, args: Sequence[str], **settings: Any) -> "subprocess.Popen[bytes]":
-        """Start the SuperNode's child through this file's command."""
+        """Start the child of the SuperNode or SuperLink through this file's command."""
         superexec = subprocess.Popen([*_own_command(), *self._options, "--", *args], **settings)
 
         def follow() -> None:
-            # A SuperNode whose SuperExec failed to start would accept messages and never answer.
+            # A parent whose SuperExec failed to start would accept messages or runs and never answer.
             if superexec.wait() == _CONFIG_ERROR_STATUS:
                 os.kill(os.getpid(), signal.SIGTERM)
 
@@ -237,7 +256,7 @@ class _Resident:
 
 
 class _WarmSuperExec:
-    """Replaces `subprocess` in the module that starts tasks: ClientApps are forked, other tasks start as usual."""
+    """Replaces `subprocess` in the module that starts tasks: apps are forked, other tasks start as usual."""
 
     DEVNULL = subprocess.DEVNULL
 
@@ -247,7 +266,7 @@ class _WarmSuperExec:
         self.run_id: int | None = None
         # By run, the one that got a message last at the end.
         self._residents: dict[int, _Resident] = {}
-        self._entry = _console_script(_CLIENTAPP)
+        self._entries = {command: _console_script(command) for command in (_CLIENTAPP, _SERVERAPP)}
         self._zygote = self._new_zygote()
 
     def Popen(
@@ -257,14 +276,14 @@ class _WarmSuperExec:
         stderr: int | None = None,
     ) -> int:
         """Start a task with these streams, and return its process id; Flower uses nothing of what this returns."""
-        if args[0] != _CLIENTAPP:
+        if args[0] not in self._entries:
             return subprocess.Popen(args, stdout=stdout, stderr=stderr).pid
         with open(os.devnull, "wb") as null:
             out, err = (
                 null.fileno() if stream == self.DEVNULL else stream for stream in (stdout, stderr)
             )
-            argv = [shutil.which(_CLIENTAPP) or _CLIENTAPP, *args[1:]]
-            if self.run_id is None:
+            argv = [shutil.which(args[0]) or args[0], *args[1:]]
+            if args[0] == _SERVERAPP or self.run_id is None:
                 return self._fork(argv, out, err)
             resident = self._residents.pop(self.run_id, None)
             if resident is None or not resident.take(argv):
@@ -296,8 +315,9 @@ class _WarmSuperExec:
     ) -> int:
         from flwr.supercore import log
 
+        entry = self._entries[Path(argv[0]).name]
         try:
-            return self._zygote.fork(self._entry, argv, stdout=stdout, stderr=stderr, tasks=tasks)
+            return self._zygote.fork(entry, argv, stdout=stdout, stderr=stderr, tasks=tasks)
         except (BrokenPipeError, ConnectionResetError, ProcessLookupError, TimeoutError) as error:
             log(
                 WARNING,
@@ -307,7 +327,7 @@ class _WarmSuperExec:
             )
             self._zygote.close()
             self._zygote = self._new_zygote()
-            return self._zygote.fork(self._entry, argv, stdout=stdout, stderr=stderr, tasks=tasks)
+            return self._zygote.fork(entry, argv, stdout=stdout, stderr=stderr, tasks=tasks)
 
     def _new_zygote(self) -> Zygote:
         from flwr.supercore import log
@@ -342,7 +362,8 @@ def main(arguments: Sequence[str]) -> None:
     """Run the Flower command after `--`, warm."""
     parser = argparse.ArgumentParser(
         prog="python -m socflower.engines.deployment.warm_executor",
-        description="Run a Flower SuperNode (or SuperExec) that forks its ClientApps from a process with torch loaded.",
+        description="Run a Flower SuperNode, SuperLink or SuperExec that forks its apps from a process with torch "
+        "loaded.",
     )
     parser.add_argument(
         "--any-flwr-version",
@@ -356,13 +377,15 @@ def main(arguments: Sequence[str]) -> None:
         default=[],
         help="import this module too before forking; may be given several times",
     )
+    parser.add_argument(
+        _SERVES, action="store_true", help="import what ServerApps need, not what ClientApps do"
+    )
     parser.add_argument("command", nargs="+", metavar="-- flower-supernode ARGS")
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options, command = list(arguments[:split]), list(arguments[split + 1 :])
     chosen = parser.parse_args([*options, *command[:1]])
     if "torch" in sys.modules:
-        # `python -m` has imported the whole package; a SuperNode and a SuperExec do not need torch
-        # in memory.
+        # `python -m` has imported the whole package; Flower's own processes do not need torch in memory.
         os.execv(sys.executable, [*_own_command(), *arguments])
     if not chosen.any_flwr_version:
         check_flwr_version(version("flwr"))
@@ -378,9 +401,12 @@ def main(arguments: Sequence[str]) -> None:
         )
     sys.argv = [shutil.which(command[0]) or command[0], *command[1:]]
     if name == _SUPERNODE:
-        vars(starter).update(subprocess=_WarmSuperNode(options), time=_Pauses())
+        vars(starter).update(subprocess=_WarmParent(options), time=_Pauses())
+    elif name == _SUPERLINK:
+        vars(starter)["subprocess"] = _WarmParent([*options, _SERVES])
     else:
-        executor = _WarmSuperExec([*chosen.preload, *PRELOAD])
+        modules = PRELOAD_OF_SERVERS if chosen.server_apps else PRELOAD
+        executor = _WarmSuperExec([*chosen.preload, *modules])
         vars(starter)["subprocess"] = executor
         _tell_runs(executor)
     sys.exit(_function(_console_script(name))())
@@ -404,12 +430,12 @@ def _require_supported(command: Sequence[str], preload: Sequence[str]) -> None:
         raise ConfigError("warm executor: this system cannot fork; leave it out")
     name = Path(command[0]).name
     if name not in _STARTERS:
-        raise ConfigError(f"warm executor: -- {command[0]}: runs {' or '.join(_STARTERS)} only")
+        raise ConfigError(f"warm executor: -- {command[0]}: runs {', '.join(_STARTERS)} only")
     words = " ".join(command[1:]).replace("=", " ")
-    if name == _SUPERNODE and "--isolation process" in words:
+    if name != _SUPEREXEC and "--isolation process" in words:
         raise ConfigError(
-            "warm executor: with --isolation process the SuperNode starts no ClientApps; run its "
-            "flower-superexec through this command instead"
+            f"warm executor: with --isolation process {name} starts no apps; run its flower-superexec through this "
+            "command instead"
         )
     if name == _SUPEREXEC and "--executor kubernetes" in words:
         raise ConfigError(

@@ -79,16 +79,15 @@ class DeployedRun:
         self.process.wait()
 
     def processes(self, command: str) -> list[psutil.Process]:
-        """The run's processes whose command line names a command, as far as they descend from the run's own."""
+        """The run's processes of a command, also forks that run it, as far as they descend from the run's own."""
         found = []
         with suppress(psutil.Error):
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 with suppress(psutil.Error):
                     self._seen[process.pid] = process
-                    words = process.cmdline()[:3]
-                    if process.status() != psutil.STATUS_ZOMBIE and any(
-                        Path(word).name == command for word in words
-                    ):
+                    words = process.cmdline()[:6]
+                    names = {process.name(), *(Path(word).name for word in words)}
+                    if process.status() != psutil.STATUS_ZOMBIE and command in names:
                         found.append(process)
         return found
 

@@ -154,7 +154,7 @@ class Rack:
         found = []
         for process in processes_of(self.mark, "superlink"):
             with suppress(psutil.Error):
-                if any("flwr-serverapp" in word for word in process.cmdline()):
+                if process.name() == "flwr-serverapp":
                     found.append(process)
         return found
 

@@ -92,7 +92,7 @@ class Rack:
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                is_server = "flwr-serverapp" in " ".join(process.cmdline()[:3])
+                is_server = process.name() == "flwr-serverapp"
                 home = process.environ().get("FLWR_HOME") if is_server else None
                 if home == self.environment["FLWR_HOME"]:
                     found.append(process)

@@ -279,9 +279,12 @@ def test_what_cannot_be_preloaded_is_refused(
 
 # ------------------------------------------------------------------------------------- in Flower's place
 @pytest.mark.slow
-def test_flowers_clientapp_runs_in_a_fork_also_after_its_zygote_died(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["flwr-clientapp", "flwr-serverapp"])
+def test_flowers_apps_run_in_forks_also_after_their_zygote_died(
+    command: str, tmp_path: Path
+) -> None:
     fresh = subprocess.run(
-        ["flwr-clientapp", "--help"],
+        [command, "--help"],
         check=True,
         capture_output=True,
         timeout=DEADLINE_S,
@@ -295,7 +298,7 @@ def test_flowers_clientapp_runs_in_a_fork_also_after_its_zygote_died(tmp_path: P
     try:
         for index in range(2):
             with (tmp_path / str(index)).open("wb") as out:
-                pid = executor.Popen(["flwr-clientapp", "--help"], stdout=out.fileno())
+                pid = executor.Popen([command, "--help"], stdout=out.fileno())
             assert eventually(lambda pid=pid: gone(pid))
             assert (tmp_path / str(index)).read_bytes() == fresh.stdout
             zygotes.append(executor._zygote.pid)
@@ -303,7 +306,7 @@ def test_flowers_clientapp_runs_in_a_fork_also_after_its_zygote_died(tmp_path: P
                 os.kill(zygotes[0], signal.SIGKILL)
         assert zygotes[0] != zygotes[1]
         silent = executor.Popen(
-            ["flwr-clientapp", "--help"], stdout=executor.DEVNULL, stderr=executor.DEVNULL
+            [command, "--help"], stdout=executor.DEVNULL, stderr=executor.DEVNULL
         )
         assert eventually(lambda: gone(silent))
     finally:
@@ -346,8 +349,8 @@ def test_another_version_of_flower_is_refused_unless_any_will_do(
     ("words", "message"),
     [
         (
-            ["--", "flower-superlink"],
-            "-- flower-superlink: runs flower-supernode or flower-superexec only",
+            ["--", "flower-simulation"],
+            "-- flower-simulation: runs flower-supernode, flower-superlink, flower-superexec only",
         ),
         (
             ["--", "flower-supernode", "--isolation=process"],
@@ -409,7 +412,7 @@ def test_the_command_is_a_module_too(environment: dict[str, str]) -> None:
             "-m",
             "socflower.engines.deployment.warm_executor",
             "--",
-            "flower-superlink",
+            "flower-simulation",
         ],
         env=environment,
         check=False,
@@ -419,7 +422,7 @@ def test_the_command_is_a_module_too(environment: dict[str, str]) -> None:
     )
     assert (refused.returncode, refused.stderr) == (
         2,
-        command_line("--", "flower-superlink", environment=environment).stderr,
+        command_line("--", "flower-simulation", environment=environment).stderr,
     )
 
 
@@ -447,7 +450,7 @@ def test_a_runs_messages_are_answered_by_one_process_and_other_runs_have_their_o
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
     executor = warm_executor._WarmSuperExec([warm_executor._CLIENTAPP_RUN])
-    executor._entry = "probe:answer"
+    executor._entries["flwr-clientapp"] = "probe:answer"
     answers: list[list[str]] = []
 
     def answered(run_id: int | None, word: str) -> list[str]:
@@ -496,6 +499,12 @@ def test_a_runs_messages_are_answered_by_one_process_and_other_runs_have_their_o
         answered(3, "h")
         wait(9)
         assert list(executor._residents) == [2, 3]
+        # A ServerApp has a process for itself, also beside clients of its run.
+        executor._entries["flwr-serverapp"] = "probe:answer"
+        servers = {executor.Popen(["flwr-serverapp", word]) for word in ("s", "t")}
+        assert len(servers) == 2 and not servers & {int(pid) for pid, _ in answers}
+        assert list(executor._residents) == [2, 3]
+        assert eventually(lambda: all(gone(pid) for pid in servers))
     finally:
         executor._zygote.close()
         for resident in executor._residents.values():
