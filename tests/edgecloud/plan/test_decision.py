@@ -378,6 +378,16 @@ def test_a_schedule_gives_the_window_of_the_last_fraction_reached(
         reached = [window for fraction, window in steps if fraction * num_batches <= batch]
         assert schedule.window(batch, num_batches) == reached[-1]
     assert WindowSchedule().window(499, 1000) == 4 and WindowSchedule().window(500, 1000) == 5
+    # A group has K + 1 batches, or those until the next step; the first waits for all before it.
+    grouped = WindowSchedule(steps=steps, grouped=True)
+    size, step = 0, -1
+    for batch in range(num_batches):
+        reached_step = sum(fraction * num_batches <= batch for fraction, _ in steps)
+        if reached_step != step or size > steps[step - 1][1]:
+            size, step = 0, reached_step
+        assert grouped.limit(batch, num_batches) == size <= grouped.window(batch, num_batches)
+        assert schedule.limit(batch, num_batches) == schedule.window(batch, num_batches)
+        size += 1
 
 
 @pytest.mark.parametrize(
