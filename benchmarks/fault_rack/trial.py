@@ -202,9 +202,11 @@ class Trial:
         differ = None
         if status == 0:
             differ = self._difference(reference)
-            lost = {"group-lost", "no-reply"} & {
-                event["kind"] for entry in rounds for event in entry["events"]
-            }
+            # A group whose nodes are all away when a run is resumed has no part in that round.
+            excused = {"group-lost", "no-reply"}
+            if any(fault.kind == GROUP for fault in self._cell.faults):
+                excused.add("no-answer")
+            lost = excused & {event["kind"] for entry in rounds for event in entry["events"]}
             if differ > _TOLERANCE and not lost:
                 faults.append(f"weights differ by {differ:.2g}")
             if rounds[-1]["accuracy"] < _LEAST_ACCURACY:

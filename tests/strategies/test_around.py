@@ -398,3 +398,30 @@ def test_differential_privacy_around_rings_clips_each_groups_update_once(
         sum(((clipped[name].numpy() - first[name].numpy()) ** 2).sum() for name in first)
     )
     assert 0.0 < update <= 2 * 0.01 * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("gone", [None, 20, 40])
+def test_whoever_has_a_groups_momentum_reads_it_after_a_resume_without_its_leader(
+    gone: int | None,
+) -> None:
+    """Nodes 20 and 40 are the leaders. Where one is gone its group's other member may have the momentum."""
+
+    class WithoutOne(RingNodes):
+        def send_and_receive(
+            self, messages: Iterable[Message], *, timeout: float | None = None
+        ) -> list[Message]:
+            asked = {message.metadata.dst_node_id: message for message in messages}
+            lost = [asked.pop(gone)] if gone in asked else []
+            errors = [answer_error(each, 3, "gone") for each in lost]
+            return [*errors, *super().send_and_receive(asked.values())]
+
+    strategy = socflow()
+    strategy.resume_from(1, without_state=[])
+    sent = strategy.configure_train(2, model(), ConfigRecord(), WithoutOne())
+    leaders = {each.metadata.dst_node_id for each in sent if "arrays" in each.content}
+    assert len(leaders) == 2 and gone not in leaders
+    expected = {10: gone != 20, 20: True, 30: gone != 40, 40: True}
+    if gone is not None:
+        del expected[gone]
+    asked = {each.metadata.dst_node_id: each.content["config"][RESUMED] for each in sent}
+    assert asked == expected

@@ -425,6 +425,9 @@ class GroupsMethod(Method[Round, SettledRound]):
             # As without the interruption: a leader that is new to the group has no momentum for it.
             if group.leader == leader:
                 configs[group.group_id] = ConfigRecord({**settings, RESUMED: has_state})
+            elif this.in_rings:
+                # Any member may have the momentum, and gives it to the ring.
+                configs[group.group_id] = ConfigRecord({**settings, RESUMED: False})
         return configs
 
     def task(self, group: Group, interval: SyncInterval) -> GroupTask:
