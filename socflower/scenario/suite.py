@@ -79,21 +79,26 @@ def run_suite(suite: Suite, *, on_row: OnRow = lambda row: None) -> dict[str, An
     It has `rows`, in the order of the files: `name`, `command`, `claims` (see `claims_of`), `holds`, `error` (None, or
     the line that the command ended with), `cpu_s`, the mean processor time of a seed with the start of its process
     (None where an earlier suite has trained some of them), and `wall_s`. `holds` says whether all hold. `on_row` gets
-    each row as it ends. A `KeyboardInterrupt` ends the processes; the rows that have ended are in the file, and
-    the same suite trains only what is missing.
+    each row as it ends. The file has the rows that have ended, also after a `KeyboardInterrupt`, which ends the
+    processes, and after a kill; the same suite trains only what is missing.
     """
     rows: dict[str, dict[str, Any]] = {}
     with exclusive_folder(suite.out, f"--out {suite.out}"):
         remove_partial(suite.out)
         with own_processes() as mark:
-            try:
-                for row in _rows(suite, mark):
-                    rows[row["name"]] = row
-                    on_row(row)
-            finally:
-                # Rows in the order of the files, however long each took.
-                document = _document(suite, [rows[f.stem] for f in suite.files if f.stem in rows])
-                write_atomically(suite.out / SUITE, json.dumps(document, indent=1))
+            document = _write(suite, rows)
+            for row in _rows(suite, mark):
+                rows[row["name"]] = row
+                # After each: a suite takes hours, and a kill must not cost what has ended.
+                document = _write(suite, rows)
+                on_row(row)
+    return document
+
+
+def _write(suite: Suite, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Write the document of the rows that have ended, in the order of the files, and return it."""
+    document = _document(suite, [rows[file.stem] for file in suite.files if file.stem in rows])
+    write_atomically(suite.out / SUITE, json.dumps(document, indent=1))
     return document
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from socflower.scenario.schema.file import load_scenario
-from socflower.scenario.suite import TIGHT, Suite, claims_of, scenario_files_in
+from socflower.scenario.suite import TIGHT, Suite, claims_of, run_suite, scenario_files_in
 from tests.command_line import Socflower, is_mistake
 
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
@@ -124,6 +124,21 @@ def test_a_suite_runs_two_at_a_time_and_a_claim_that_fails_fails_it(
     # Finished trainings are used again, so that their processor time is not known.
     again = socflower(f"run {folder} --seeds 1,2 --out {tmp_path}/out --json")
     assert [row["cpu_s"] for row in json.loads(again.out)["rows"]] == [None, None]
+
+
+def test_what_has_ended_is_in_the_file_before_the_next_ends(tmp_path: Path) -> None:
+    files = tuple(tmp_path / f"{name}.toml" for name in ("first", "second"))
+    for file in files:
+        file.write_text("[cluster\n")
+    in_file: list[list[str]] = []
+
+    def note(_: object) -> None:
+        document = json.loads((tmp_path / "out" / "suite.json").read_text())
+        assert document["num_missing"] == 2 - len(document["rows"]) and not document["holds"]
+        in_file.append([row["name"] for row in document["rows"]])
+
+    run_suite(Suite(files=files, out=tmp_path / "out"), on_row=note)
+    assert in_file == [["first"], ["first", "second"]]
 
 
 @pytest.mark.slow
