@@ -9,7 +9,6 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -375,15 +374,12 @@ def results_table(spec: dict[str, Any]) -> str:
     ]
     if "columns" in spec:
         return table([head for head, _ in spec["columns"]], plain_rows(rows, spec))
-    if spec.get("quickest_peer"):
-        rows = sorted(rows, key=lambda row: row["peer_value"] or 0.0)
-        found = partial(find, first=True)
-    else:
-        found = partial(find, first=False)
-    chosen = [
-        (wanted[0], mean([found(rows, *variant) for variant in variants(wanted[1:], rows, spec)]))
-        for wanted in spec["rows"]
-    ]
+    quickest = bool(spec.get("quickest_peer"))
+    chosen = []
+    for label, *wanted in spec["rows"]:
+        of_seeds = variants(wanted, rows, spec)
+        found = [find(rows, *variant, quickest=quickest) for variant in of_seeds]
+        chosen.append((label, mean(found)))
     return table(
         *with_units(
             [
@@ -464,9 +460,12 @@ def variants(
 
 
 def find(
-    rows: list[dict[str, Any]], case: str, peer: str = "", unit: str = "", *, first: bool
+    rows: list[dict[str, Any]], case: str, peer: str = "", unit: str = "", *, quickest: bool
 ) -> dict[str, Any]:
-    """Return the only row of this case and peer, or the `first`; equal ones precede those that begin with the text."""
+    """Return the only row of this case and peer, or the one with the `quickest` peer.
+
+    Rows whose texts equal these precede those whose texts begin with them.
+    """
     fitting = [
         row
         for row in rows
@@ -476,7 +475,9 @@ def find(
     ]
     for key, text in (("case", case), ("peer", peer)):
         fitting = [row for row in fitting if row[key] == text] or fitting
-    if not fitting or (len(fitting) > 1 and not first):
+    if quickest and fitting:
+        return min(fitting, key=lambda row: row["peer_value"])
+    if len(fitting) != 1:
         raise SystemExit(
             f"tables.toml: {len(fitting)} rows begin with {case!r}, {peer!r}, {unit!r}"
         )

@@ -220,7 +220,13 @@ class FaultRack:
 
     def server_apps(self) -> list[psutil.Process]:
         """Return the running ServerApps."""
-        return [each for each in processes_of("superlink") if each.name() == "flwr-serverapp"]
+        found = []
+        for process in processes_of("superlink"):
+            # One may end meanwhile.
+            with suppress(psutil.Error):
+                if process.name() == "flwr-serverapp":
+                    found.append(process)
+        return found
 
     # ------------------------------------------------------------------------------------------ strikes
     def power_off(self, soc: int, outage_s: float) -> None:

@@ -1,6 +1,7 @@
 """One run on a rack while two faults befall it, and what must hold of it afterwards."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -202,12 +203,9 @@ class Trial:
         differ = None
         if status == 0:
             differ = self._difference(reference)
-            # A group whose nodes are all away when a run is resumed has no part in that round.
-            excused = {"group-lost", "no-reply"}
-            if any(fault.kind == GROUP for fault in self._cell.faults):
-                excused.add("no-answer")
-            lost = excused & {event["kind"] for entry in rounds for event in entry["events"]}
-            if differ > _TOLERANCE and not lost:
+            events = [event for entry in rounds for event in entry["events"]]
+            is_lost = any(event["kind"] in ("group-lost", "no-reply") for event in events)
+            if differ > _TOLERANCE and not is_lost and not any(map(_is_without_group, events)):
                 faults.append(f"weights differ by {differ:.2g}")
             if rounds[-1]["accuracy"] < _LEAST_ACCURACY:
                 faults.append(f"accuracy {rounds[-1]['accuracy']}")
@@ -257,6 +255,15 @@ class Trial:
         for soc in range(self._rack.network.num_socs):
             lines.append(f"{soc}: {self._rack.record(soc)}")
         (self._folder / "evidence").write_text("\n".join(lines))
+
+
+def _is_without_group(event: Mapping[str, Any]) -> bool:
+    """Return whether all nodes of a group were left out as a run was resumed: it has no part in that round then."""
+    if event["kind"] != "no-answer":
+        return False
+    named = re.search(r"left out with SoC ([\d, ]+\d)", event["text"])
+    away = {int(soc) for soc in re.findall(r"\d+", named[1])} if named else set()
+    return any(away.issuperset(group) for group in _SOCS[GROUPS][GROUP])
 
 
 def _since(moment_s: float | None, start_s: float | None) -> float | None:

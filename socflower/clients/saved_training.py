@@ -206,8 +206,9 @@ class TrainerState:
     def read(self, *, others_may_have_it: bool = False) -> bytes | None:
         """Return the initial state, from the context, or from a file if the training was resumed; else None.
 
-        A leader that is new to its group, or that last trained under another plan, starts without momentum, even if
-        another node's file is accessible (all nodes may run on one machine). If the training was resumed with a
+        A member that last trained under another plan starts without momentum. So does a leader that is new to its group
+        and trains it in one process, even if another node's file is accessible (all nodes may run on one machine); in
+        a ring it gets the momentum of a member that has it. If the training was resumed with a
         required state, and the state is missing, raises `ConfigError`; with `others_may_have_it` that is `missing`
         instead, as another member of the ring may have the same state.
         """

@@ -100,9 +100,8 @@ class FrontPlan:
 
     `split_plan` is the deployment at the beginning; after a rollback its cut is that of the checkpoint. `window_of`
     gives K by batch, instead of the deployment's, and `in_flight_limit` how many batches may be in flight as one goes
-    forward, by default K. `checkpoint_batches` is how many batches lie between two checkpoints,
-    counted over the whole training; 0: only at the ends of a span. `decide` may ask for another deployment between two
-    batches.
+    forward, by default K. `checkpoint_batches` is how many batches lie between two checkpoints, counted over the whole
+    training; 0: only at the ends of a span. `decide` may ask for another deployment between two batches.
     """
 
     split_plan: SplitPlan

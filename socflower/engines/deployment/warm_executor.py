@@ -9,7 +9,7 @@ The SuperExec starts a zygote: a process with one thread that has imported the c
 of it runs `flwr-clientapp` with the arguments, environment and streams that the new process would have, and then again
 for each further message of the same run, with its model, data and app loaded. Each run has its own fork. A fork that
 is at work, such as one that hangs, is not waited for: the message gets another one. A SuperLink's ServerApps are forks
-as well, one for each run, so that a run that is started again after a ServerApp died trains within seconds.
+as well, one for each run, so that a run that is started again after its ServerApp died does not import torch first.
 The zygote ends with its SuperExec, as do forks; a killed one is replaced at the next message.
 
 This file depends on Flower's internals, and has all that does: three of its modules start their children with
@@ -43,16 +43,11 @@ from socflower.engines.installed import dependencies
 from socflower.errors import ConfigError
 from socflower.quantities import counted
 
-PRELOAD = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed",
-    "flwr.supernode.cli",
-    "flwr.clientapp",
-    "socflower.clients",
-)
+_TORCH = ("torch", "torch._dynamo", "torch.distributed")
+PRELOAD = (*_TORCH, "flwr.supernode.cli", "flwr.clientapp", "socflower.clients")
+"""What a SuperNode's zygote imports, and in `PRELOAD_OF_SERVERS` a SuperLink's."""
 PRELOAD_OF_SERVERS = (
-    *PRELOAD[:3],
+    *_TORCH,
     "flwr.superlink.cli",
     "flwr.serverapp",
     "socflower.strategies.socflow",

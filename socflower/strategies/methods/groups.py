@@ -422,11 +422,11 @@ class GroupsMethod(Method[Round, SettledRound]):
             if group.group_id not in before:
                 continue
             leader, has_state = before[group.group_id]
-            # As without the interruption: a leader that is new to the group has no momentum for it.
+            # As without the interruption: in one process a leader that is new to the group has no momentum for it; in a
+            # ring any member may have it, and gives it to the others.
             if group.leader == leader:
                 configs[group.group_id] = ConfigRecord({**settings, RESUMED: has_state})
             elif this.in_rings:
-                # Any member may have the momentum, and gives it to the ring.
                 configs[group.group_id] = ConfigRecord({**settings, RESUMED: False})
         return configs
 
