@@ -104,7 +104,7 @@ def checked(cls: type[_Checked]) -> type[_Checked]:
             try:
                 self.check()
             except (ConfigError, ValueError) as error:
-                raise _Misfit(f"{kind.__name__}: {error}") from None
+                raise _Misfit(f"{kind.__name__}: {reason(error)}") from None
 
     target = cast(Any, cls)
     target.__post_init__ = check_fields
@@ -119,6 +119,11 @@ def _tuples(value: Any) -> Any:
 
 class _Misfit(ConfigError, ValueError):
     """Fields that do not fit each other. Pydantic catches a `ValueError`, and knows its place in the file."""
+
+
+def reason(error: Exception) -> str:
+    """Return an error's text without the class of the value that misfits: a file's reader does not know it."""
+    return str(error).partition(": ")[2] if isinstance(error, _Misfit) else str(error)
 
 
 _OF_FILES = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -273,11 +278,7 @@ def _line(kind: type, document: Any, where: str, error: Any) -> str:
             value = cast(Any, value)[step]
         kind = inner
     if error["type"] in ("value_error", "assertion_error"):
-        cause = error["ctx"]["error"]
-        text = str(cause)
-        if isinstance(cause, _Misfit):
-            text = text.partition(": ")[2]
-        return _at(_place(where, path), text)
+        return _at(_place(where, path), reason(error["ctx"]["error"]))
     if error["type"] == "json_invalid":
         return f"{where}: is nested too deeply, or has invalid characters"
     if entry is None:

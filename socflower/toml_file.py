@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 
 from socflower.errors import ConfigError
-from socflower.field_rules import refusal
+from socflower.field_rules import reason, refusal
 from socflower.plain_numbers import plain
 
 _Kind = TypeVar("_Kind")
@@ -36,7 +36,7 @@ class Table(BaseModel):
         try:
             self.check()
         except ConfigError as error:
-            raise ValueError(str(error)) from None
+            raise ValueError(reason(error)) from None
         return self
 
     def check(self) -> None:

@@ -13,6 +13,7 @@ from socflower.cluster.cluster_file import (
     make_cluster,
 )
 from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.quantities import counted
 from socflower.scenario.expectations import require_known_claims
 from socflower.scenario.schema.links import (
     inline_recorded_link,
@@ -102,7 +103,7 @@ def num_participants(scenario: Scenario, cluster: Cluster) -> int:
     """Return how many SoCs take part; `InfeasiblePlan` if the cluster has fewer."""
     num_socs = scenario.strategy.socs or cluster.num_socs
     if num_socs > cluster.num_socs:
-        why = f"but the cluster has {cluster.num_socs} SoCs; lower socs or add boards"
+        why = f"but the cluster has {counted(cluster.num_socs, 'SoC')}; lower socs or add boards"
         raise InfeasiblePlan(f"{scenario.name} [strategy] socs = {num_socs}, {why}")
     return num_socs
 

@@ -73,7 +73,8 @@ def _rules_of_groups(file: "ScenarioFile") -> Iterator[Rule]:
     """Yield what several groups, their leaders and their servers need."""
     strategy, groups = file.strategy, file.strategy.groups
     num_servers = file.site.servers if file.site else 1
-    if strategy.server_interval > 1:
+    # A pipeline, whose groups are "auto" here, has a rule of its own.
+    if strategy.server_interval > 1 and groups != "auto":
         yield (
             not 1 < num_servers <= int(groups),
             file.at("strategy", "server_interval"),
@@ -111,11 +112,12 @@ def _rules_of_groups(file: "ScenarioFile") -> Iterator[Rule]:
         has_own = is_set(strategy, key) and getattr(strategy, key) != fitting
         yield file.kind.has_local_epochs and has_own, file.at("strategy", key), why
     yield from _rules_of_late_groups(file)
-    chosen = several_groups(strategy.name) and groups == "auto" and not file.kind.is_alone
+    chooses = several_groups(strategy.name) and not file.kind.is_alone
+    why = f"it is for groups = 'auto', and {file.at('strategy', 'groups')}"
     yield (
-        is_set(strategy, "group_rule") and not chosen,
+        is_set(strategy, "group_rule") and not (chooses and groups == "auto"),
         file.at("strategy", "group_rule"),
-        f"it is for groups = 'auto', and {file.at('strategy', 'groups')} and {_name(file)}; leave it out",
+        f"{why if chooses else f'{_name(file)} does not read it'}; leave it out",
     )
     yield from _rules_of_exchanges(file)
     yield (
