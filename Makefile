@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Else every process that a test starts compiles socflower anew, and every run the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo picture figures papers site notebooks dist test scenarios coverage clusters api test-random test-slow test-matrix \
+.PHONY: help setup demo picture figures papers site notebooks dist test scenarios coverage clusters api test-random test-slow test-cells test-matrix \
   other-flower test-flower test-torch test-arm test-sanitized lint proto bench clean
 
 help: ## list the targets
@@ -81,8 +81,8 @@ scenarios: setup ## every scenario's claims on five seeds, with their margins: d
 
 # Not in `test`: tracing lines takes half as much processor time again.
 coverage: setup ## the tests of the pure layers, which must cover 95 % of them
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov --cov-report=term --cov-fail-under=95 \
-	  $(addprefix tests/,$(PURE_LAYERS))
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "few_cells or not slow" --cov --cov-report=term \
+	  --cov-fail-under=95 $(addprefix tests/,$(PURE_LAYERS))
 
 # Global generators are seeded once and not before each test: that would hide a test that draws from what others left.
 test-random: setup ## the tests in random order, properties with other examples; prints its seed, SEED=... repeats it
@@ -90,8 +90,11 @@ test-random: setup ## the tests in random order, properties with other examples;
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -p randomly --randomly-seed=$$seed \
 	  --randomly-dont-reset-seed --hypothesis-profile=exploring --hypothesis-seed=$$seed
 
-test-slow: setup coverage ## coverage, then the tests that take more than about ten seconds
+test-slow: setup coverage ## coverage, then the longer tests, and the cells that `few_cells` leaves out
 	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal
+
+test-cells: setup ## the cells that `few_cells` leaves out alone
+	$(BIN)/python -m pytest -m "few_cells and slow" -n $(WORKERS) --dist worksteal
 
 test-matrix: setup ## every cell of what goes together, and every scenario, also with other seeds; test-slow has some of each
 	SOCFLOWER_CELLS=all $(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal \

@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -67,10 +67,29 @@ def pytest_collection() -> Iterator[None]:
         gc.set_threshold(20_000, 20, 50)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin `make test-slow` with the tests that may take longest, so that no worker waits for one at the end."""
+    """Mark cells as slow where a test has many (`few_cells`), and begin `make test-slow` with what may take longest."""
+    _leave_cells_to_slow_tests(items)
     if config.getoption("-m") == "slow":
+        # No worker waits for one of these at the end.
         items.sort(key=_most_seconds, reverse=True)
+
+
+def _leave_cells_to_slow_tests(items: Iterable[pytest.Item]) -> None:
+    """Leave `few_cells(count)` of a test's quick cells, spread over its table, and mark the others as slow."""
+    by_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few_cells") and not item.get_closest_marker("slow"):
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cells in by_test.values():
+        marker = cells[0].get_closest_marker("few_cells")
+        assert marker is not None
+        (count,) = marker.args
+        kept = {number * len(cells) // count for number in range(count)}
+        for number, item in enumerate(cells):
+            if number not in kept:
+                item.add_marker("slow")
 
 
 def _most_seconds(item: pytest.Item) -> float:

@@ -112,6 +112,7 @@ def test_pages_and_examples_allow_what_the_project_allows() -> None:
     assert versions and set(versions) <= set(FLOWERS)
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     ("installed", "status", "words"),
     [

@@ -135,6 +135,7 @@ def test_every_block_says_what_it_is() -> None:
 
 
 # ------------------------------------------------------------------------------------------- blocks that run
+@pytest.mark.few_cells(3)
 @pytest.mark.parametrize("page", pages_that_run(""))
 def test_the_blocks_of_a_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

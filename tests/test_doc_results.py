@@ -178,6 +178,7 @@ def test_the_demonstration_trained_the_front_of_the_readme() -> None:
     assert predicted | set(demo["methods"]["refused"]) == set(family_of("socflow"))
 
 
+@pytest.mark.slow
 def test_the_pictures_of_the_readme_are_those_of_the_stored_seeds(tmp_path: Path) -> None:
     """Letters and numbers: positions may differ in their last digits."""
     subprocess.run([sys.executable, DOCS / "draw_picture.py", tmp_path], check=True)

@@ -132,6 +132,7 @@ def cloud(tls: Tls | None, lines: list[str]) -> Iterator[Port]:
         yield address, f"/{SERVICE}/Status", lambda: session_status(operator)
 
 
+@pytest.mark.few_cells(2)
 @NUM_CALLS
 @pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
 @pytest.mark.parametrize("listening", [ring, cloud])

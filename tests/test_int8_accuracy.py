@@ -14,6 +14,7 @@ DATA = Path(os.environ.get("SOCFLOWER_DATA", ROOT.parent / "shared" / "data"))
 CURVES = ROOT / "docs" / "results" / "int8-accuracy-curves.json"
 
 
+@pytest.mark.slow
 def test_one_epoch_of_niti_learns_digits_as_one_of_fp32_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

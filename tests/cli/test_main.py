@@ -273,6 +273,7 @@ def test_bench_lists_its_names_and_refuses_others(socflower: Socflower) -> None:
     is_mistake(socflower("bench truth --cells 0"), "--cells 0", "from 1 to 10000")
 
 
+@pytest.mark.slow
 def test_a_benchmark_runs_as_a_process_whatever_else_it_prints(
     socflower: Socflower, tmp_path: Path
 ) -> None:
@@ -512,6 +513,7 @@ def test_options_of_a_deployment_are_for_that_engine_and_a_warm_one_is_here(
     is_mistake(socflower(f"run case.toml {options}"), options.split(maxsplit=1)[0])
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     ("override", "named"),
     [

@@ -137,6 +137,7 @@ def is_refused(ran: Ran, option: str) -> None:
     assert not is_begun(ran)
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("target", TARGETS)
 def test_each_option_of_run_is_read_or_refused(
     begins: Socflower, target: str, tmp_path: Path
@@ -162,6 +163,7 @@ OF_SCENARIOS = {"strategies", "seeds", "tune", "search", "until_target", "front"
 OF_CLUSTERS = {"fusion"}
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("engine", ["local", "simulation", "deployment"])
 @pytest.mark.parametrize("compared", ["case.toml", "split.toml", "app other"])
 def test_each_option_of_compare_is_read_or_refused(

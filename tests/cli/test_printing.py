@@ -177,6 +177,7 @@ def test_a_long_label_is_cut_before_the_times_are(label: str, width: int) -> Non
     assert label[:11] in last_line(label, width, 40)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_few_digits")
 def test_what_commands_print_without_a_terminal_fits_80_columns(
     socflower: Socflower,

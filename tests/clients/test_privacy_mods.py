@@ -86,6 +86,7 @@ def norm_of_update(trained: ArrayRecord) -> float:
     )
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     ("mod", "around"),
     [

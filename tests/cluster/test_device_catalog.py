@@ -56,6 +56,7 @@ def cifar_model(name: str) -> ModelProfile:
     )
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     ("model", "processor", "hours", "watt_hours"),
     [
@@ -86,6 +87,7 @@ def test_one_soc_alone_takes_what_mandheling_measured(
     )
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     ("model", "processor", "hours", "tolerance"),
     [

@@ -85,6 +85,7 @@ def of_client_app(norm: bool, groups: int, epochs: int, **settings: Any) -> dict
     return trained[0]
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "BatchNorm"])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_loops_weights_are_those_of_a_client_app(norm: bool, groups: int) -> None:

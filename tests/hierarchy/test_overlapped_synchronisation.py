@@ -112,6 +112,7 @@ def works(draw: st.DrawFn) -> IntervalCosts:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(of=works(), num_steps=st.integers(1, 30), across_servers=st.booleans())
 def test_an_interval_takes_what_a_graph_of_it_without_barrier_takes(

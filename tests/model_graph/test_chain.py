@@ -95,6 +95,7 @@ def copied_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {key: value.clone() for key, value in model.state_dict().items()}
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_pieces_one_after_another_equal_the_model_and_its_gradients_bit_for_bit(name: str) -> None:
     model, inputs = model_and_example(name)
@@ -114,6 +115,7 @@ def test_pieces_one_after_another_equal_the_model_and_its_gradients_bit_for_bit(
     assert all(torch.equal(value, statistics[key]) for key, value in model.state_dict().items())
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_costs_of_operations_add_up_to_the_whole_profile(name: str) -> None:
     model, inputs = model_and_example(name)

@@ -53,6 +53,7 @@ class Block(nn.Module):
         return functional.relu(self.norm(self.first(inputs)) + inputs)
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("name", IMAGES)
 def test_front_and_back_make_up_the_whole_and_share_its_weights(name: str) -> None:
     model, split = split_of(name)

@@ -324,6 +324,7 @@ def spoilt(draw, call, name, array):
     return np.zeros(array.shape, other), kind
 
 
+@pytest.mark.slow
 @settings(max_examples=600)
 @given(st.data())
 def test_a_spoilt_array_is_refused_by_name_and_harms_nothing(data):

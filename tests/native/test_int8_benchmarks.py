@@ -48,6 +48,7 @@ def test_two_threads_end_with_the_parameters_of_one(saved_models):
     assert found["same"]
 
 
+@pytest.mark.slow
 def test_peers_are_described_with_their_threads_limits_and_build():
     setting = settings()[0]
     described = in_setting(

@@ -164,10 +164,12 @@ def test_fresh_updates_are_those_of_smaller_mini_batches_at_a_smaller_rate() -> 
     assert fresh_epochs(TASK, toy) == expected is not None
 
 
+@pytest.mark.slow
 def test_plans_of_all_systems_train_the_weights_of_one_device() -> None:
     assert synchronous_error(TASK, 2) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_figure_has_every_cell_and_its_ratios_follow_from_epochs_and_pace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -63,6 +63,7 @@ def test_concurrent_transfers_share_links() -> None:
     assert concurrent_s(case.cluster, [(0, 1, 100.0), (0, 2, 100.0)]) == pytest.approx(2.0)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(seed=st.integers(0, 2**32 - 1), choices=st.data())
 def test_after_either_recovery_every_device_has_the_layers_of_its_stage(
@@ -90,6 +91,7 @@ def test_after_either_recovery_every_device_has_the_layers_of_its_stage(
         assert {device.soc for device in without(case, lost).devices} >= set(full.plan.socs)
 
 
+@pytest.mark.slow
 def test_ratios_of_the_figures_are_those_of_both_recoveries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -51,6 +51,7 @@ def test_every_table_and_figure_of_an_article_is_listed(name: str, num_figures: 
     assert numbers >= {f"table-{number}" for number in range(1, 5)}
 
 
+@pytest.mark.few_cells(12)
 @pytest.mark.parametrize(("name", "item_id"), [case for case in CASES if case not in SLOW_CASES])
 def test_the_listed_state_is_that_of_the_rows(name: str, item_id: str) -> None:
     paper = read_paper(name)
@@ -65,6 +66,7 @@ def test_the_listed_state_is_that_of_long_computations(name: str, item_id: str) 
     test_the_listed_state_is_that_of_the_rows(name, item_id)
 
 
+@pytest.mark.slow
 def test_methods_are_those_of_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not a strategy has a text for a number, and each at its best is no slower than as run."""
     monkeypatch.setattr(items, "WORKLOADS", {"LeNet": WORKLOADS["LeNet"]})

@@ -50,6 +50,7 @@ def test_all_divisions_of_five_devices_are_enumerated_once_and_send_what_equatio
     assert proportional((3, 2), 64) == [39, 25] and sum(proportional((3, 1, 1), 128)) == 128
 
 
+@pytest.mark.slow
 def test_the_nearest_plan_fits_and_no_other_that_fits_is_nearer() -> None:
     case, plans = enumerated("resnet50", "hpp")
     for wanted in (50e6, 1e9):

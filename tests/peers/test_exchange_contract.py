@@ -195,6 +195,7 @@ GROUPS = [
 ]
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(("name", "kind", "options"), GROUPS)
 def test_a_group_in_one_process_has_the_bits_of_its_members_over_intervals(
     name: str, kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -172,6 +172,7 @@ def test_pipelines_of_a_2d_plan_keep_the_budgets_after_a_loss() -> None:
     new.check(tight)
 
 
+@pytest.mark.slow
 def test_a_problem_is_the_same_after_a_message() -> None:
     for seed in range(3):
         problem, plan, present = drawn_loss(seed)
@@ -245,6 +246,7 @@ def test_layers_move_away_from_a_device_that_is_slow_alone_in_its_stage() -> Non
     assert num_layers_of(moved, 1) < num_layers_of(plan, 1) == 3
 
 
+@pytest.mark.slow
 def test_the_whole_planner_replaces_a_plan_that_is_slower_by_more_than_a_part() -> None:
     problem = even(9, 3, weight=1e4, output=1.0)
     uneven = straight_plan((6, 7, 8), ((4,), (4,), (4,)), 4)

@@ -63,6 +63,7 @@ WINNERS = {
 }
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("architecture", WINNERS)
 def test_the_planner_says_which_kind_of_parallelism_wins(architecture: str) -> None:
     found = plan_pipeline(WINNERS[architecture])
@@ -75,6 +76,7 @@ def test_the_planner_says_which_kind_of_parallelism_wins(architecture: str) -> N
     assert document["predicted"]["step_s"] == found.prediction.step_s
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_no_plan_exceeds_a_budget_and_each_is_predicted_and_simulated(seed: int) -> None:
@@ -91,6 +93,7 @@ def test_no_plan_exceeds_a_budget_and_each_is_predicted_and_simulated(seed: int)
         assert each.prediction.step_s >= found.prediction.step_s
 
 
+@pytest.mark.slow
 def test_the_choice_is_never_worse_than_algorithm_2() -> None:
     for seed in range(8):
         case = random_problem(np.random.default_rng(seed), 5, 4)
@@ -130,6 +133,7 @@ def test_other_micro_batch_sizes_of_the_same_mini_batch_may_win() -> None:
     refused(lambda: plan_pipeline(case, settings), "5", "32")
 
 
+@pytest.mark.slow
 def test_sizes_that_are_left_out_hold_no_better_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = PlannerSettings(micro_batch_sizes=(1, 2, 8), num_simulated=3, two_d=False)
     shape = {"micro_batch_size": 4, "num_micro_batches": 4}
@@ -142,6 +146,7 @@ def test_sizes_that_are_left_out_hold_no_better_plan(monkeypatch: pytest.MonkeyP
     assert simulated[0] < 0.8 * simulated[1]
 
 
+@pytest.mark.slow
 def test_a_pruned_search_is_near_the_whole_one() -> None:
     rng = np.random.default_rng(3)
     base = rng.uniform(0.5, 2.0, 90)

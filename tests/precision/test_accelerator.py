@@ -86,6 +86,7 @@ class RecordingTrainer(NumpyTrainer):
         self.vectors = fresh.vectors
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("name", [*NETWORKS, *CORNERS])
 def test_gradients_equal_numpy_step_for_step(name):
     """Other weights before every step; the exponents that steps learn, and running statistics, go on."""

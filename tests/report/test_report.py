@@ -415,6 +415,7 @@ def test_caveats_stand_right_below_the_headline() -> None:
     assert "But" not in _text(*_three())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("with_pictures")
 def test_totals_that_differ_much_are_drawn_on_a_logarithmic_axis() -> None:
     assert "energy, logarithmic" in _text(_result(), _result("ring", speed=0.01))
@@ -458,6 +459,7 @@ def test_pictures_say_in_words_what_they_show() -> None:
     )
 
 
+@pytest.mark.few_cells(4)
 @pytest.mark.usefixtures("with_pictures")
 @pytest.mark.parametrize(
     "changes",
@@ -508,6 +510,7 @@ def test_only_a_strategy_name_is_enough() -> None:
     )
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.usefixtures("with_pictures")
 @pytest.mark.parametrize(
     ("key", "value"),

@@ -112,6 +112,7 @@ def run(tmp_path: Path, socflower: Socflower, monkeypatch: pytest.MonkeyPatch) -
     return run_with
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     ("strategy", "mistake", "named"),
     [

@@ -264,6 +264,7 @@ def test_without_its_beginning_a_record_is_refused(
     assert moments.run(run, out, seed=7, fresh=True)["resumed_from"] == []
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     "changed", ["run_config.rounds", "code.foreign_client.py", "cluster", "training_flops"]
 )

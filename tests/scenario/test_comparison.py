@@ -54,6 +54,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> TrainedBy:
     return names
 
 
+@pytest.mark.slow
 def test_rows_carry_the_totals_of_each_strategy(tmp_path: Path) -> None:
     scenario = small().replaced(
         expect={

@@ -235,6 +235,7 @@ def test_any_dataset_trains_and_is_planned_with_its_own_length(
     assert first["data_source"] == f"{own}:points"
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(("model", "data"), [("tokens", "ids"), ("Answering", "in_dicts")])
 @pytest.mark.parametrize("strategy", ["fedavg", "ring"])
 def test_token_ids_and_dicts_are_planned_and_train_under_other_strategies(
@@ -439,6 +440,7 @@ def test_a_plan_prices_batches_of_dicts_and_exchanges_only_what_trains(
     assert "; of 11.5 kB of weights 520 B train and are exchanged" in console.export_text()
 
 
+@pytest.mark.slow
 def test_a_model_without_accuracy_is_run_compared_and_searched_by_its_loss(
     own: str,
     tmp_path: Path,

@@ -24,6 +24,7 @@ def kinds(result: dict[str, Any]) -> list[list[str]]:
     return [[event["kind"] for event in entry["events"]] for entry in result["rounds"]]
 
 
+@pytest.mark.slow
 def test_a_group_ends_with_its_soc_and_comes_back_with_it() -> None:
     result = small_result(
         boards=(4, 4), epochs=3, events=(preempt(1, 2, rounds=2),), preemption="groups"
@@ -72,6 +73,7 @@ def with_games(preemption: str, part_busy: float) -> Scenario:
     return scenario.replaced(background_load=load)
 
 
+@pytest.mark.slow
 def test_without_users_both_ways_are_the_same() -> None:
     results = [
         run_scenario(with_games(preemption, part_busy=0.0), num_workers=0)

@@ -48,6 +48,7 @@ def test_each_rung_is_twice_as_long_and_the_last_one_whole() -> None:
     assert all(later == 2 * part for part, later in pairwise(parts))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_few_digits")
 def test_a_belief_is_sure_of_what_was_seen_and_doubts_what_is_far_from_it() -> None:
     candidates, _ = candidates_of(small(epochs=4), ("socflow", "sgd"), ("fp32", "int8"))

@@ -61,6 +61,7 @@ def training_of(document: dict[str, Any]) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------ repeatable
+@pytest.mark.slow
 @ALL
 def test_equal_seeds_give_equal_weights_and_virtual_time(case: Case) -> None:
     again = run_scenario(scenario(case), num_workers=0)
@@ -159,6 +160,7 @@ def test_users_alone_make_no_heat_and_turn_no_fans() -> None:
     assert all("hottest_c" not in entry for entry in document["rounds"])
 
 
+@pytest.mark.slow
 def test_nobody_trains_outside_of_the_window() -> None:
     """The window closes after 5 minutes of work and opens an hour later."""
     document = result(WINDOWS)
@@ -275,6 +277,7 @@ def test_the_table_of_run_has_rows_for_heat_and_a_claim_that_heat_breaks_makes_t
     assert "holds  max_peak_c = 100" in ran.out and "FAILS  max_cooling_j = 0" in ran.out
 
 
+@pytest.mark.slow
 def test_a_plan_tells_what_its_heat_will_cost(socflower: Socflower) -> None:
     ran = socflower("plan tidal_games")
     assert ran.status == 0 and "°C" not in ran.out

@@ -44,6 +44,7 @@ def result(wire: str, algorithm: str = "niti") -> dict[str, Any]:
     return run_scenario(fedavg(wire, algorithm), num_workers=0)
 
 
+@pytest.mark.slow
 def test_weights_take_a_byte_each_both_ways() -> None:
     """Biases stay float32. Each of the ten arrays has a header of 128 bytes, as in float32."""
     weights = LENET_BYTES // 4 - NUM_BIASES
@@ -53,6 +54,7 @@ def test_weights_take_a_byte_each_both_ways() -> None:
     assert 3.5 < result("float32")["bytes"]["hub"] / by_hand < 4.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["niti", "real-scales"])
 def test_training_goes_on_as_with_float32(algorithm: str) -> None:
     ours, reference = result("int8", algorithm), result("float32", algorithm)

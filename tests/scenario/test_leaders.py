@@ -29,6 +29,7 @@ def with_leaders(leaders: str) -> Scenario:
     return small(leaders=leaders, groups=3)
 
 
+@pytest.mark.slow
 def test_the_hub_has_one_model_of_all_ways_but_the_star() -> None:
     results = {leaders: run_scenario(with_leaders(leaders), num_workers=0) for leaders in LEADERS}
     weights = {leaders: result["weights_sha256"] for leaders, result in results.items()}

@@ -276,6 +276,7 @@ def test_mixed_trains_with_weight_decay_and_passes_of_every_member() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ plan
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     ("rule", "bound"),
     [

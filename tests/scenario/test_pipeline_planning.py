@@ -347,6 +347,7 @@ def test_a_plan_in_int8_says_so_and_takes_less_time_and_energy(tmp_path: Path) -
         assert int8["predicted"][key] < fp32["predicted"][key]
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [

@@ -202,6 +202,7 @@ def test_a_front_that_cannot_be_predicted_is_refused(socflower: Socflower) -> No
     is_mistake(socflower(f"compare {app} --cluster none.toml --front"), "--front")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_few_digits")
 def test_a_comparison_of_the_front_has_predictions_and_the_front_as_trained(
     socflower: Socflower, tmp_path: Path

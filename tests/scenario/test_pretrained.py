@@ -103,6 +103,7 @@ def test_files_that_are_none_are_refused_before_anything_starts(
     )
 
 
+@pytest.mark.slow
 def test_transfer_needs_fewer_epochs(tmp_path: Path) -> None:
     """All but the head of a model that was trained before is better than random weights."""
     before = run_scenario(small(epochs=2), num_workers=0, model_to=tmp_path / "model.npz")

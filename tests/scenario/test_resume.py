@@ -285,6 +285,7 @@ def test_clients_keep_three_states_of_each_group(tmp_path: Path) -> None:
         assert sum(name.startswith(f"group-{group}-") for name in states) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["socflow", "fedavg"])
 def test_a_model_with_dropout_repeats(
     name: str,

@@ -90,6 +90,7 @@ SITUATIONS: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_what_passes_is_waited_for_and_the_same_command_resumes(
     name: str,

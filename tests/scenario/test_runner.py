@@ -65,6 +65,7 @@ def test_the_result_has_every_promised_key_with_its_type(name: str) -> None:
         assert entry["events"] == []
 
 
+@pytest.mark.slow
 def test_turns_are_taken_where_they_are_faster_and_the_result_says_so() -> None:
     """Two groups of three on boards of two share an uplink: weights are equal, and the faster way is chosen."""
     ways = {
@@ -156,6 +157,7 @@ def test_each_round_is_told_while_it_runs() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- weights
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_equal_seeds_give_equal_weights_and_others_do_not(name: str) -> None:
     """FedAvg too, although Flower draws its nodes from the global random generator."""

@@ -152,6 +152,7 @@ def test_own_settings_that_do_not_fit_are_refused(own: dict[str, Any], named: st
     refused(lambda: small().replaced(compare=asked), "[compare.train.ring]", named)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most_virtual_s", [None, 1e-9])
 def test_a_run_ends_at_its_target_or_its_time_with_the_rounds_of_the_whole_run(
     most_virtual_s: float | None, reference: Reference, tmp_path: Path
@@ -232,6 +233,7 @@ def test_a_search_needs_a_target_and_virtual_time(socflower: Socflower) -> None:
     is_mistake(socflower("compare digits_demo --search 5 --tune epochs=1,2"), "give one of them")
 
 
+@pytest.mark.slow
 def test_runs_until_the_target_end_there_and_cost_what_whole_ones_cost_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

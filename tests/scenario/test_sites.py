@@ -21,6 +21,7 @@ def ran(site: SiteTable | None = None, **changes: Any) -> dict[str, Any]:
     return small_result(groups=4, interval=0.25, boards=boards, site=site, **changes)
 
 
+@pytest.mark.slow
 def test_servers_that_always_take_part_change_times_and_no_weights() -> None:
     flat, site = ran(leaders="star"), ran(leaders="star", site=TWO_SERVERS)
     assert site["weights_sha256"] == flat["weights_sha256"]
@@ -31,6 +32,7 @@ def test_servers_that_always_take_part_change_times_and_no_weights() -> None:
     assert site["bytes"]["hub"] == flat["bytes"]["hub"] / 2
 
 
+@pytest.mark.slow
 def test_servers_that_take_part_less_often_change_weights_and_send_less() -> None:
     often, seldom = ran(site=TWO_SERVERS), ran(site=TWO_SERVERS, server_interval=4)
     assert seldom["weights_sha256"] != often["weights_sha256"]

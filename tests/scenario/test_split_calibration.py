@@ -53,6 +53,7 @@ def require_sound(result: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_huge_budget_takes_the_quickest_and_goes_on_from_its_trial() -> None:
     scenario = calibrated()
     result = ran(scenario)
@@ -63,6 +64,7 @@ def test_a_huge_budget_takes_the_quickest_and_goes_on_from_its_trial() -> None:
     assert result["virtual_s"] < 0.8 * exact.predicted_s(exact.total_batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [0.0, 1e-9, 1e6])
 def test_the_chosen_codec_trains_to_the_bits_of_a_run_that_is_given_it(budget: float) -> None:
     """Its halves and optimisers go on from its own trial, whatever trained after it at the same node."""

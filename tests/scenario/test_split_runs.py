@@ -95,6 +95,7 @@ def ran_with_window(window: int) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------- weights
+@pytest.mark.slow
 def test_equal_seeds_give_equal_weights_and_equal_times() -> None:
     again = ran(split(**EXACT, window=[[0.0, 3]]))
     for key in ("weights_sha256", "virtual_s", "energy_j", "split"):
@@ -410,6 +411,7 @@ def test_pretrained_weights_of_other_classes_are_taken_but_for_the_head(tmp_path
 
 
 # ----------------------------------------------------------------------------------------------------- bad input
+@pytest.mark.few_cells(4)
 @pytest.mark.parametrize(
     ("options", "named"),
     [

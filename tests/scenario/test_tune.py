@@ -65,6 +65,7 @@ def scenario() -> Scenario:
     return small(boards=(2, 2), epochs=4).replaced(compare=CompareConfig(target_accuracy=0.5))
 
 
+@pytest.mark.slow
 def test_settings_of_a_candidate_have_equal_steps_and_their_predicted_costs(
     scenario: Scenario,
 ) -> None:
@@ -193,6 +194,7 @@ def test_the_chosen_setting_is_the_best_of_all_on_known_curves(
     assert json.loads((tmp_path / "tune.json").read_text()) == document
 
 
+@pytest.mark.slow
 def test_a_target_that_nobody_reaches_ends_in_a_line(scenario: Scenario, tmp_path: Path) -> None:
     hard = scenario.replaced(compare=CompareConfig(target_accuracy=0.999))
     refused(
@@ -203,6 +205,7 @@ def test_a_target_that_nobody_reaches_ends_in_a_line(scenario: Scenario, tmp_pat
     assert not (tmp_path / "chosen.toml").exists()
 
 
+@pytest.mark.slow
 def test_the_chosen_scenario_is_a_file_that_costs_what_was_said(
     scenario: Scenario, tmp_path: Path
 ) -> None:

@@ -130,6 +130,7 @@ class BruteForce:
         )
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     seconds=st.lists(st.floats(0.5, 8.0), min_size=5, max_size=5),

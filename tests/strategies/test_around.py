@@ -117,6 +117,7 @@ class ScriptedGrid(FakeGrid):
 
 
 # ----------------------------------------------------------------------------------------------- in one process
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("around", [PassingOn, private, adaptive])
 @pytest.mark.parametrize("given", [lambda grid: grid, GroupGrid])
 def test_around_groups_in_one_process_it_trains_the_same(around: Any, given: Any) -> None:

@@ -187,6 +187,7 @@ def test_every_export_of_flower_has_a_row_and_a_test() -> None:
     assert {*OUTER, *AROUND, *TREES, *MODS} <= rows
 
 
+@pytest.mark.few_cells(3)
 @pytest.mark.parametrize("name", OUTER)
 def test_as_outer_strategy_it_trains_and_evaluates_and_its_clients_are_groups(name: str) -> None:
     trained = train(OUTER[name]())
@@ -196,6 +197,7 @@ def test_as_outer_strategy_it_trains_and_evaluates_and_its_clients_are_groups(na
     } == {1: {"accuracy", "loss"}, 2: {"accuracy", "loss"}}
 
 
+@pytest.mark.few_cells(3)
 @pytest.mark.parametrize("name", OUTER)
 def test_without_groups_it_trains_over_the_same_clients(name: str) -> None:
     trained = train(plain=OUTER[name]())
@@ -203,6 +205,7 @@ def test_without_groups_it_trains_over_the_same_clients(name: str) -> None:
     assert set(trained.result.evaluate_metrics_clientapp) == {1, 2}
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("name", AROUND)
 @pytest.mark.parametrize("outer", [None, lambda: flower.FedAvgM(server_momentum=0.5)])
 def test_around_groups_it_trains_and_clips_the_update_of_a_group(name: str, outer: Any) -> None:
@@ -247,6 +250,7 @@ def test_the_cyclic_strategy_trains_one_client_after_the_other() -> None:
     assert trained.num_trained == NUM_ROUNDS and 1e-3 < change(trained.result) < 2.0
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("name", MODS)
 def test_with_the_mod_groups_train(name: str) -> None:
     mod, around = MODS[name]()

@@ -439,6 +439,7 @@ def train_pictures(
     return dict(result.arrays.to_torch_state_dict())
 
 
+@pytest.mark.slow
 def test_stages_in_int8_are_planned_priced_and_trained_so() -> None:
     kinds = ("snapdragon-865", "jetson-nano", "snapdragon-865")
     fp32, int8 = in_int8((), *kinds), in_int8("auto", *kinds)
@@ -477,6 +478,7 @@ def test_stages_in_int8_are_planned_priced_and_trained_so() -> None:
     assert all(torch.equal(weights[1][name], again[name]) for name in again)
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     ("int8_socs", "said"),
     [

@@ -179,6 +179,7 @@ def test_the_optimiser_of_a_late_group_goes_on() -> None:
     assert missed == [(4, 1, 10)]
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("after", range(1, 8))
 def test_a_resumed_training_has_late_groups(after: int) -> None:
     whole, begun, resumed = strategy(), strategy(), strategy()

@@ -177,6 +177,7 @@ def test_a_scenario_is_planned_as_it_runs(name: str) -> None:
     assert ran["virtual_s"] == pytest.approx(predicted, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_presets_are_what_they_are_made_of() -> None:
     """Local SGD is groups of one, DiLoCo local SGD with AdamW and an outer step, a whole step is none."""
     weights = {
@@ -487,6 +488,7 @@ def test_tree_fedavg_is_fedavg_of_each_socs_own_epochs() -> None:
     assert_weights(run_in_process(strategy, part=unequal), reference)
 
 
+@pytest.mark.slow
 def test_unequal_parts_are_priced_by_what_each_soc_trains() -> None:
     run = {**RUN, "boards": (2,)}
     even = small_result("tree-fedavg", **run)
@@ -559,6 +561,7 @@ class FourBits:
         return row + total
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     ("fragments", "delay", "alpha", "compression"),
     [(3, 1, 0.4, "none"), (3, 0, 0.4, "none"), (1, 0, 0.0, "none"), (3, 1, 0.4, "int4")],

@@ -226,6 +226,7 @@ OUTER: dict[str, tuple[Callable[[], FedAvg], int]] = {
 }
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("rule", OUTER)
 def test_the_outer_step_is_the_formula_on_what_trains_and_the_mean_of_buffers(rule: str) -> None:
     make, num_groups = OUTER[rule]
@@ -281,6 +282,7 @@ def test_the_outer_step_is_what_flowers_strategy_makes_of_the_same_models(rule: 
             np.testing.assert_array_equal(model[name], made[name].astype(np.float32))
 
 
+@pytest.mark.few_cells(3)
 @pytest.mark.parametrize("leaders", ["star", "ring", "tree"])
 @pytest.mark.parametrize("make", [FedAvg, OuterSGD])
 @pytest.mark.parametrize("names", [BUFFERS, None])
@@ -448,6 +450,7 @@ def test_pythons_random_numbers_are_not_touched() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- resuming
+@pytest.mark.few_cells(5)
 @pytest.mark.parametrize(
     "make",
     [

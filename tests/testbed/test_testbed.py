@@ -95,6 +95,7 @@ def test_small_rings_sum_right_and_leave_nothing(
     assert not list(left.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("namespaces")
 def test_a_soc_that_fails_ends_the_testbed_with_its_words(left: Path) -> None:
     run = Run(transport="pigeons", rings=((0, 1),), num_bytes=4, num_steps=2)

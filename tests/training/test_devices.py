@@ -97,6 +97,7 @@ def trained(
     return model, train_group(model, data, replace(work, first_step=4), trainer, state)
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_training_on_the_accelerator_has_the_weights_of_the_cpu(name: str) -> None:
     (ours, outcome), (reference, expected) = (

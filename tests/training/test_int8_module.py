@@ -101,6 +101,7 @@ def test_the_gradient_is_that_of_the_rounded_network():
         assert got.grad.norm() == pytest.approx(expected.grad.norm().item(), rel=0.2)
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("island", [False, True])
 @pytest.mark.parametrize(
     "optimizer",
@@ -147,6 +148,7 @@ def test_a_schedule_is_torchs():
         torch.testing.assert_close(part, before[name], atol=1e-7, rtol=0)
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     "loss",
     [
@@ -204,6 +206,7 @@ def test_a_copy_trains_apart_from_the_original_with_the_same_bits(copied):
     assert not torch.equal(one.eval()(data[0][0]), other.eval()(data[0][0]))
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("name", REACH)
 def test_every_operator_trains_in_copies_and_resumes_with_the_same_bits(name):
     data = [
@@ -425,6 +428,7 @@ def sentences(count, size=16, seed=1):
     return [(own, own[:, 0] % 4) for own in tokens]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["", "encoder"])
 def test_a_transformer_of_tokens_trains_whole_or_in_part_as_in_fp32(part):
     fp32, int8 = Words(), Words()

@@ -114,6 +114,7 @@ def train(trainer: Trainer, model: nn.Module) -> None:
     trained(trainer, model, [[batch()]] * 2)
 
 
+@pytest.mark.few_cells(6)
 @pytest.mark.parametrize("name", OPERATORS)
 @BOTH
 def test_each_line_of_code_that_a_trainer_advises_trains_the_network(

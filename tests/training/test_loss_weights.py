@@ -294,6 +294,7 @@ def in_ring_order(
     return model
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("name", [name for name in TRAINERS if name != "own weight"])
 @pytest.mark.parametrize("shares", [((3,), (2, 1)), ((3,), (3,))])
 def test_pipelines_train_as_one_device(

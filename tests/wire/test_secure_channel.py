@@ -283,6 +283,7 @@ def test_certificates_of_another_authority_are_refused_on_both_sides(
     service.assert_unharmed()
 
 
+@pytest.mark.few_cells(2)
 def test_many_attackers_at_once_do_not_stop_it_nor_fill_its_log(service: Service) -> None:
     """Callers with wrong tokens, connections that say nothing, say it slowly, or send junk."""
     over = threading.Event()

@@ -35,6 +35,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few_cells(3)
 @pytest.mark.parametrize(("name", "data"), CASES)
 def test_profile_cuts_and_pieces_without_torch_are_those_of_the_model(name: str, data: str) -> None:
     shape = data_shape(data)

@@ -14,6 +14,7 @@ def num_parameters(model: nn.Module) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(("builder", "published", "for_100_classes"), [
     (resnet50, 25_557_032, 23_712_932), (mobilenet_v2, 3_504_872, 2_351_972), (efficientnet_b1, 7_794_184, 6_641_284),
     (inception_v3, 23_834_568, 21_990_468),
@@ -32,6 +33,7 @@ def test_classifiers_have_the_published_parameters_for_imagenet(
         )
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("builder", [resnet50, mobilenet_v2, efficientnet_b1, inception_v3])
 def test_small_images_keep_pixels_for_the_last_convolutions(builder) -> None:
     with torch.device("meta"):
@@ -44,6 +46,7 @@ def test_small_images_keep_pixels_for_the_last_convolutions(builder) -> None:
     refused(lambda: builder(in_channels=3, image_size=4, num_classes=10), "4x4")
 
 
+@pytest.mark.slow
 def test_inception_takes_the_smallest_images_with_either_strides() -> None:
     with torch.device("meta"):
         for size, last in ((16, 1), (32, 2), (74, 5), (75, 1), (299, 8)):

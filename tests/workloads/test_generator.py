@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -33,6 +34,7 @@ def test_features_grow_along_the_depth() -> None:
     assert sizes == sorted(sizes) and len(set(sizes)) == len(sizes) == 4
 
 
+@pytest.mark.slow
 def test_the_generator_learns_to_tell_classes_apart(shared_cache: Path) -> None:
     """A few digits suffice to be better than the mean image, which needs the class."""
     train = load_data("digits").train

@@ -59,6 +59,7 @@ LEAVES = {
 }
 
 
+@pytest.mark.slow
 def test_sizes_are_the_published_ones() -> None:
     assert set(PUBLISHED) == set(model_names())
     for name, (in_channels, image_size, num_parameters, num_tensors) in PUBLISHED.items():
@@ -132,6 +133,7 @@ def test_a_model_follows_from_its_seed_and_its_trace_computes_the_same(name: str
     assert name not in PUBLISHED or leaves <= LEAVES
 
 
+@pytest.mark.few_cells(8)
 @pytest.mark.parametrize("name", model_names())
 @pytest.mark.parametrize(("in_channels", "image_size"), FORMATS)
 def test_every_model_takes_grey_and_colour_of_both_sizes(

@@ -145,6 +145,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.few_cells(3)
 @pytest.mark.parametrize("opset", [13, 17, 20])
 @pytest.mark.parametrize("name", CASES)
 def test_a_file_computes_what_its_network_does_for_any_batch(
@@ -195,6 +196,7 @@ def test_gradients_and_statistics_are_those_of_the_network(tmp_path: Path) -> No
         assert torch.allclose(expected.float(), got.float(), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lenet5", "resnet8", "mobilenet-v2"])
 def test_a_file_trains_in_int8_without_parts_in_fp32(name: str, tmp_path: Path) -> None:
     channels, size = (1, 28) if name == "lenet5" else (3, 32)

@@ -92,6 +92,7 @@ def train(
 
 
 # --------------------------------------------------------------------------------------- weights of local training
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     ("name", "cut"), [("lenet5", 0), ("lenet5", 2), ("lenet5", None), ("resnet8", 1)]
 )

@@ -223,6 +223,7 @@ def exported(kind: type[nn.Module], **settings: Any) -> LayeredProgram:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings", "num_cuts"),
     [(Reader, {}, 4), (MaskedReader, {"shared": ["attention_mask"]}, 2)],
@@ -245,6 +246,7 @@ def test_an_exported_transformer_on_dicts_is_cut_between_its_blocks(
     assert differing(trained(program, data, cut=None), expected) == []
 
 
+@pytest.mark.slow
 def test_a_cut_moves_past_blocks_that_share_a_mask() -> None:
     program, data = exported(MaskedReader, shared=["attention_mask"]), sentences(0)
     order = BatchOrder(len(data), BATCHES_PER_EPOCH, SEED)
@@ -257,6 +259,7 @@ def test_a_cut_moves_past_blocks_that_share_a_mask() -> None:
     assert differing(trained_in_parts, undivided(program, data)) == []
 
 
+@pytest.mark.slow
 def test_shared_inputs_that_cannot_be_are_refused() -> None:
     for shared, named in (
         (["mask"], "input_ids, attention_mask"),

@@ -105,6 +105,7 @@ def test_a_move_waits_until_nothing_is_out(cloud: Cloud) -> None:
     assert max(report.staleness.values()) <= 4
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     ("bits", "options"),
     [

@@ -25,6 +25,7 @@ def shared() -> Iterator[Cloud]:
         yield made
 
 
+@pytest.mark.few_cells(5)
 @pytest.mark.parametrize("seed", range(20))
 def test_whenever_the_line_breaks_the_weights_are_those_of_local_training(
     shared: Cloud, seed: int

@@ -37,6 +37,7 @@ BUSY = LinkStatistics(
 )
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_traces_have_the_statistics_of_their_kind(kind: str) -> None:
     """Within four standard errors of a correlated mean; share and length of outages likewise."""

@@ -40,6 +40,7 @@ def on(devices: tuple[str, str], cut: int, optimizer: Optimizer) -> tuple[TorchF
     return front, TorchBack(split.copy(), cut, optimizer, **how, device=there)
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     "devices", [pair for pair in itertools.product(("cpu", "fake"), repeat=2) if "fake" in pair]
 )

@@ -114,6 +114,7 @@ def test_forward_and_backward_are_a_training_step(algorithm: Any) -> None:
     assert differing(whole.arrays(), pieces.arrays()) == []
 
 
+@pytest.mark.few_cells(2)
 @ALGORITHMS
 @pytest.mark.parametrize("window", [0, 3])
 def test_a_half_is_an_int8_network_beside_a_torch_one(algorithm: Any, window: int) -> None:

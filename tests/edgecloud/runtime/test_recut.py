@@ -1,6 +1,7 @@
 """A cut that moves while a model is trained changes nothing in its weights."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,6 +116,7 @@ class Encoder(nn.Module):
         return self.head(self.blocks(self.embed(words)).mean(1))
 
 
+@pytest.mark.slow
 def test_a_transformer_is_cut_between_its_blocks_and_the_cut_moves() -> None:
     """Bit for bit as the graph of the whole, which computes what the user's model does."""
     source = Source(shape=(5, 4))

@@ -34,6 +34,7 @@ from tests.one_line import refused
 
 
 # Every two of them in every combination.
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     ("optimizer", "keep_graph", "inplace"),
     [(sgd, True, True), (sgd, False, False), (adam, True, False), (adam, False, True)],
@@ -68,6 +69,7 @@ class PooledByFunctions(nn.Module):
         return self.last(self.drop(nn.functional.adaptive_avg_pool2d(hidden, 1).flatten(1)))
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("name", ["lenet5", "resnet8", "vgg-tiny", "functions"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_window_0_is_local_training_of_image_models(name: str, layout: torch.memory_format) -> None:

@@ -167,6 +167,7 @@ def command_line(*words: str, environment: dict[str, str]) -> "subprocess.Comple
 
 
 # ----------------------------------------------------------------------------------------------- forks
+@pytest.mark.slow
 def test_a_fork_has_torch_loaded_and_is_else_like_a_fresh_process(
     zygote: Zygote, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -345,6 +346,7 @@ def test_another_version_of_flower_is_refused_unless_any_will_do(
     )
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -397,6 +399,7 @@ def test_a_supernode_that_cannot_be_warm_ends(environment: dict[str, str], tmp_p
     )
 
 
+@pytest.mark.slow
 def test_the_command_runs_flowers_own(environment: dict[str, str]) -> None:
     command = warm_supernode_command(["--help"], preload=["json"])
     shown = subprocess.run(

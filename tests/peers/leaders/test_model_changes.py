@@ -62,6 +62,7 @@ def exchanged(
     ]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=5)
 @given(
     name=st.sampled_from([INT8, INT4]),

@@ -523,6 +523,7 @@ def test_a_member_a_step_behind_takes_over_what_came_of_the_step(
     assert [] in adopted
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     ("lost", "struck"),
     [("all_reduce", (0, 1, 2)), ("weigh", (0,)), ("weigh", (1, 2)), ("weigh", (0, 1, 2))],
@@ -957,6 +958,7 @@ def without_spoilt(spoilt: Mapping[int, Sequence[int]], loss: LossFn, *, norm: b
     return reference
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     ("spoilt", "options"),
     [
@@ -1006,6 +1008,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_left_out(
             assert all(torch.isfinite(buffer).all() for buffer in trained.buffers()), rank
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("compression", ["fp16", "int8", "int8-stochastic", "dgc"])
 def test_compression_keeps_nothing_of_a_gradient_that_is_not_finite(
     monkeypatch: pytest.MonkeyPatch, compression: str

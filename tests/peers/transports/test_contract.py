@@ -9,6 +9,7 @@ all_transports = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.few_cells(2)
 @all_transports
 @pytest.mark.parametrize("size", [2, 4])
 def test_operations(transport: str, size: int) -> None:

@@ -68,6 +68,7 @@ def test_layers_add_up_to_the_models_profile_at_any_granularity(granularity: Gra
     assert len({layer.name for layer in layers}) == len(layers) == len(read.chain.pieces)
 
 
+@pytest.mark.few_cells(3)
 @pytest.mark.parametrize("granularity", Granularity)
 @pytest.mark.parametrize("num_frozen", [0, 1, 5, 9, 16])
 def test_layers_keep_the_results_of_the_operations_that_gradients_pass_through(

@@ -23,6 +23,7 @@ def trained(work: Train) -> Mapping[str, torch.Tensor]:
     return train_together(module, work.plan, minis(work), own.trainer, **options).weights
 
 
+@pytest.mark.slow
 def test_adapters_of_peft_train_as_on_one_device(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     base = tmp_path / "base.pt"

@@ -45,6 +45,7 @@ def test_a_plan_computes_the_weights_of_one_device(plan: Plan, num_samples: int,
             assert max(end.peak_in_flight[soc] for soc in stage.devices) <= stage.in_flight
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(plan=plans(), coded=st.booleans(), seed=st.integers(0, 9))
 def test_threads_with_random_delays_compute_the_same_bits_within_their_places_in_flight(

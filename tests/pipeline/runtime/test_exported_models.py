@@ -131,6 +131,7 @@ def require_equal(kind: str, model: nn.Module) -> None:
         assert any(not np.array_equal(weights[name], before[name].detach()) for name in weights)
 
 
+@pytest.mark.slow
 def test_gpt_2_with_a_tied_head_trains_on_padded_dicts_as_plain_torch_does() -> None:
     model = made("gpt-2")
     assert model.lm_head.weight is model.transformer.wte.weight

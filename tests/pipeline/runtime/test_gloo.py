@@ -53,6 +53,7 @@ WORK = [
 ]
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(("plan", "int8_socs", "coding"), WORK)
 def test_processes_compute_the_bits_of_one(
     devices: Devices, plan: Plan, int8_socs: tuple[int, ...], coding: ActivationCoding

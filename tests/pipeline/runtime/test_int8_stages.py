@@ -53,6 +53,7 @@ def cosine(end: TrainedModel, other: TrainedModel, module: nn.Module) -> float:
     return float(cosine_similarity(change(end, module), change(other, module), dim=0))
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(
     ("plan", "int8_socs"),

@@ -135,6 +135,7 @@ def test_what_a_pass_has_saved_goes_with_its_stage_where_no_backward_pass_follow
         gc.enable()
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("norm", [False, True])
 def test_a_plan_counts_no_less_than_a_device_keeps_and_not_three_times_as_much(

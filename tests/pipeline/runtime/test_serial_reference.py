@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -130,6 +131,7 @@ def check(module: Residual, plan: Plan, num_samples: int, seed: int) -> None:
         torch.testing.assert_close(end.weights[name], expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(plan=plans(), missing=st.integers(0, 8), seed=st.integers(0, 9))
 def test_a_plan_computes_the_gradients_of_the_same_split_run_serially(

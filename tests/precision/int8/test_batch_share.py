@@ -106,6 +106,7 @@ splits_of_three = st.lists(
 )
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     "name", ["niti", "adaptive-fixed-point", "adaptive-int16", "real-scales", "mls-format"]
 )
@@ -124,6 +125,7 @@ def test_any_shares_give_the_step_of_the_whole_batch(
     np.testing.assert_allclose(np.sum(parts, axis=0), losses, rtol=1e-12)
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("name", ["squeezed", "decoded", "attentive", "sequence"])
 @pytest.mark.parametrize("sizes", [(2, 2, 3), (0, 7, 0)])
 def test_any_shares_of_the_operators_in_numpy_give_the_step_of_the_whole_batch(

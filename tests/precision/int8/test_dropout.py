@@ -43,6 +43,7 @@ def drawn(p, seed, images, *, channelwise=False):
     return [np.ldexp(each.data[..., : IMAGE[0]].astype(float), each.exponent) for each in tensors]
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.9])
 @pytest.mark.parametrize("channelwise", [False, True])
 def test_the_mean_over_masks_is_the_value_but_for_the_rounding_of_its_multiple(p, channelwise):

@@ -54,6 +54,7 @@ def parameters_of(name):
     return [parameter for parameter, _ in build(name).named_parameters()]
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
 @given(st.data())
 @settings(max_examples=4)
@@ -161,6 +162,7 @@ def test_a_frozen_network_is_refused_and_still_predicts():
     refused(lambda: train(model, [(images, labels)]), "frozen", "requires_grad")
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
 def test_a_saved_model_keeps_what_is_frozen(tmp_path, algorithm):
     chosen = ["stem.weight", "a.weight", "norm.weight", "b.bias", "head.weight"]
@@ -289,6 +291,7 @@ def adapters(train, *settings):
     return losses
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("name", ["real-scales", "adaptive-fixed-point", "int8_"])
 @pytest.mark.parametrize("train", [losses_of_steps, losses_of_trainer])
 def test_low_rank_adapters_that_start_at_zero_train_as_in_torch(name, train):

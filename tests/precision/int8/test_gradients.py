@@ -48,6 +48,7 @@ SWALLOWED = {"separable": {"1.weight", "1.bias"}}
 """Scale and offset of a BatchNorm that the next one takes back: their gradients cancel but for rounding."""
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize(
     ("name", "algorithm"),
     [*((name, ADAPTIVE_FIXED_POINT) for name in [*NETWORKS, *REACH]), ("plain", FP32_LOSS)],

@@ -44,6 +44,7 @@ def rounded(module, model):
     return module.train()
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("name", [*NETWORKS, *REACH])
 def test_the_gradient_of_the_images_points_where_autograd_does(name):
     """And with it, no bit of the rest is another one."""

@@ -279,6 +279,7 @@ def test_an_exponent_at_which_a_weight_does_not_fit_is_not_kept():
         assert int8("plain", options={"exponents": exponents}).parameters.exponents == expected
 
 
+@pytest.mark.few_cells(3)
 @pytest.mark.parametrize("algorithm", [NITI, MOMENTUM], ids=["niti", "momentum"])
 @pytest.mark.parametrize("name", ["normalised", "residual", *REACH])
 def test_training_taken_up_in_another_model_goes_on_bit_for_bit(name, algorithm):
@@ -331,6 +332,7 @@ def with_fp32(make, algorithm=NITI):
     return module, int8(module, algorithm, options={"fp32_operators": ["3"]})
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("make", [nn.GELU, lambda: nn.GroupNorm(2, 8), lambda: nn.Conv2d(8, 8, 1)])
 @pytest.mark.parametrize("algorithm", [NITI, ADAPTIVE_FIXED_POINT], ids=["niti", "fp32"])
 def test_a_network_with_an_fp32_operator_learns(make, algorithm):

@@ -106,6 +106,7 @@ def assert_near(made, expected, name=""):
     assert float((made - expected).norm()) < TOLERANCE * size**0.5, name
 
 
+@pytest.mark.few_cells(5)
 @pytest.mark.filterwarnings("ignore:int8 training has no kernel")
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_and_all_gradients_are_those_of_torch_within_the_rounding(kind):

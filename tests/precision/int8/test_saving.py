@@ -236,6 +236,7 @@ def with_fp32(seed=0):
     )  # fmt: skip
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
 def test_a_model_with_fp32_operators_goes_on_bit_for_bit(algorithm, tmp_path):
     path = tmp_path / "model.npz"
@@ -266,6 +267,7 @@ def by_file(model, path):
     return Int8Model.load(path, settings=model.settings, module=with_fp32())
 
 
+@pytest.mark.few_cells(3)
 @pytest.mark.parametrize(
     "again",
     [lambda model, _: copy.deepcopy(model), lambda model, _: pickle.loads(pickle.dumps(model)), by_file],

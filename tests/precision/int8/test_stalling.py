@@ -82,6 +82,7 @@ def test_a_gradient_in_between_begins_again(algorithm):
     dies(lambda: losses(model, 1), "0: ")
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
 def test_a_loss_without_a_gradient_and_images_without_anything_are_no_stall(algorithm):
     """A single class is learned from the beginning, and black images leave a layer without bias nothing to do."""

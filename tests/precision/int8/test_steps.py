@@ -81,6 +81,7 @@ def blocks_of(name):
     return {name: block for name, block in BLOCKS.items() if name in names}
 
 
+@pytest.mark.few_cells(11)
 @pytest.mark.parametrize("algorithm", EVERY.values(), ids=EVERY)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_steps_equal_numpy_bit_for_bit(name, algorithm):
@@ -93,6 +94,7 @@ def test_steps_that_always_search_equal_numpy_bit_for_bit(name, algorithm):
     assert_steps_equal_numpy(name, algorithm, ALWAYS, batches(STEPS))
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("name", [*NETWORKS, "rectified"])
 def test_gradients_that_are_always_int16_equal_numpy(name):
     """Above a threshold of 0 is almost every gradient that may be wide, at exponents that are known too."""
@@ -108,6 +110,7 @@ def test_networks_with_rectified_logits_or_branches_of_zeros_equal_numpy(name, a
     assert_steps_equal_numpy(name, algorithm, ALWAYS, batches(STEPS))
 
 
+@pytest.mark.few_cells(4)
 @pytest.mark.parametrize("algorithm", THREE.values(), ids=THREE)
 @pytest.mark.parametrize("name", [*NETWORKS, "zero-branch"])
 def test_black_images_among_others_equal_numpy(name, algorithm):
@@ -216,6 +219,7 @@ def assert_steps_equal_numpy(module, algorithm, policy, data, image=IMAGE):
     return trainer
 
 
+@pytest.mark.few_cells(5)
 @pytest.mark.parametrize("algorithm", [NITI, REAL_SCALES], ids=["niti", "real-scales"])
 @pytest.mark.parametrize("name", [*NETWORKS, *REACH, "dropped"])
 def test_no_setting_of_the_machine_changes_a_bit(name, algorithm):

@@ -109,6 +109,7 @@ def test_a_training_that_starts_anew_in_the_folder_of_another_does_not_find_its_
     assert len(rack.states()) == 2, "resumed, it goes on in the folder of the second"
 
 
+@pytest.mark.slow
 def test_of_a_series_one_trains_and_the_next_goes_on_until_the_end(rack: Rack) -> None:
     """What is fresh is so once; and one that gets the lock after the end does nothing."""
     scenario, series = small(epochs=2, interval=1.0), {"series": "a", "fresh": True}

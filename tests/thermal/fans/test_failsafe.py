@@ -80,6 +80,7 @@ def test_the_failsafe_ends_if_enough_have_been_back_for_as_long_as_they_had_to_b
 
 
 # ------------------------------------------------------------------------------------------------ frozen sensors
+@pytest.mark.few_cells(2)
 @both_policies
 @pytest.mark.parametrize("tells_load", [True, False])
 def test_sixty_frozen_sensors_under_load_are_rejected(policy, tells_load):
@@ -175,6 +176,7 @@ def test_correlated_faults_do_not_heat_a_rack_with_working_fans(seed):
     assert hottest_c(world) <= FAST_FROM_C + MOST_ABOVE_C, said
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("faults", [[-10.0], [-40.0, -1.0, -20.0], [20.0, None], [20.0, "frozen"]])
 def test_named_faults_do_not_heat_a_rack(faults):
     world = World(POLICIES["passive"], start_c=33.0, noise_c=0.1)

@@ -46,6 +46,7 @@ def policy_of(case: RackCase, objective: str) -> ObjectiveCooling:
     )
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("world", [{}, {"flow": 0.7}, {"warmer_c": 3.0}, {"load": 1.28}])
 def test_no_fixed_speed_costs_three_percent_less_by_the_objective(world: dict[str, float]) -> None:
     case = replace(CASE, **world)

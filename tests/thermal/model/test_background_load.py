@@ -125,6 +125,7 @@ def test_the_mean_occupancy_follows_a_recording():
         assert part == pytest.approx(hours[(4 + hour) % 6], abs=0.04)
 
 
+@pytest.mark.slow
 def test_a_constant_recording_is_a_constant_tide_in_the_mean():
     flat, tide = Tide(recorded=(0.4,)), Tide(low=0.4, high=0.4)
     means = [

@@ -38,6 +38,7 @@ def other_experiment() -> Experiment:
     )
 
 
+@pytest.mark.slow
 def test_the_constants_are_what_is_fitted():
     for key, fitted in fitted_constants().items():
         table = "rack" if key == "chassis_j_per_k" else "fan"
@@ -55,6 +56,7 @@ def test_the_rack_of_the_fan_table_has_the_catalogues_idle_watts():
     assert fan_table_experiment().idle_w == device("snapdragon-865").idle_w
 
 
+@pytest.mark.few_cells(2)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.rpm:g}")
 def test_every_row_of_the_fan_table_is_met(row):
     """Three were fitted; 1,100, 5,700 and 11,000 rpm were not."""

@@ -1,4 +1,4 @@
-"""The Hypothesis profile of all tests: neither a slow machine nor luck decides whether a property holds."""
+"""The Hypothesis profile of all tests, and which cells are slow: neither a slow machine nor luck decides."""
 
 import subprocess
 import sys
@@ -69,3 +69,23 @@ def test_another_process_has_no_deadline_either_and_draws_the_same_unless_asked_
     explored = drawn(path, "--hypothesis-profile=exploring", "--hypothesis-seed=5")
     assert explored != first
     assert drawn(path, "--hypothesis-profile=exploring", "--hypothesis-seed=5") == explored
+
+
+def test_a_few_cells_are_quick_and_a_run_of_one_cell_runs_it(tmp_path: Path) -> None:
+    path = tmp_path / "test_cells.py"
+    path.write_text(
+        "import pytest\n\n\n"
+        "@pytest.mark.few_cells(3)\n"
+        "@pytest.mark.parametrize('cell', range(10))\n"
+        "def test_cell(cell):\n"
+        "    print('drew', cell)\n"
+    )
+    cells = {
+        marked: {
+            int(line.split()[-1].rstrip("."))
+            for line in drawn(path, "-p", "no:randomly", "-m", marked)
+        }
+        for marked in ("not slow", "slow")
+    }
+    assert cells == {"not slow": {0, 3, 6}, "slow": {1, 2, 4, 5, 7, 8, 9}}
+    assert len(drawn(Path(f"{path}::test_cell[5]"))) == 1
