@@ -20,7 +20,7 @@ from socflower.paper.asteroid.settings import (
     model_of,
     problem_of,
 )
-from socflower.paper.asteroid.volumes import nearest
+from socflower.paper.asteroid.volumes import enumerated, nearest
 from socflower.paper.asteroid.wire_bytes import equations
 from socflower.paper.comparison import read_paper
 from socflower.pipeline.plan import PipelinePlan
@@ -103,8 +103,10 @@ def table_2() -> Ours:
     for cell in read_paper("asteroid").item("table-2").cells:
         name, _, kind = cell.key.removesuffix(" nearest").partition("/")
         if cell.key.endswith(" nearest") and cell.value is not None:
-            reached = nearest(name, kind, cell.value * 1e6)
-            found[cell.key] = NO_FIT if reached is None else reached.num_bytes / 1e6
+            plan = nearest(name, kind, cell.value * 1e6)
+            problem, _ = enumerated(name, kind)
+            num_bytes = NO_FIT if plan is None else plan.communication_bytes(problem) / 1e6
+            found[cell.key] = num_bytes
     return {**found, "bytes of the task graph equal Eqs. 1 and 2": equal}
 
 

@@ -7,7 +7,7 @@ of a division with equal numbers of boards have equal cuts. Volumes follow Eqs. 
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import combinations, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 from typing import NamedTuple
 
 from socflower.paper.asteroid.settings import problem_of
@@ -24,59 +24,99 @@ _MOST_STAGES = 3
 _MOST_TRIED = 400
 
 
-class Reached(NamedTuple):
-    """The enumerated plan with the nearest volume that fits."""
+class Enumerated(NamedTuple):
+    """A plan of the enumeration: its bytes by Eqs. 1 and 2, and its groups."""
 
     num_bytes: float
-    plan: Plan
-    # Its seconds over those of the fastest enumerated plan, by the closed form.
-    over_best: float
+    groups: "tuple[_Group, ...]"
+    is_divided: bool
+
+    def plan(self, problem: PipelineProblem) -> Plan:
+        """Return the plan, whose K are the largest of the paper's rule that fit."""
+        pipelines = tuple(_pipeline(problem, group) for group in self.groups)
+        return TwoDPlan(groups=pipelines, sync=Sync.SERVER) if self.is_divided else pipelines[0]
+
+
+class _Group(NamedTuple):
+    """A pipeline without its K."""
+
+    # The first device's place among the problem's.
+    begin: int
+    # Devices of each stage.
+    widths: tuple[int, ...]
+    # The last layer of each stage but the last.
+    cuts: tuple[int, ...]
+    # Of a micro-batch.
+    num_samples: int
 
 
 @cache
-def enumerated(name: str, kind: str) -> tuple[PipelineProblem, tuple[tuple[float, Plan], ...]]:
-    """Return the problem and all plans with their bytes: `kind` "hpp" of hybrid pipelines, "hdp" of divisions."""
+def enumerated(name: str, kind: str) -> tuple[PipelineProblem, tuple[Enumerated, ...]]:
+    """Return the problem and all plans: `kind` "hpp" of hybrid pipelines, "hdp" of divisions."""
     problem = problem_of(name, "A", 100, granularity=Granularity.BLOCKS)
     plans = hybrid_pipelines(problem) if kind == "hpp" else divisions(problem)
-    return problem, tuple((plan.communication_bytes(problem), plan) for plan in plans)
+    return problem, tuple(plans)
 
 
-def nearest(name: str, kind: str, num_bytes: float) -> Reached | None:
+def nearest(name: str, kind: str, num_bytes: float) -> Plan | None:
     """Return the plan nearest to a volume that fits the boards; None if none of the nearest plans fits."""
     problem, plans = enumerated(name, kind)
-    by_distance = sorted(plans, key=lambda each: abs(each[0] - num_bytes))
-    for own_bytes, plan in by_distance[:_MOST_TRIED]:
+    for each in sorted(plans, key=lambda each: abs(each.num_bytes - num_bytes))[:_MOST_TRIED]:
+        plan = each.plan(problem)
         if fits(problem, plan):
-            fitting = [other for _, other in plans if fits(problem, other)]
-            best_s = min(update_latency(problem, other, duplex=True) for other in fitting)
-            seconds = update_latency(problem, plan, duplex=True)
-            return Reached(own_bytes, plan, seconds / best_s)
+            return plan
     return None
 
 
-def hybrid_pipelines(problem: PipelineProblem) -> Iterator[PipelinePlan]:
+def over_quickest(name: str, kind: str, plan: Plan) -> float:
+    """Return a plan's seconds over those of the quickest enumerated plan that fits, by the closed form."""
+    problem, plans = enumerated(name, kind)
+    fitting = [other for other in (each.plan(problem) for each in plans) if fits(problem, other)]
+    best_s = min(update_latency(problem, other, duplex=True) for other in fitting)
+    return update_latency(problem, plan, duplex=True) / best_s
+
+
+def hybrid_pipelines(problem: PipelineProblem) -> Iterator[Enumerated]:
     """Yield every pipeline of up to three stages with all devices."""
-    size = len(problem.devices)
+    size, model = len(problem.devices), problem.model
     for num_stages in range(1, _MOST_STAGES + 1):
         for inner in combinations(range(1, size), num_stages - 1):
-            widths = [end - begin for begin, end in pairwise((0, *inner, size))]
-            for cuts in combinations(range(problem.model.num_layers - 1), num_stages - 1):
-                yield _pipeline(problem, 0, widths, cuts, problem.micro_batch_size)
+            widths = tuple(end - begin for begin, end in pairwise((0, *inner, size)))
+            for cuts in combinations(range(model.num_layers - 1), num_stages - 1):
+                group = _Group(0, widths, cuts, problem.micro_batch_size)
+                rings = sum(
+                    2.0 * (width - 1) * model.weight_bytes(first + 1, last)
+                    for width, (first, last) in zip(
+                        widths, pairwise((-1, *cuts, model.num_layers - 1)), strict=True
+                    )
+                    if width > 1
+                )
+                yield Enumerated(rings + _crossing_bytes(problem, group), (group,), False)
 
 
-def divisions(problem: PipelineProblem) -> Iterator[TwoDPlan]:
+def divisions(problem: PipelineProblem) -> Iterator[Enumerated]:
     """Yield every division of the devices into two or more straight pipelines of up to three, with a server."""
-    size = len(problem.devices)
+    size, model = len(problem.devices), problem.model
     for sizes in _partitions(size, min(_MOST_STAGES, size - 1)):
         kinds = list(dict.fromkeys(sizes))
         shares = proportional(sizes, problem.micro_batch_size)
-        places = range(problem.model.num_layers - 1)
+        begins = list(accumulate(sizes, initial=0))[:-1]
+        exchanged = 2.0 * len(sizes) * model.weight_bytes(0, model.num_layers - 1)
+        places = range(model.num_layers - 1)
         for cuts in product(*(combinations(places, kind - 1) for kind in kinds)):
-            groups, begin = [], 0
-            for own, share in zip(sizes, shares, strict=True):
-                groups.append(_pipeline(problem, begin, [1] * own, cuts[kinds.index(own)], share))
-                begin += own
-            yield TwoDPlan(groups=tuple(groups), sync=Sync.SERVER)
+            groups = tuple(
+                _Group(begin, (1,) * own, cuts[kinds.index(own)], share)
+                for begin, own, share in zip(begins, sizes, shares, strict=True)
+            )
+            crossing = sum(_crossing_bytes(problem, group) for group in groups)
+            yield Enumerated(exchanged + crossing, groups, True)
+
+
+def _crossing_bytes(problem: PipelineProblem, group: _Group) -> float:
+    num_samples = group.num_samples * problem.num_micro_batches
+    layers = problem.model.layers
+    crossing_bytes = sum(layers[cut].crossing_bytes for cut in group.cuts)
+    return problem.sent_part * num_samples * crossing_bytes
 
 
 def proportional(sizes: Sequence[int], num_samples: int) -> list[int]:
@@ -94,19 +134,13 @@ def _partitions(total: int, most: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def _pipeline(
-    problem: PipelineProblem,
-    begin: int,
-    widths: Sequence[int],
-    cuts: Sequence[int],
-    num_samples: int,
-) -> PipelinePlan:
-    """Return the pipeline of stages of these widths on the devices from `begin` on."""
-    number, members = problem.num_micro_batches, []
-    for width in widths:
+def _pipeline(problem: PipelineProblem, group: _Group) -> PipelinePlan:
+    number, members, begin = problem.num_micro_batches, [], group.begin
+    for width in group.widths:
         socs = [device.soc for device in problem.devices[begin : begin + width]]
-        members.append(list(zip(socs, class_shares(num_samples, width), strict=True)))
+        shares = class_shares(group.num_samples, width)
+        members.append(list(zip(socs, shares, strict=True)))
         begin += width
-    counts = ASTEROID.counts(len(widths), number)
-    plan = staged((*cuts, problem.model.num_layers - 1), members, counts, number)
+    counts = ASTEROID.counts(len(group.widths), number)
+    plan = staged((*group.cuts, problem.model.num_layers - 1), members, counts, number)
     return with_in_flight(problem, plan, counts)
