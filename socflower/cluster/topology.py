@@ -125,6 +125,15 @@ class Cluster:
 
     def path(self, source: Endpoint, target: Endpoint) -> tuple[str, ...]:
         """Return the directed links between two endpoints, in order; `ConfigError` for an unknown one."""
+        if (source, target) not in self._paths:
+            self._paths[source, target] = self._path(source, target)
+        return self._paths[source, target]
+
+    @cached_property
+    def _paths(self) -> dict[tuple[Endpoint, Endpoint], tuple[str, ...]]:
+        return {}
+
+    def _path(self, source: Endpoint, target: Endpoint) -> tuple[str, ...]:
         if source == target:
             raise ConfigError(f"cluster {self.name}: a transfer from {source} to itself")
         leaving = self._to_top(source, "tx", "up")

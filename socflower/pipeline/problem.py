@@ -135,7 +135,16 @@ class PipelineModel:
 
     def weight_bytes(self, first: int, last: int) -> float:
         """Return the trained bytes of layers `first` to `last`."""
-        return float(self.trained_bytes(np.array(first), np.array(last + 1)))
+        if (first, last) not in self._range_bytes:
+            own = np.array(first), np.array(last + 1)
+            trained, frozen = self.trained_bytes(*own), self.untrained_bytes(*own)
+            self._range_bytes[first, last] = float(trained), float(frozen)
+        return self._range_bytes[first, last][0]
+
+    @cached_property
+    def _range_bytes(self) -> dict[tuple[int, int], tuple[float, float]]:
+        """Trained and frozen bytes by the first and the last layer: planners ask for each range many times."""
+        return {}
 
     def trained_bytes(self, first: Ints, stop: Ints) -> Floats:
         """Return the trained bytes of ranges of layers, `first` to `stop` - 1; a shared parameter counts once."""
@@ -158,8 +167,8 @@ class PipelineModel:
 
     def state_bytes(self, first: int, last: int, optimizer_copies: float) -> float:
         """Return MOD + OPT of these layers (F28): weights, gradients, optimiser state, frozen weights."""
-        frozen = float(self.untrained_bytes(np.array(first), np.array(last + 1)))
-        return (2.0 + optimizer_copies) * self.weight_bytes(first, last) + frozen
+        trained = self.weight_bytes(first, last)
+        return (2.0 + optimizer_copies) * trained + self._range_bytes[first, last][1]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -347,7 +356,10 @@ class PipelineProblem:
 
         They include the processor's seconds for the bytes that cross the cuts on either side (`byte_s`).
         """
-        crossing_s = device.byte_s * share * float(self.model.cut_bytes[[first, last + 1]].sum())
+        crossing_s = 0.0
+        if device.byte_s:
+            cut_bytes = float(self.model.cut_bytes[[first, last + 1]].sum())
+            crossing_s = device.byte_s * share * cut_bytes
         return (
             device.seconds.forward(first, last, share) + crossing_s * self.activation_part,
             device.seconds.backward(first, last, share) + crossing_s * self.gradient_part,

@@ -53,7 +53,7 @@ def test_the_best_k_is_that_of_all_that_fit() -> None:
     ]
     best_s = min(each.seconds for each in quick.timed([(layout, counts) for counts in every]))
     (start,) = quick.by_rules([layout])
-    found = quick.with_best_counts(start, 2)
+    (found,) = quick.with_best_counts([start], 2)
     assert found[0].seconds == best_s and len(found) == 2
     for each in found:
         assert fits(case, each.plan(6))
@@ -93,7 +93,7 @@ def test_a_large_pipeline_gets_a_k_near_its_best_by_single_steps() -> None:
     )
     quick, layout = QuickSchedule(case), Layout.of(straight_plan([0, 1, 2, 3], [[4]] * 4, 12))
     (start,) = quick.by_rules([layout])
-    (found,) = quick.with_best_counts(start, 1)
+    ((found,),) = quick.with_best_counts([start], 1)
     every = [counts for counts in product(range(1, 13), repeat=4) if all(np.diff(counts) <= 0)]
     best_s = min(each.seconds for each in quick.timed([(layout, counts) for counts in every]))
     assert found.seconds <= best_s * 1.01

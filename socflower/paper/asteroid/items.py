@@ -1,18 +1,16 @@
 """Our values for each table and figure of Asteroid; long computations have modules of their own."""
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from socflower.cluster import device
 from socflower.paper.asteroid.ablation import figure_15
 from socflower.paper.asteroid.convergence import FIGURE_14, figure_14, hetpipe_waves
-from socflower.paper.asteroid.methods import NO_FIT, SETTINGS, asteroid, peer, peer_of
+from socflower.paper.asteroid.methods import NO_FIT, SETTINGS, asteroid, peer, peer_of, timed_plan
 from socflower.paper.asteroid.recovery import figure_16, figure_17
 from socflower.paper.asteroid.settings import (
     CNNS,
     EPOCH_SAMPLES,
-    MICRO_BATCHES,
     MODELS,
     NANO,
     NX,
@@ -105,8 +103,7 @@ def table_2() -> Ours:
         if cell.key.endswith(" nearest") and cell.value is not None:
             plan = nearest(name, kind, cell.value * 1e6)
             problem, _ = enumerated(name, kind)
-            num_bytes = NO_FIT if plan is None else plan.communication_bytes(problem) / 1e6
-            found[cell.key] = num_bytes
+            found[cell.key] = NO_FIT if plan is None else plan.communication_bytes(problem) / 1e6
     return {**found, "bytes of the task graph equal Eqs. 1 and 2": equal}
 
 
@@ -226,13 +223,7 @@ def figure_18() -> Ours:
 
 def table_7() -> Ours:
     """Return the seconds that this machine takes to plan environment C."""
-    found = {}
-    for name in MODELS:
-        problem = problem_of(name, "C", 100)
-        start_s = time.perf_counter()
-        plan_pipeline(problem, replace(SETTINGS, micro_batch_sizes=MICRO_BATCHES[name]))
-        found[name] = time.perf_counter() - start_s
-    return found
+    return {name: timed_plan(name, "C", 100)[1] for name in MODELS}
 
 
 def table_8() -> Ours:

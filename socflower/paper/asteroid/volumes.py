@@ -8,7 +8,7 @@ of a division with equal numbers of boards have equal cuts. Volumes follow Eqs. 
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate, combinations, pairwise, product
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from socflower.paper.asteroid.settings import problem_of
 from socflower.pipeline.plan import PipelinePlan, Plan, Sync, TwoDPlan, staged
@@ -24,19 +24,6 @@ _MOST_STAGES = 3
 _MOST_TRIED = 400
 
 
-class Enumerated(NamedTuple):
-    """A plan of the enumeration: its bytes by Eqs. 1 and 2, and its groups."""
-
-    num_bytes: float
-    groups: "tuple[_Group, ...]"
-    is_divided: bool
-
-    def plan(self, problem: PipelineProblem) -> Plan:
-        """Return the plan, whose K are the largest of the paper's rule that fit."""
-        pipelines = tuple(_pipeline(problem, group) for group in self.groups)
-        return TwoDPlan(groups=pipelines, sync=Sync.SERVER) if self.is_divided else pipelines[0]
-
-
 class _Group(NamedTuple):
     """A pipeline without its K."""
 
@@ -50,12 +37,37 @@ class _Group(NamedTuple):
     num_samples: int
 
 
+class PipelineVolume(NamedTuple):
+    """A hybrid pipeline of the enumeration, and its bytes by Eq. 2."""
+
+    num_bytes: float
+    group: _Group
+
+    def plan(self, problem: PipelineProblem) -> PipelinePlan:
+        """Return the plan, with the largest K up to the paper's that fit."""
+        return _pipeline(problem, self.group)
+
+
+class DivisionVolume(NamedTuple):
+    """A division of the enumeration, and its bytes by Eq. 1."""
+
+    num_bytes: float
+    groups: tuple[_Group, ...]
+
+    def plan(self, problem: PipelineProblem) -> TwoDPlan:
+        """Return the plan, with the largest K up to the paper's that fit."""
+        groups = tuple(_pipeline(problem, group) for group in self.groups)
+        return TwoDPlan(groups=groups, sync=Sync.SERVER)
+
+
+Enumerated: TypeAlias = PipelineVolume | DivisionVolume
+
+
 @cache
 def enumerated(name: str, kind: str) -> tuple[PipelineProblem, tuple[Enumerated, ...]]:
     """Return the problem and all plans: `kind` "hpp" of hybrid pipelines, "hdp" of divisions."""
     problem = problem_of(name, "A", 100, granularity=Granularity.BLOCKS)
-    plans = hybrid_pipelines(problem) if kind == "hpp" else divisions(problem)
-    return problem, tuple(plans)
+    return problem, tuple(hybrid_pipelines(problem) if kind == "hpp" else divisions(problem))
 
 
 def nearest(name: str, kind: str, num_bytes: float) -> Plan | None:
@@ -76,7 +88,7 @@ def over_quickest(name: str, kind: str, plan: Plan) -> float:
     return update_latency(problem, plan, duplex=True) / best_s
 
 
-def hybrid_pipelines(problem: PipelineProblem) -> Iterator[Enumerated]:
+def hybrid_pipelines(problem: PipelineProblem) -> Iterator[PipelineVolume]:
     """Yield every pipeline of up to three stages with all devices."""
     size, model = len(problem.devices), problem.model
     for num_stages in range(1, _MOST_STAGES + 1):
@@ -91,10 +103,10 @@ def hybrid_pipelines(problem: PipelineProblem) -> Iterator[Enumerated]:
                     )
                     if width > 1
                 )
-                yield Enumerated(rings + _crossing_bytes(problem, group), (group,), False)
+                yield PipelineVolume(rings + _crossing_bytes(problem, group), group)
 
 
-def divisions(problem: PipelineProblem) -> Iterator[Enumerated]:
+def divisions(problem: PipelineProblem) -> Iterator[DivisionVolume]:
     """Yield every division of the devices into two or more straight pipelines of up to three, with a server."""
     size, model = len(problem.devices), problem.model
     for sizes in _partitions(size, min(_MOST_STAGES, size - 1)):
@@ -109,7 +121,7 @@ def divisions(problem: PipelineProblem) -> Iterator[Enumerated]:
                 for begin, own, share in zip(begins, sizes, shares, strict=True)
             )
             crossing = sum(_crossing_bytes(problem, group) for group in groups)
-            yield Enumerated(exchanged + crossing, groups, True)
+            yield DivisionVolume(exchanged + crossing, groups)
 
 
 def _crossing_bytes(problem: PipelineProblem, group: _Group) -> float:

@@ -58,9 +58,11 @@ def equations() -> Mapping[str, float | bool | str]:
         for key, equation in equations.items():
             ratios.setdefault(_KEYS[key], []).append(sent / equation.communication_bytes(problem))
 
-    for pipeline in hybrid_pipelines(problem):
+    for each in hybrid_pipelines(problem):
+        pipeline = each.plan(problem)
         count(pipeline, hybrid=pipeline)
-    for plan in divisions(problem):
+    for division in divisions(problem):
+        plan = division.plan(problem)
         in_rings = replace(plan, sync=Sync.RING)
         count(in_rings, rings=in_rings, server=plan)
     found: dict[str, float | bool | str] = {}

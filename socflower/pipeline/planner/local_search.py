@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
+from math import inf
 from typing import TypeVar
 
 from socflower.pipeline.plan import Members
@@ -44,10 +45,11 @@ def improved(
         if not new:
             break
         known |= new.keys()
-        found = sorted([*best, *quick.by_rules(list(new))])[:width]
-        for each in found:
-            if each.layout not in tuned:
-                tuned[each.layout] = quick.with_best_counts(each, 1)[0]
+        # With fewer than `width` layouts, any new one is among the best.
+        limit_s = best[-1].seconds if len(best) == width else inf
+        found = sorted([*best, *quick.by_rules(list(new), limit_s)])[:width]
+        untuned = [each for each in found if each.layout not in tuned]
+        tuned |= {best_of.layout: best_of for (best_of,) in quick.with_best_counts(untuned, 1)}
         best = sorted(tuned[each.layout] for each in found)
     return best
 

@@ -11,6 +11,7 @@ never rises from stage to stage, so all that a pass needs is known by then.
 """
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -77,6 +78,8 @@ class QuickSchedule:
         self._problem, self._samples_on = problem, samples_on
         self._stages: dict[tuple[int, int, Members], _StageCosts] = {}
         self._cuts: dict[tuple[int, Members, Members], tuple[float, float, float, float]] = {}
+        # Of `_RULES`, by the number of stages.
+        self._rule_counts: dict[int, tuple[Counts, ...]] = {}
 
     def most_in_flight(self, layout: Layout) -> Counts | None:
         """Return the largest K within memory, which never rise from stage to stage; None if a stage does not fit."""
@@ -88,39 +91,93 @@ class QuickSchedule:
             found.append(most)
         return tuple(found)
 
-    def by_rules(self, layouts: Sequence[Layout]) -> list[Timed]:
-        """Return the layouts that fit, each with the best K of some rules and of the largest that fits."""
+    def by_rules(self, layouts: Sequence[Layout], limit_s: float = inf) -> list[Timed]:
+        """Return the layouts that fit, each with the best K of some rules and of the largest that fits.
+
+        Layouts that take more than `limit_s` with any K may be left out.
+        """
         rows: list[tuple[Layout, Counts]] = []
         for layout in layouts:
             most = self.most_in_flight(layout)
-            if most is not None:
-                number, stages = self._problem.num_micro_batches, len(most)
-                limits = [most, *(rule.counts(stages, number) for rule in _RULES)]
+            if most is not None and self._least_s(layout, limit_s) <= limit_s:
+                limits = [most, *self._rules(len(most))]
                 choices = {tuple(map(min, most, limit)) for limit in limits}
                 rows += [(layout, counts) for counts in sorted(choices)]
         return _best_of_each(self.timed(rows))
 
-    def with_best_counts(self, start: Timed, count: int) -> list[Timed]:
-        """Return a layout that fits with its best `count` choices of K: of all, or of those found by single steps."""
-        most = self.most_in_flight(start.layout)
-        assert most is not None
-        falling = list(_falling(most, _ALL_COUNTS + 1))
-        found = {start.counts: start}
-        if len(falling) <= _ALL_COUNTS:
-            found |= {each.counts: each for each in self._with_counts(start.layout, falling)}
-        else:
-            for _ in range(_MOST_ROUNDS):
-                near = sorted(found.values())[:2]
-                changed = {counts for each in near for counts in steps(each.counts, most)}
-                new = self._with_counts(start.layout, sorted(changed - found.keys()))
-                if not new:
-                    break
-                found |= {each.counts: each for each in new}
-        # Of equal times the smallest K needs the least memory.
-        return sorted(found.values(), key=lambda each: (each.seconds, sum(each.counts)))[:count]
+    def with_best_counts(self, starts: Sequence[Timed], count: int) -> list[list[Timed]]:
+        """Return the best `count` choices of K of layouts that fit: of all K, or of those found by single steps."""
+        every_most, found, rows = [], [], list[tuple[Layout, Counts]]()
+        for start in starts:
+            most = self.most_in_flight(start.layout)
+            assert most is not None
+            every_most.append(most)
+            found.append({start.counts: start})
+            falling = list(_falling(most, _ALL_COUNTS + 1))
+            if len(falling) <= _ALL_COUNTS:
+                rows += [(start.layout, counts) for counts in falling]
+        numbers = {start.layout: number for number, start in enumerate(starts)}
 
-    def _with_counts(self, layout: Layout, every: Sequence[Counts]) -> list[Timed]:
-        return self.timed([(layout, counts) for counts in every])
+        def add(new: Sequence[tuple[Layout, Counts]]) -> set[int]:
+            """Time choices of K, and return the layouts that have them."""
+            for each in self.timed(new):
+                found[numbers[each.layout]][each.counts] = each
+            return {numbers[layout] for layout, _ in new}
+
+        climbing = {*range(len(starts))} - add(rows)
+        for _ in range(_MOST_ROUNDS):
+            rows = []
+            for number in climbing:
+                near = sorted(found[number].values())[:2]
+                changed = {step for each in near for step in steps(each.counts, every_most[number])}
+                new = sorted(changed - found[number].keys())
+                rows += [(starts[number].layout, counts) for counts in new]
+            climbing = add(rows)
+        # Of equal times the smallest K needs the least memory.
+        return [
+            sorted(own.values(), key=lambda each: (each.seconds, sum(each.counts)))[:count]
+            for own in found
+        ]
+
+    def _rules(self, num_stages: int) -> tuple[Counts, ...]:
+        if num_stages not in self._rule_counts:
+            number = self._problem.num_micro_batches
+            self._rule_counts[num_stages] = tuple(
+                rule.counts(num_stages, number) for rule in _RULES
+            )
+        return self._rule_counts[num_stages]
+
+    def _least_s(self, layout: Layout, limit_s: float) -> float:
+        """Return seconds below which no K is; transfers only count if the passes alone are within `limit_s`.
+
+        A stage, a cut or a link begins after a micro-batch has passed all before it, and is busy for all micro-batches.
+        Its last gradient then passes all before it, and updates follow.
+        """
+        stages = self._stage_rows(layout)
+        least_s = self._bound_s(stages, [(0.0, 0.0, 0.0, 0.0)] * len(stages))
+        return least_s if least_s > limit_s else self._bound_s(stages, self._cut_rows(layout))
+
+    def _bound_s(
+        self,
+        stages: Sequence[tuple[float, float, float]],
+        cuts: Sequence[tuple[float, float, float, float]],
+    ) -> float:
+        number = self._problem.num_micro_batches
+        least_s = before_s = behind_s = last_busy_s = 0.0
+        for (forward_s, backward_s, after_s), cut in zip(stages, cuts, strict=True):
+            there_s, back_s, there_busy_s, back_busy_s = cut
+            behind_s = max(after_s, behind_s)
+            own_s = number * (forward_s + backward_s) + behind_s
+            behind_s += backward_s
+            sent_s = forward_s + number * max(there_s, back_s) + behind_s
+            # Bytes may still leave on the link when the last message has arrived.
+            link_s = forward_s + (number - 1) * (there_busy_s + last_busy_s)
+            least_s = max(least_s, before_s + max(own_s, sent_s, link_s))
+            before_s += forward_s + there_s
+            behind_s += back_s
+            last_busy_s = back_busy_s
+        # Sums of many terms round otherwise.
+        return least_s * (1.0 - 1e-9)
 
     def timed(self, rows: Sequence[tuple[Layout, Counts]]) -> list[Timed]:
         """Return the seconds of layouts with K, in their order."""
@@ -203,70 +260,75 @@ class QuickSchedule:
 
 
 class _Passes:
-    """Pipelines with equal numbers of stages; arrays are [stage][pipeline]."""
+    """Pipelines with equal numbers of stages; arrays are [stage][pipeline].
+
+    Round r of a stage is forward pass r − (max K − K) of a pipeline, so that all begin their first backward pass after
+    round max K − 1.
+    """
 
     def __init__(self, stages: Floats, cuts: Floats, supply_s: Floats, counts: Ints) -> None:
         self._forward_s, self._backward_s, self._after_s = stages
         self._there_s, self._back_s, self._there_busy_s, self._back_busy_s = cuts
-        self._supply_s, self._counts = supply_s, counts
+        self._supply_s = supply_s
+        self._most = counts.max(axis=1)
+        # The round of the first forward pass.
+        self._first = self._most[:, None] - counts
 
     def seconds(self, num_micro_batches: int) -> Floats:
         """Return the seconds of an update of each pipeline."""
         self._number = num_micro_batches
-        shape = self._counts.shape
+        shape = self._first.shape
         self._columns = np.arange(shape[1])
         # When a stage, a direction of the cut behind it, or a sender's own link is free.
         self._free_s, self._there_free_s, self._back_free_s, self._link_free_s = np.zeros(
             (4, *shape)
         )
-        # When activations and gradients of a micro-batch arrive, as [stage][micro-batch][pipeline].
-        self._activations_s, self._gradients_s = np.zeros(
-            (2, shape[0], num_micro_batches, shape[1])
-        )
-        self._activations_s[0] = np.outer(np.arange(1, num_micro_batches + 1), self._supply_s)
+        # When activations arrive, as [stage][round][pipeline], and gradients, as [stage][micro-batch][pipeline].
+        self._activations_s = [
+            np.zeros((num_micro_batches + int(first.max()), shape[1])) for first in self._first
+        ]
+        self._gradients_s = np.zeros((shape[0], num_micro_batches, shape[1]))
+        rounds = np.arange(len(self._activations_s[0]))[:, None]
+        self._activations_s[0] += (rounds + 1 - self._first[0]) * self._supply_s
         for number in range(num_micro_batches):
-            for stage, counts in enumerate(self._counts):
-                if number:
-                    self._forward(stage, counts + (number - 1))
-                    continue
-                for first in range(int(counts.max())):
-                    self._forward(stage, np.where(first < counts, first, num_micro_batches))
+            for stage, most in enumerate(self._most):
+                for turn in range(0 if number == 0 else most + number - 1, most + number):
+                    self._forward(stage, turn)
             for stage in reversed(range(shape[0])):
                 self._backward(stage, number)
         ends_s: Floats = (self._free_s + self._after_s).max(axis=0)
         return ends_s
 
-    def _forward(self, stage: int, numbers: Ints) -> None:
-        """Do a forward pass of each pipeline, except where its number is that of all micro-batches or more."""
-        columns = np.flatnonzero(numbers < self._number)
-        if not len(columns):
+    def _forward(self, stage: int, turn: int) -> None:
+        """Do a stage's forward pass of each pipeline, except where this round has none."""
+        if turn >= len(self._activations_s[stage]):
             return
-        numbers = numbers[columns]
-        begin_s = np.maximum(
-            self._free_s[stage, columns], self._activations_s[stage, numbers, columns]
-        )
-        end_s = begin_s + self._forward_s[stage, columns]
-        self._free_s[stage, columns] = end_s
-        if stage + 1 < len(self._counts):
-            sent_s = np.maximum(self._there_free_s[stage, columns], end_s)
-            sent_s = np.maximum(sent_s, self._link_free_s[stage, columns])
-            self._link_free_s[stage, columns] = sent_s + self._there_busy_s[stage, columns]
-            sent_s = sent_s + self._there_s[stage, columns]
-            self._there_free_s[stage, columns] = sent_s
-            self._activations_s[stage + 1, numbers, columns] = sent_s
+        numbers = turn - self._first[stage]
+        does = (numbers >= 0) & (numbers < self._number)
+        end_s = np.maximum(self._free_s[stage], self._activations_s[stage][turn])
+        end_s += self._forward_s[stage]
+        np.copyto(self._free_s[stage], end_s, where=does)
+        if stage + 1 < len(self._first):
+            np.maximum(end_s, self._there_free_s[stage], out=end_s)
+            np.maximum(end_s, self._link_free_s[stage], out=end_s)
+            np.copyto(self._link_free_s[stage], end_s + self._there_busy_s[stage], where=does)
+            end_s += self._there_s[stage]
+            np.copyto(self._there_free_s[stage], end_s, where=does)
+            turns = numbers + self._first[stage + 1]
+            self._activations_s[stage + 1][turns[does], self._columns[does]] = end_s[does]
 
     def _backward(self, stage: int, number: int) -> None:
         """Do a backward pass of all pipelines."""
-        begin_s = np.maximum(self._free_s[stage], self._gradients_s[stage, number])
-        end_s = begin_s + self._backward_s[stage]
+        end_s = np.maximum(self._free_s[stage], self._gradients_s[stage, number])
+        end_s += self._backward_s[stage]
         self._free_s[stage] = end_s
         if stage:
-            sent_s = np.maximum(self._back_free_s[stage], end_s)
-            sent_s = np.maximum(sent_s, self._link_free_s[stage])
-            self._link_free_s[stage] = sent_s + self._back_busy_s[stage - 1]
-            sent_s = sent_s + self._back_s[stage - 1]
+            sent_s = self._gradients_s[stage - 1, number]
+            np.maximum(end_s, self._back_free_s[stage], out=sent_s)
+            np.maximum(sent_s, self._link_free_s[stage], out=sent_s)
+            np.add(sent_s, self._back_busy_s[stage - 1], out=self._link_free_s[stage])
+            sent_s += self._back_s[stage - 1]
             self._back_free_s[stage] = sent_s
-            self._gradients_s[stage - 1, number] = sent_s
 
 
 def most_in_flight(problem: PipelineProblem, layers: tuple[int, int], members: Members) -> int:

@@ -295,12 +295,14 @@ class _Ranked:
         return [plan for plan in added if plan is not None]
 
 
-def best_in_flight(problem: PipelineProblem, plan: PipelinePlan) -> tuple[PipelinePlan, Prediction]:
+def best_in_flight(
+    problem: PipelineProblem, plan: PipelinePlan, prediction: Prediction | None = None
+) -> tuple[PipelinePlan, Prediction]:
     """Return the plan with the fastest simulated K that fits: its own, or one of the best by `QuickSchedule`.
 
-    Of equal times the smaller K wins, since it needs less memory.
+    `prediction` is that of `plan` if it is known. Of equal times the smaller K wins, since it needs less memory.
     """
-    best, best_prediction = plan, predict(problem, plan)
+    best, best_prediction = plan, prediction or predict(problem, plan)
     if len(plan.stages) == 1 or plan.policy == Policy.BACKWARD_AFTER_FORWARD:
         return best, best_prediction
     quick, layout = QuickSchedule(problem, plan.samples_on), Layout.of(plan)
@@ -321,8 +323,8 @@ def best_in_flight(problem: PipelineProblem, plan: PipelinePlan) -> tuple[Pipeli
                     best, best_prediction = other, prediction
         return best is not start
 
-    for start in quick.by_rules([layout]):
-        try_all(each.counts for each in quick.with_best_counts(start, _TRIED_COUNTS))
+    for found in quick.with_best_counts(quick.by_rules([layout]), _TRIED_COUNTS):
+        try_all(each.counts for each in found)
     # Transfers that share links move the best K away from that of `QuickSchedule`.
     while most is not None and _is_small(problem) and try_all(sorted(steps(_counts(best), most))):
         pass
@@ -474,7 +476,7 @@ def _tuned(simulated: Sequence[Planned], settings: PlannerSettings) -> list[Plan
     found = []
     for index, each in enumerate(sorted(simulated, key=_step_s)):
         if index < settings.num_tuned and isinstance(each.plan, PipelinePlan):
-            plan, prediction = best_in_flight(each.problem, each.plan)
+            plan, prediction = best_in_flight(each.problem, each.plan, each.prediction)
             each = replace(each, plan=plan, prediction=prediction)
         found.append(each)
     return found
