@@ -249,6 +249,40 @@ def unread_by_compare(engine: str, *, of_app_folders: bool) -> dict[str, str]:
     )
 
 
+def unread_by_plan(scenario: "Scenario | None") -> dict[str, str]:
+    """Return the options that `plan` does not read, as a map from parameter to reason; None is an app's folder."""
+    if scenario is None:
+        return {
+            **dict.fromkeys(
+                ("groups", "fusion"),
+                "is for scenarios; an app's ServerApp sets its own: use --set with the key of its run config",
+            ),
+            **dict.fromkeys(
+                ("out", "deadline", "start", "price_per_kwh"),
+                "is for scenarios, and this is the folder of a Flower app",
+            ),
+        }
+    from socflower.scenario.schema.config import several_groups
+
+    name = f"name = {scenario.strategy.name!r}"
+    unread = dict.fromkeys(
+        ("cluster", "training_flops"), "is for the folder of a Flower app, and this is a scenario"
+    )
+    if not several_groups(scenario.strategy.name):
+        unread["groups"] = f"is for strategies with several groups, and {name}; leave it out"
+    if scenario.is_pipeline or scenario.is_split:
+        unread |= dict.fromkeys(
+            ("fusion", "deadline", "start", "price_per_kwh"),
+            f"is for training in groups and FedAvg, and {name}; leave it out",
+        )
+    if not scenario.is_pipeline:
+        unread["out"] = (
+            f"is for strategy.name = 'hybrid-pipeline', and {name}; --json prints its plan, and `socflower run` "
+            "writes a report"
+        )
+    return unread
+
+
 def unread_by_tune(*, of_app_folder: bool) -> dict[str, str]:
     """Return the options that `tune` does not read, as a map from parameter to reason."""
     if of_app_folder:

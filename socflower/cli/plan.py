@@ -1,5 +1,6 @@
 """`socflower plan`: a plan without training."""
 
+import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -17,9 +18,10 @@ from socflower.cli.options import (
     Json,
     Set,
     mistakes_name_file,
-    refuse_fusion_of_split,
+    refuse_unread,
     require_cluster,
     scenario_argument,
+    unread_by_plan,
 )
 from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import OUT, print_json, print_text
@@ -69,6 +71,7 @@ _PricePerKwh = Annotated[
 
 
 def plan(
+    context: typer.Context,
     scenario: _Scenario,
     groups: _Groups = None,
     fusion: Fusion = None,
@@ -82,30 +85,17 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show the groups on their boards, every number of groups and method with its predicted cost, and the words."""
-    from socflower.scenario.schema.config import several_groups
     from socflower.scenario.schema.file import load_scenario
 
+    if price_per_kwh is not None and not 0 <= price_per_kwh < math.inf:
+        raise ConfigError(f"--price-per-kwh {price_per_kwh}: must be 0 or more, and finite")
     overrides = set_ or []
     if scenario.is_dir():
-        _refuse_out(out, scenario)
-        for key, asked in (("groups", groups), ("fusion", fusion)):
-            if asked is not None:
-                raise ConfigError(
-                    f"--{key} {asked}: is for scenarios; the ServerApp of {scenario} sets its own: use "
-                    "--set with the key of its run config"
-                )
+        refuse_unread(context, unread_by_plan(None))
         _plan_app_folder(scenario, cluster, overrides, training_flops, as_json)
         return
-    for option, value in (("--cluster", cluster), ("--training-flops", training_flops)):
-        if value is not None:
-            raise ConfigError(f"{option} {value}: is for the folder of a Flower app; leave it out")
     loaded = load_scenario(scenario, overrides)
-    if groups is not None and not several_groups(loaded.strategy.name):
-        raise ConfigError(
-            f"--groups {groups}: is for strategies with several groups, and {scenario} has "
-            f"{loaded.strategy.name!r}; leave it out"
-        )
-    refuse_fusion_of_split(loaded, fusion)
+    refuse_unread(context, unread_by_plan(loaded))
     # After the checks, so that a mistake is told of the option and not of a key of the file.
     given = {"groups": groups, "fusion": fusion}
     options = [f"strategy.{key}={value}" for key, value in given.items() if value is not None]
@@ -116,7 +106,6 @@ def plan(
 
         plan_pipeline_scenario(loaded, scenario, out, as_json)
         return
-    _refuse_out(out, scenario)
     with mistakes_name_file(loaded.name, scenario):
         fits = _plan_cluster(loaded, as_json, price_per_kwh, _window(deadline, start))
     if not fits:
@@ -158,6 +147,9 @@ def _plan_cluster(
         else:
             planned = with_choices(scenario, cluster, plan_scenario(scenario))
         document = {**planned, "heat": predicted_heat(scenario, cluster)}
+        if price_per_kwh is not None:
+            for row in document["choices"]:
+                row["price"] = row["training_energy_j"] / _JOULES_PER_KWH * price_per_kwh
         if window is not None:
             document["window"] = planned_window(scenario, cluster, *window)
     if as_json:
@@ -165,21 +157,13 @@ def _plan_cluster(
     elif scenario.is_split:
         print_split_plan(OUT, document)
     else:
-        print_plan(OUT, cluster, document, price_per_kwh)
+        print_plan(OUT, cluster, document)
     if window is None:
         return True
     if not as_json:
         for line in window_lines(document["window"], scenario.train.epochs):
             print_text(line, OUT, "bold" if document["window"]["fits"] else "bold yellow")
     return bool(document["window"]["fits"])
-
-
-def _refuse_out(out: Path | None, scenario: Path) -> None:
-    if out is not None:
-        raise ConfigError(
-            f"--out {out}: is for strategy.name = 'hybrid-pipeline', and {scenario} has another; "
-            "--json prints its plan, and `socflower run` writes a report"
-        )
 
 
 def _plan_app_folder(
@@ -218,7 +202,6 @@ def print_plan(
     console: Console,
     cluster: "Cluster",
     document: Mapping[str, Any],
-    price_per_kwh: float | None = None,
 ) -> None:
     """Print the boards with each slot's group, then the predictions, the choices and the words."""
     console.print(_boards(cluster, document["groups"]))
@@ -238,7 +221,7 @@ def print_plan(
         for line in _predicted_lines(document):
             print_text(line, console)
     if choices := document.get("choices"):
-        console.print(_choices(choices, price_per_kwh))
+        console.print(_choices(choices))
         for name, why in document["choices_refused"].items():
             print_text(f"not {name}: {why}", console, "dim")
     if document["verdict"] is not None:
@@ -249,11 +232,18 @@ def print_plan(
         print_text(words, console, "dim")
 
 
-def _choices(rows: Sequence[Mapping[str, Any]], price_per_kwh: float | None) -> Table:
-    """Return a row for each choice, the planned one with a mark."""
+def _choices(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a row for each choice, the planned one with a mark, and the price of its training if rows have one."""
     heads = ("groups", "SoCs", "epoch", "J of it", "training", "J of it", "memory", "over\none SoC")
-    priced = () if price_per_kwh is None else ("price",)
-    table = Table("method", *heads, *priced, box=None, padding=(0, 1, 0, 0), header_style="bold")
+    is_priced = "price" in rows[0]
+    table = Table(
+        "method",
+        *heads,
+        *["price"] * is_priced,
+        box=None,
+        padding=(0, 1, 0, 0),
+        header_style="bold",
+    )
     for row in rows:
         cells = [
             f"{row['strategy']}{' <' if row['is_planned'] else ''}",
@@ -266,9 +256,8 @@ def _choices(rows: Sequence[Mapping[str, Any]], price_per_kwh: float | None) -> 
             human_bytes(row["memory_bytes"]),
             human_ratio(row["speedup"]),
         ]
-        if price_per_kwh is not None:
-            price = row["training_energy_j"] / _JOULES_PER_KWH * price_per_kwh
-            cells.append(f"{price:.2f}" if price >= 0.01 else "< 0.01")
+        if is_priced:
+            cells.append(f"{row['price']:.2f}" if row["price"] >= 0.01 else "< 0.01")
         table.add_row(*cells, style="bold" if row["is_planned"] else None)
     return table
 

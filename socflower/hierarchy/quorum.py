@@ -74,21 +74,20 @@ class Quorum:
         # The exact decimal fraction: 0.7 of 10 is 7.
         return math.ceil(Fraction(repr(float(self.fraction))) * of)
 
-    def require_some_late(self, of: int, least_together: int = 1) -> None:
-        """Raise `ConfigError` if no group of so many can be late, so that the quorum changes nothing.
+    def fault(self, of: int, least_together: int = 1) -> str:
+        """Return why no group of so many can be late, so that the quorum changes nothing; empty if one can.
 
         `least_together` is the size of the smallest set of groups that are late together.
         """
         if self.fraction < 1 and of > self.num_groups(of) > of - least_together:
-            raise ConfigError(
-                f"quorum = {self.fraction} of {counted(of, 'group')}: those that share an uplink are late together, "
-                f"at least {least_together}, which leaves {of - least_together}; give a smaller quorum, or other groups"
+            return (
+                f"of {counted(of, 'group')} those that share an uplink are late together, at least "
+                f"{least_together}, which leaves {of - least_together}; give a smaller quorum, or other groups"
             )
         if self.fraction < 1 and self.num_groups(of) == of:
             instead = f", or give at most {math.floor(100 * (of - 1) / of) / 100}" if of > 1 else ""
-            raise ConfigError(
-                f"quorum = {self.fraction} of {counted(of, 'group')} is all of them; leave it out{instead}"
-            )
+            return f"of {counted(of, 'group')} it is all of them; leave it out{instead}"
+        return ""
 
     def ends_s(self, answers_s: Collection[float], num_groups: int) -> float:
         """Return when a synchronisation ends, from the times at which groups answer.

@@ -259,7 +259,8 @@ def _work_of(
     plan = plan_groups(
         cluster, num_groups, num_socs, sustained_rates(cluster, scenario.model.name, cost)
     )
-    scenario.quorum.require_some_late(len(plan.groups), min(map(len, late_together(plan))))
+    if fault := scenario.quorum.fault(len(plan.groups), min(map(len, late_together(plan)))):
+        raise scenario.mistake("strategy", "quorum", fault)
     num_left = num_training_samples(scenario, num_samples(scenario))
     steps_per_epoch = group_steps_per_epoch(num_left, len(plan.groups), scenario.train.batch_size)
     gradients = exchange_in_groups(

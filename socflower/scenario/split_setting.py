@@ -27,7 +27,7 @@ from socflower.edgecloud.plan.party import CloudMode, Party
 from socflower.edgecloud.plan.split_pipeline import Timeline, moved, round_ends, simulate_split
 from socflower.errors import ConfigError
 from socflower.scenario.costs import num_samples, num_training_samples
-from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.file import num_participants, scenario_cluster
 from socflower.scenario.schema.links import edge_links
 from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.split import CLICKS, GENERATOR
@@ -52,7 +52,7 @@ class SplitSetting:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.cluster = scenario_cluster(scenario)
-        self.num_edges = scenario.strategy.socs or self.cluster.num_socs
+        self.num_edges = num_participants(scenario, self.cluster)
         self.links = edge_links(scenario, self.num_edges)
         cloud = device(scenario.split.cloud_device)
         self.costs = tuple(self._edge_costs(edge, cloud) for edge in range(self.num_edges))

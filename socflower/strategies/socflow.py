@@ -268,7 +268,8 @@ def _refuse_beside_quorum(
     """Raise `ConfigError` for settings with which a group cannot be late."""
     if quorum.fraction == 1:
         return
-    quorum.require_some_late(len(plan.groups), min(map(len, late_together(plan))))
+    if fault := quorum.fault(len(plan.groups), min(map(len, late_together(plan)))):
+        raise ConfigError(f"{name}: quorum = {quorum.fraction}: {fault}")
     arithmetic = "mixed precision" if isinstance(costs.pricing, MixedPricing) else ""
     if getattr(costs.pricing, "arithmetic", "") == "int8":
         arithmetic = "int8"

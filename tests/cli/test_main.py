@@ -163,7 +163,7 @@ def test_a_plan_is_one_document(socflower: Socflower) -> None:
 
 
 def test_a_plan_prices_messages_both_ways_and_its_option_says_which_counts(
-    socflower: Socflower, tmp_path: Path
+    socflower: Socflower,
 ) -> None:
     single, buckets = (
         document_of(socflower(f"plan case.toml --fusion {fusion} --json"))["predicted"]
@@ -176,8 +176,6 @@ def test_a_plan_prices_messages_both_ways_and_its_option_says_which_counts(
         assert {key: predicted[key] for key in ("step_s", "sync_s")}.items() <= own.items()
     assert buckets["epoch_s"] < single["epoch_s"]
     is_mistake(socflower("plan case.toml --fusion none"), "'none'", "per-tensor, buckets")
-    (tmp_path / "app").mkdir()
-    is_mistake(socflower("plan app --fusion buckets"), "--fusion buckets")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Each option of a command is either read or refused, whatever the command is given to work on."""
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -9,11 +10,19 @@ import typer
 
 from socflower.cli import main as cli
 from socflower.errors import ConfigError
-from socflower.scenario import app_comparison, app_folder, comparison, prepared_run, runner
+from socflower.scenario import (
+    app_comparison,
+    app_folder,
+    app_planning,
+    comparison,
+    prepared_run,
+    runner,
+)
 from socflower.wire.logs import LOG_FORMAT, logs_json
 from tests.command_line import Ran, Socflower, is_mistake
 
 SCENARIO = "[cluster]\nboards = [2, 2]\n[strategy]\ngroups = 2\n"
+PIPELINE = "[cluster]\nboards = [2]\n[strategy]\nname = 'hybrid-pipeline'\n"
 SPLIT = "[cluster]\nboards = [1]\n[strategy]\nname = 'split-replay'\n[edgecloud]\nlink = 'wifi'\n"
 
 DEPLOYED = "--engine deployment"
@@ -85,6 +94,9 @@ VALUES = {
     "metrics": "--metrics 127.0.0.1:0",
     "log_format": "--log-format json",
     "fusion": "--fusion per-tensor",
+    "groups": "--groups 1",
+    "start": "--start 22:00",
+    "price_per_kwh": "--price-per-kwh 0.3",
 }
 
 
@@ -109,7 +121,14 @@ def begins(socflower: Socflower, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(module, name, begin)
     monkeypatch.setenv(LOG_FORMAT, "text")
     monkeypatch.setattr(prepared_run, "prepare", lambda scenario, *_, **named: scenario)
-    for name, text in (("case.toml", SCENARIO), ("split.toml", SPLIT), ("ca.pem", "")):
+    planning, pipelines = (
+        import_module(f"socflower.cli.{name}") for name in ("plan", "pipeline_plan")
+    )
+    monkeypatch.setattr(planning, "_plan_cluster", begin)
+    monkeypatch.setattr(app_planning, "plan_app_folder", begin)
+    monkeypatch.setattr(pipelines, "plan_pipeline_scenario", begin)
+    files = {"case.toml": SCENARIO, "split.toml": SPLIT, "pipeline.toml": PIPELINE, "ca.pem": ""}
+    for name, text in files.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "app").mkdir()
 
@@ -193,6 +212,31 @@ def test_each_option_of_compare_is_read_or_refused(
             assert is_begun(ran) and ran.err != without.err, (parameter.name, ran.err)
 
 
+IN_GROUPS = {"deadline", "price_per_kwh"}
+READ_BY_PLAN = {
+    "case.toml": {"set_", "groups", "fusion", *IN_GROUPS},
+    "split.toml": {"set_"},
+    "pipeline.toml": {"set_", "out"},
+    "app --cluster cluster.toml": {"set_", "cluster", "training_flops"},
+}
+
+
+@pytest.mark.parametrize("target", READ_BY_PLAN)
+def test_each_option_of_plan_is_read_or_refused(
+    begins: Socflower, target: str, tmp_path: Path
+) -> None:
+    without = begins(f"plan {target}")
+    assert is_begun(without)
+    for parameter in parameters("plan"):
+        given = VALUES[parameter.name]
+        ran = begins(f"plan {target} {given}")
+        if parameter.name in READ_BY_PLAN[target]:
+            assert is_begun(ran) and ran.err != without.err, (parameter.name, ran.err)
+        else:
+            is_refused(ran, given.split()[0])
+    assert not (tmp_path / "elsewhere").exists()
+
+
 @pytest.mark.parametrize("given", [("--workers", 0), ("--restarts", 3), ("--superlink", "")])
 def test_an_option_that_is_given_with_its_default_is_given(
     begins: Socflower, given: tuple[object, ...]
@@ -224,7 +268,8 @@ def test_an_app_folder_for_another_superlink_is_told_what_runs_it(begins: Socflo
         ("compare app case.toml", "takes one scenario file"),
         ("compare case.toml split.toml", "takes one scenario file"),
         ("plan app", "--cluster FILE"),
-        ("plan app --cluster cluster.toml --groups 2", "the ServerApp of app"),
+        ("plan app --cluster cluster.toml --groups 2", "--set with the key"),
+        ("plan case.toml --price-per-kwh -1", "--price-per-kwh -1"),
         ("plan case.toml --training-flops 1e6", "--training-flops"),
         ("plan case.toml --out plan", "'hybrid-pipeline'"),
         ("plan split.toml --groups 2", "--groups"),

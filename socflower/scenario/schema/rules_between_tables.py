@@ -140,7 +140,8 @@ def _rules_of_late_groups(file: "ScenarioFile") -> Iterator[Rule]:
         counted = kind.groups(strategy.groups, 0)
         yield counted == "auto", quorum, COUNTED
         if counted not in ("auto", 0):
-            file.quorum.require_some_late(int(counted))
+            fault = file.quorum.fault(int(counted))
+            yield fault, quorum, fault
         arithmetic = file.at("precision", "arithmetic")
         why = f"{arithmetic}, and changes of late groups' models are added in FP32; leave it out"
         yield file.precision.arithmetic != "fp32", quorum, why
