@@ -75,7 +75,11 @@ def gaps(make: Callable[[int], PipelineProblem], seeds: range) -> list[float]:
 
 
 @pytest.mark.parametrize("make", [tight_problem, unequal_links_problem])
-@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 68), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seeds",
+    # With the first plan of seed 1251 a device waits for the share of one that does not send it.
+    [range(3), range(1251, 1252), pytest.param(range(3, 68), marks=pytest.mark.slow)],
+)
 def test_plans_are_near_the_best_of_all_orders_groups_cuts_shares_and_k(
     make: Callable[[int], PipelineProblem], seeds: range
 ) -> None:

@@ -18,7 +18,7 @@ from socflower.field_rules import checked
 from socflower.pipeline.plan import PipelinePlan, Plan, Policy, Prediction, with_samples_on
 from socflower.pipeline.planner.closed_form import update_latency
 from socflower.pipeline.planner.dynamic_program import CostsByPosition, FoundPlan, search
-from socflower.pipeline.planner.local_search import improved
+from socflower.pipeline.planner.local_search import improved, neighbours
 from socflower.pipeline.planner.pruning import (
     MOST_CUTS,
     MOST_PLACES,
@@ -56,6 +56,15 @@ _MOST_OF_PAPER = 4000
 
 _MOST_OF_SMALL = 400
 """Layers x devices of a small problem, for which more is tried: K = 1 if memory is scarce, and more changes."""
+
+_MOST_OF_TINY = 100
+"""Layers x devices of a problem whose simulation takes milliseconds, so that changes of the best plan are simulated."""
+
+_TUNED_OF_TINY, _NEAR_BEST = 4, 1.05
+"""Plans of a tiny problem that are simulated with other K if their seconds are within this factor of the best's."""
+
+_NEIGHBOURS = 48
+"""Changes of a plan that are simulated at once, the best by `QuickSchedule` first."""
 
 _CHANGED, _CHANGED_OF_SMALL = 4, 16
 """Pipelines that `local_search` changes, by those kept of each state."""
@@ -196,6 +205,8 @@ def plan_pipeline(
     if not exact:
         ranked = _tuned(ranked, settings)
     ranked.sort(key=_step_s)
+    if _is_tiny(problem):
+        ranked[0] = _climbed(ranked[0], settings.samples_on)
     if settings.two_d:
         on_step("searching pipelines in parallel", total - 1, total)
         ranked = sorted(
@@ -440,6 +451,9 @@ def _simulated(
     """Return the best plans by `QuickSchedule`, and the best of each number of stages, in the simulator."""
     quick = QuickSchedule(problem, settings.samples_on)
     timed = quick.by_rules([Layout.of(plan) for plan in plans])
+    if _is_tiny(problem):
+        # The rules may miss the K with which one of these is the best.
+        timed = [best for (best,) in quick.with_best_counts(timed, 1)]
     socs = [device.soc for device in problem.devices]
     factor = _CHANGED_OF_SMALL if _is_small(problem) else _CHANGED
     better = improved(quick, timed, socs, width=factor * settings.width)
@@ -459,6 +473,34 @@ def _simulated(
     ]
 
 
+def _climbed(start: Planned, samples_on: int | None) -> Planned:
+    """Return a plan after changes for which the simulator finds it faster, one at a time, each with its best K.
+
+    `QuickSchedule` lets the devices of a stage keep pace, so it does not tell which device waits for which share.
+    """
+    best, problem = start, start.problem
+    quick, socs = QuickSchedule(problem, samples_on), [each.soc for each in problem.devices]
+    tried = set[Layout]()
+    while isinstance(best.plan, PipelinePlan):
+        layout = Layout.of(best.plan)
+        new = [each for each in dict.fromkeys(neighbours(layout, socs)) if each not in tried]
+        timed = sorted(each for (each,) in quick.with_best_counts(quick.by_rules(new), 1))
+        plans = [
+            replace(each.plan(problem.num_micro_batches), samples_on=samples_on)
+            for each in timed[:_NEIGHBOURS]
+        ]
+        tried |= {layout, *map(Layout.of, plans)}
+        every = [
+            Planned(problem=problem, plan=plan, prediction=predict(problem, plan)) for plan in plans
+        ]
+        every.sort(key=_step_s)
+        found = min(_tuned(every[:1], PlannerSettings()), key=_step_s, default=best)
+        if _step_s(found) >= _step_s(best) * (1.0 - 1e-9):
+            break
+        best = found
+    return best
+
+
 def _may_be_best(
     problem: PipelineProblem, plans: Sequence[PipelinePlan], ranked: Iterable[Planned]
 ) -> bool:
@@ -472,12 +514,16 @@ def _step_s(planned: Planned) -> float:
 
 
 def _tuned(simulated: Sequence[Planned], settings: PlannerSettings) -> list[Planned]:
-    """Return the plans, the best `num_tuned` of them with their best K."""
+    """Return the plans, the best `num_tuned` of them with their best K, and more of a tiny problem."""
     found = []
+    best_s = inf
     for index, each in enumerate(sorted(simulated, key=_step_s)):
-        if index < settings.num_tuned and isinstance(each.plan, PipelinePlan):
+        is_near = index < _TUNED_OF_TINY and _step_s(each) <= _NEAR_BEST * best_s
+        chosen = index < settings.num_tuned or (is_near and _is_tiny(each.problem))
+        if chosen and isinstance(each.plan, PipelinePlan):
             plan, prediction = best_in_flight(each.problem, each.plan, each.prediction)
             each = replace(each, plan=plan, prediction=prediction)
+        best_s = min(best_s, _step_s(each))
         found.append(each)
     return found
 
@@ -494,6 +540,10 @@ def _different(plans: Sequence[PipelinePlan], count: int) -> list[PipelinePlan]:
 
 def _is_small(problem: PipelineProblem) -> bool:
     return problem.model.num_layers * len(problem.devices) <= _MOST_OF_SMALL
+
+
+def _is_tiny(problem: PipelineProblem) -> bool:
+    return problem.model.num_layers * len(problem.devices) <= _MOST_OF_TINY
 
 
 def _memory_is_scarce(problem: PipelineProblem) -> bool:
