@@ -4,10 +4,18 @@ import json
 import re
 from importlib import import_module
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
-from socflower.paper.comparison import command_of, compare_item, read_paper, verdict
+from socflower.paper.comparison import (
+    command_of,
+    compare_item,
+    read_paper,
+    stored_results,
+    stored_row,
+    verdict,
+)
 from socflower.paper.socflow_plus import items
 from socflower.paper.socflow_plus.predictions import (
     NO_STRATEGY,
@@ -83,6 +91,27 @@ def test_methods_are_those_of_the_registry(monkeypatch: pytest.MonkeyPatch) -> N
     best = at_best("LeNet", RING, "per-tensor")
     assert isinstance(best, Epoch) and best.duration_s < ring.duration_s
     assert {peer for peer in items.PEERS if peer in STRATEGIES} == {RING}
+
+
+def test_trained_cells_are_those_of_the_stored_seeds() -> None:
+    """Rows are means of seconds and cells means of ratios, of the same seeds."""
+    peers = stored_results(items.TRAININGS)["peers"]
+    found = items.trained_scalability()
+    for size in items.SIZES:
+        row = stored_row(items.TRAININGS, f"{size} SoCs", "s")
+        for name, shown in ((OURS, row["ours"]), (RING, row["peer_value"])):
+            seconds = peers[f"scalability/{size}/{name}"]["seconds"]
+            assert len(seconds) == 3 and shown == pytest.approx(mean(seconds))
+            assert found[f"trained, {size} SoCs: seconds of {name}"] == shown
+        label = f"trained, {size} SoCs: seconds"
+        assert found[f"{label}, least"] <= found[label] <= found[f"{label}, most"]
+
+
+def test_mapping_and_turns_changed_time_alone_in_the_stored_ablation() -> None:
+    arms = {name: items.trained_arm(f"ablation/{name}") for name in items.TECHNIQUES}
+    assert arms["groups"]["weights"] == arms["mapping"]["weights"] == arms["turns"]["weights"]
+    assert items.trained_ablation()["trained weights with mapping and turns"] == "equal"
+    assert all(all(arm["reached"]) for arm in arms.values())
 
 
 def test_the_command_shows_parts_states_and_reasons(socflower: Socflower) -> None:

@@ -3,6 +3,9 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
+from statistics import mean
+from typing import Any
 
 from socflower.cluster import device, parse_cluster
 from socflower.errors import InfeasiblePlan
@@ -57,13 +60,19 @@ PEERS = ("ps", RING, "hipress", "2d", "fedavg", "tree-fedavg")
 """The paper's baselines, by their names as strategies (§4.1)."""
 
 STUDIED = ("VGG-11", "ResNet-18")
+TECHNIQUES = ("groups", "mapping", "turns", "mixed precision")
+"""What Fig. 14 adds to a ring, in its order."""
+
 # The numbers of equal groups of 60 SoCs.
 _EQUAL_GROUPS = tuple(number for number in range(2, 60) if not 60 % number)
-ACCURACIES, CURVES, COOLING = (
+ACCURACIES, CURVES, COOLING, TRAININGS = (
     "bench-mixed-accuracy.json",
     "bench-delayed-aggregation.json",
     "bench-cooling.json",
+    "bench-socflow-figures.json",
 )
+SIZES = (8, 16, NUM_SOCS, 60)
+"""The numbers of SoCs of the stored trainings of Fig. 10."""
 
 
 def figure_2a() -> Ours:
@@ -104,12 +113,26 @@ def figure_2c() -> Ours:
             ("ResNet-8, CIFAR-10", stored_row(ACCURACIES, "ResNet-8, CIFAR-10, niti")),
         )
     }
-    worst = max(lost.values())
+    trained = trained_int8()
+    worst = max(*lost.values(), trained["LeNet-5, digits: niti"])
     return {
         **dict.fromkeys(STUDIED, "not trained"),
         **lost,
+        **trained,
         "int8 on all SoCs loses more than two points": worst > 2.0,
+        "so does the default algorithm": trained["LeNet-5, digits: real-scales"] > 2.0,
     }
+
+
+def trained_int8() -> Mapping[str, float]:
+    """Return the points that int8 loses on digits, with the least and the most of all seeds."""
+    found: dict[str, float] = {}
+    fp32 = trained_arm("int8/fp32")["accuracy"]
+    for algorithm in ("real-scales", "niti"):
+        pairs = zip(fp32, trained_arm(f"int8/{algorithm}")["accuracy"], strict=True)
+        lost = [100.0 * (theirs - ours) for theirs, ours in pairs]
+        found |= _spread(f"LeNet-5, digits: {algorithm}", lost)
+    return found
 
 
 def figure_2d() -> Ours:
@@ -242,7 +265,25 @@ def figure_10() -> Ours:
         numbers = [value for value in means.values() if not isinstance(value, str)]
         if numbers:
             growing.append(numbers == sorted(numbers))
-    return {**found, "the gain grows with the number of SoCs": all(growing)}
+    return {
+        **found,
+        "the gain grows with the number of SoCs": all(growing),
+        **trained_scalability(),
+    }
+
+
+def trained_scalability() -> Ours:
+    """Return the trained ring's and our seconds and joules on each number of SoCs, and their ratio."""
+    found: dict[str, float] = {}
+    for size in SIZES:
+        ours, ring = (trained_arm(f"scalability/{size}/{name}") for name in (OURS, RING))
+        for key in ("seconds", "joules"):
+            label = f"trained, {size} SoCs: {key}"
+            found |= _spread(label, _divided(ring[key], ours[key]))
+            found[f"{label} of {OURS}"] = mean(ours[key])
+            found[f"{label} of {RING}"] = mean(ring[key])
+    gains = [found[f"trained, {size} SoCs: seconds"] for size in SIZES]
+    return {**found, "trained: the gain grows with the number of SoCs": gains == sorted(gains)}
 
 
 def figure_11() -> Ours:
@@ -313,7 +354,24 @@ def figure_14() -> Ours:
         "mixed precision, least": min(mixed), "mixed precision, most": max(mixed),
         "mixed precision on one SoC, least": min(alone), "mixed precision on one SoC, most": max(alone),
         "cooling, least": min(cooling), "cooling, most": max(cooling),
+        **trained_ablation(),
     }  # fmt: skip
+
+
+def trained_ablation() -> Ours:
+    """Return the ratio of seconds without a technique to those with it, in trainings to an accuracy."""
+    found: dict[str, float | bool | str] = {}
+    arms = [trained_arm(f"ablation/{name}") for name in (RING, *TECHNIQUES)]
+    for technique, (before, after) in zip(TECHNIQUES, pairwise(arms), strict=True):
+        found |= _spread(f"{technique}, trained", _divided(before["seconds"], after["seconds"]))
+    _, groups, mapping, turns, _ = (arm["weights"] for arm in arms)
+    same = groups == mapping == turns
+    return {**found, "trained weights with mapping and turns": "equal" if same else "others"}
+
+
+def trained_arm(label: str) -> Mapping[str, Any]:
+    """Return the figures of each seed of a stored training, as benchmarks/socflow_figures.py names it."""
+    return dict(stored_results(TRAININGS)["peers"][label])
 
 
 def figure_15() -> Ours:
@@ -394,6 +452,15 @@ def _mean(values: Sequence[float | str]) -> float | str:
     """Return the mean of the numbers; the first text if there are none."""
     numbers = [value for value in values if not isinstance(value, str)]
     return sum(numbers) / len(numbers) if numbers else values[0]
+
+
+def _divided(theirs: Sequence[float], ours: Sequence[float]) -> list[float]:
+    return [their / own for their, own in zip(theirs, ours, strict=True)]
+
+
+def _spread(label: str, values: Sequence[float]) -> dict[str, float]:
+    """Return the mean of all seeds, the least and the most."""
+    return {label: mean(values), f"{label}, least": min(values), f"{label}, most": max(values)}
 
 
 def _curve(case: str) -> float:
