@@ -27,15 +27,15 @@ from benchmarks.methods import OTHERS, OURS, STEP_SAMPLES, scenario
 from socflower.cluster import ModelProfile
 from socflower.errors import TrainingFailed
 from socflower.flower_adapter import begin_run
-from socflower.scenario.app.presets import strategy_in_groups
+from socflower.scenario.app.strategy import strategy_in_groups
 from socflower.scenario.costs import model_profile
 from socflower.scenario.heat import rack_dynamics
 from socflower.scenario.predicted_epochs import best_epoch
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import group_strategy
 from socflower.scenario.schema.thermal import BackgroundLoadConfig
 from socflower.sim import EventClock
+from socflower.strategies.presets import group_strategy
 from socflower.strategies.settings import Costs
 from socflower.wire.message_keys import ARRAYS, GROUP, GROUP_ID, METRICS, NUM_EXAMPLES, GroupTask
 

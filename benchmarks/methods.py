@@ -18,7 +18,7 @@ from socflower.scenario.planning import PlannedTraining
 from socflower.scenario.predicted_epochs import best_epoch
 from socflower.scenario.schema.file import parse_scenario
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy
+from socflower.strategies.presets import STRATEGIES, GroupStrategy
 
 BOARDS = [5, 5, 5, 5, 5, 5, 2]
 GROUPS, BATCH, INTERVAL_EPOCHS = 8, 64, 0.5

@@ -151,7 +151,7 @@ server_interval = 2
         "server": Capability(
             label="parameter servers",
             says='[strategy]\nexchange = "server"',
-            is_in=lambda s: s.gradient_exchange[0] == "server",
+            is_in=lambda s: s.exchange.exchange == "server",
         ),
         "local": Capability(
             label="data that stay",

@@ -169,7 +169,7 @@ def run_blocks(
     """Run a page's blocks in a folder, as a user would in the repository's: Python here, where torch is loaded."""
     import torch
 
-    from socflower.scenario.schema.strategies import STRATEGIES
+    from socflower.strategies.presets import STRATEGIES
 
     for name in ("scenarios", "docs", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)

@@ -14,7 +14,7 @@ from socflower.quantities import human_joules, human_seconds
 from socflower.report.quality import ACCURACY
 from socflower.report.summary import prediction_table
 from socflower.scenario.predicted_methods import front_of
-from socflower.scenario.schema.strategies import family_of
+from socflower.strategies.presets import family_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "results.md").read_text("utf-8")

@@ -236,7 +236,7 @@ def _compare_strategies(
 def _shown_front(scenario: "Scenario", console: Console | None) -> "Iterator[Front]":
     """Yield what prints the predictions of all methods to a console before anything trains; nothing without one."""
     from socflower.scenario.predicted_methods import Front, PredictedMethods
-    from socflower.scenario.schema.strategies import family_of
+    from socflower.strategies.presets import family_of
 
     bar = step_progress(ERR, disable=console is None)
     task = bar.add_task("", total=len(family_of(scenario.strategy.name)))

@@ -140,9 +140,9 @@ def _tuned_scenario(
     """Tune a scenario; return its name and the document."""
     from socflower.scenario.schema.config import ARITHMETICS
     from socflower.scenario.schema.file import load_scenario
-    from socflower.scenario.schema.strategies import family_of
     from socflower.scenario.tune import runner, tuned_strategies
     from socflower.scenario.tune import tune as run_tune
+    from socflower.strategies.presets import family_of
 
     loaded = load_scenario(path, overrides)
     names = _listed(strategies) if strategies else tuned_strategies()

@@ -18,8 +18,8 @@ from socflower.scenario.schema.config import ARITHMETICS
 from socflower.scenario.schema.file import num_participants, scenario_cluster, to_document
 from socflower.scenario.schema.pipeline import PipelineConfig
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy
 from socflower.scenario.search import searched_keys, start_of
+from socflower.strategies.presets import STRATEGIES, GroupStrategy
 
 _FACTORS: Mapping[str, tuple[float, ...]] = {
     "batch_size": (0.5, 1.0, 2.0),
@@ -236,7 +236,7 @@ def _arithmetic(scenario: Scenario) -> str:
         if key not in (*_OF_COSTS, "name", "socs", "groups", "sync_interval_epochs", "compression")
     }
     # Which a strategy may decide.
-    strategy["compression"] = scenario.gradient_exchange[1]
+    strategy["compression"] = scenario.exchange.compression
     # With one group all synchronous strategies compute the same steps; an arithmetic of its own has its own class.
     own = kind.target if isinstance(kind, GroupStrategy) else name
     if kind.is_pipeline:

@@ -9,7 +9,7 @@ from socflower.quantities import human_joules, human_seconds
 from socflower.scenario.planning import PlannedTraining, planned_training
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy
+from socflower.strategies.presets import STRATEGIES, GroupStrategy
 
 
 def caveats_of(compared: Mapping[str, Scenario]) -> list[str]:

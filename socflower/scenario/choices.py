@@ -16,7 +16,7 @@ from socflower.quantities import counted, human_ratio, human_seconds
 from socflower.scenario.predicted_epochs import samples_a_step
 from socflower.scenario.predicted_training import predicted_training
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy, family_of
+from socflower.strategies.presets import STRATEGIES, GroupStrategy, family_of
 
 CLEARLY = 1.2
 """A choice that is quicker by more than this factor is named by the verdict."""

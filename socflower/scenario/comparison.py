@@ -26,7 +26,6 @@ from socflower.scenario.predicted_methods import (
 from socflower.scenario.prepared_run import PreparedRun, prepare
 from socflower.scenario.schema.file import to_document
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import STRATEGIES, family_of
 from socflower.scenario.search import (
     NOT_REACHED,
     Choice,
@@ -39,6 +38,7 @@ from socflower.scenario.search import (
     require_target,
 )
 from socflower.scenario.tuning import Tuning, best_of, described, search_seed, with_choice
+from socflower.strategies.presets import STRATEGIES, family_of
 from socflower.wire.folders import exclusive_folder
 from socflower.wire.saved_state import remove_partial, write_atomically
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from socflower.did_you_mean import did_you_mean
 from socflower.errors import ConfigError
 from socflower.scenario.schema.pipeline import CLAIMED
-from socflower.scenario.schema.strategies import STRATEGIES
+from socflower.strategies.presets import STRATEGIES
 
 Result: TypeAlias = Mapping[str, Any]
 

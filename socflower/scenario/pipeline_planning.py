@@ -20,8 +20,8 @@ from socflower.scenario.layer_profiles import measured_seconds
 from socflower.scenario.schema.file import num_participants, scenario_cluster
 from socflower.scenario.schema.pipeline import INT8, LAXER, PEERS, PipelineConfig
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import STRATEGIES
 from socflower.sim import EventClock, Trace
+from socflower.strategies.presets import STRATEGIES
 from socflower.wire.saved_state import write_atomically
 from socflower.workloads.models.built_in import built_in_pieces, model_names
 from socflower.workloads.sources import data_names, data_shape

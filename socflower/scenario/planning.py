@@ -39,9 +39,9 @@ from socflower.scenario.costs import (
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import group_strategy
 from socflower.sim import EventClock
 from socflower.sim.event_clock import at_start
+from socflower.strategies.presets import group_strategy
 from socflower.strategies.settings import require_few_fragments, streamed_interval
 from socflower.wire.message_keys import INT8_WIRE
 
@@ -255,7 +255,7 @@ def group_work(scenario: Scenario, cluster: Cluster) -> IntervalCosts:
 def _work_of(
     scenario: Scenario, cluster: Cluster, num_groups: int, num_socs: int | None
 ) -> IntervalCosts:
-    settings, cost = scenario.strategy, pricing(scenario)
+    settings, cost, exchange = scenario.strategy, pricing(scenario), scenario.exchange
     plan = plan_groups(
         cluster, num_groups, num_socs, sustained_rates(cluster, scenario.model.name, cost)
     )
@@ -264,7 +264,8 @@ def _work_of(
     num_left = num_training_samples(scenario, num_samples(scenario))
     steps_per_epoch = group_steps_per_epoch(num_left, len(plan.groups), scenario.train.batch_size)
     gradients = exchange_in_groups(
-        *scenario.gradient_exchange,
+        exchange.exchange,
+        exchange.compression,
         cluster,
         [group.members for group in plan.groups],
         steps_per_epoch,

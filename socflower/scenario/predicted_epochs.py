@@ -17,7 +17,7 @@ from socflower.scenario.schema.config import (
 )
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy, group_strategy
+from socflower.strategies.presets import STRATEGIES, GroupStrategy, group_strategy
 
 _BUCKETS = (1, 8)
 """Of a gradient that is exchanged while the rest is computed, as a strategy may have at its best."""

@@ -16,7 +16,7 @@ from socflower.scenario.candidates import with_front
 from socflower.scenario.predicted_epochs import epochs_of, samples_a_step
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import STRATEGIES, family_of
+from socflower.strategies.presets import STRATEGIES, family_of
 
 ALONE = "sgd"
 """One SoC, with which the front is always compared."""

@@ -25,8 +25,8 @@ from socflower.scenario.schema.config import INSIDE_GROUPS_OR_FIRST, several_gro
 from socflower.scenario.schema.file import num_participants, scenario_cluster
 from socflower.scenario.schema.key_rules import is_set
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import STRATEGIES, group_strategy
 from socflower.scenario.split_setting import SplitSetting
+from socflower.strategies.presets import STRATEGIES, group_strategy
 from socflower.workloads.sources import data_names, load_data
 from socflower.workloads.weights_file import read_weights
 
@@ -243,7 +243,7 @@ def _check_pretrained(scenario: Scenario, trains_here: bool) -> None:
 
 def _check_int8_exchange(scenario: Scenario) -> None:
     """Raise for settings that the exchange of integer gradients does not have."""
-    if scenario.gradient_exchange[1] != NONE:
+    if scenario.exchange.compression != NONE:
         key = "name" if scenario.strategy.compression == NONE else "compression"
         why = "arithmetic = 'int8' sums its gradients exactly; leave it out, or use 'mixed'"
         raise scenario.mistake("strategy", key, why)

@@ -30,7 +30,7 @@ from socflower.scenario.priced_processors import gpu_notes, priced_processors
 from socflower.scenario.schema.config import NEED_WORKERS
 from socflower.scenario.schema.file import num_nodes, num_participants, to_document
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import group_strategy
+from socflower.strategies.presets import group_strategy
 
 _NOTES = (
     "Virtual time and energy come from the cluster model; accuracy and loss come from real training of this model.",

@@ -17,7 +17,7 @@ from socflower.report.quality import QUALITIES
 from socflower.scenario.predicted_epochs import mean_epoch
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy
+from socflower.strategies.presets import STRATEGIES, GroupStrategy
 
 Choice: TypeAlias = Mapping[str, Any]
 Cost: TypeAlias = tuple[float, float]

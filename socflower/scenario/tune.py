@@ -37,8 +37,8 @@ from socflower.scenario.epoch_model import EpochModel
 from socflower.scenario.halving import ENERGY, TIME
 from socflower.scenario.schema.config import ARITHMETICS
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy
 from socflower.scenario.tuning import described
+from socflower.strategies.presets import STRATEGIES, GroupStrategy
 from socflower.wire.folders import exclusive_folder
 from socflower.wire.saved_state import write_atomically
 

@@ -10,7 +10,7 @@ from socflower.errors import ConfigError
 from socflower.report.quality import Quality
 from socflower.scenario.schema.config import own_settings_by_table
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import STRATEGIES
+from socflower.strategies.presets import STRATEGIES
 from socflower.toml_file import parse_value
 
 

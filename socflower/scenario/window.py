@@ -10,7 +10,7 @@ from socflower.quantities import counted, human_seconds
 from socflower.scenario.heat import predicted_heat
 from socflower.scenario.predicted_training import predicted_training
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import STRATEGIES
+from socflower.strategies.presets import STRATEGIES
 from socflower.thermal.fans.fan_curve import rack_fans
 
 _SPEEDS = 4

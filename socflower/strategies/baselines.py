@@ -1,6 +1,6 @@
 """Strategies to compare SoCFlow with: all SoCs in one group, a single device, and FedAvg, also in a tree.
 
-A scenario knows them by the entries of `STRATEGIES` in `socflower.scenario.schema.strategies`.
+What each fixes of `SoCFlow`'s settings is its entry of `STRATEGIES` in `socflower.strategies.presets`.
 """
 
 from collections.abc import Mapping
@@ -9,15 +9,11 @@ from typing import Any
 
 from flwr.serverapp.strategy import Strategy
 
-from socflower.cluster import Cluster
 from socflower.errors import ConfigError, require_known, require_range, require_type
-from socflower.hierarchy.exchange.coding_bytes import SERVER, PowerSGD, SelectedBuckets
-from socflower.hierarchy.exchange.models import AUTO, TREE
 from socflower.plain_numbers import plain_numbers
 from socflower.precision.processor_costs import MixedPricing
-from socflower.strategies.local_sgd import LocalSGD, refuse_quorum
+from socflower.strategies.local_sgd import LocalSGD
 from socflower.strategies.method import RoundReport
-from socflower.strategies.methods.groups import GroupsMethod
 from socflower.strategies.methods.local import (
     LocalRound,
     LocalSchedule,
@@ -25,6 +21,7 @@ from socflower.strategies.methods.local import (
     SettledLocal,
 )
 from socflower.strategies.outer_step import proximal_mu_of
+from socflower.strategies.presets import group_strategy
 from socflower.strategies.round_strategy import RoundStrategy
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
@@ -35,24 +32,15 @@ from socflower.wire.message_keys import WIRES
 class RingAllReduce(SoCFlow):
     """Synchronous SGD with a ring all-reduce over all SoCs after every batch: all SoCs form one group.
 
-    A round is an epoch, after which the model is evaluated; the schedule's `interval_epochs` is not used, and its
-    `batch_size` is the global batch.
+    A round is an epoch, after which the model is evaluated, or the schedule's `interval_epochs` if that is a shorter
+    one; its `batch_size` is the global batch.
     """
 
-    def __init__(
-        self,
-        *,
-        cluster: Cluster,
-        schedule: TrainingSchedule,
-        num_socs: int | None = None,
-        **settings: Any,
-    ) -> None:
-        super().__init__(
-            cluster=cluster,
-            schedule=_of_epochs(schedule),
-            groups=Grouping(num_groups=1, num_socs=num_socs),
-            **settings,
-        )
+    preset = group_strategy("ring")
+
+    def __init__(self, *, num_socs: int | None = None, **settings: Any) -> None:
+        own: dict[str, Any] = {} if num_socs is None else {"groups": Grouping(num_socs=num_socs)}
+        super().__init__(**own, **settings)
 
 
 class ParameterServer(RingAllReduce):
@@ -61,8 +49,7 @@ class ParameterServer(RingAllReduce):
     It trains too, as in SoCFlow+ section 4.1.
     """
 
-    def __init__(self, *, exchange: ExchangeSettings = ExchangeSettings(), **settings: Any) -> None:
-        super().__init__(exchange=replace(exchange, exchange=SERVER), **settings)
+    preset = group_strategy("ps")
 
 
 class _CompressingRing(RingAllReduce):
@@ -75,36 +62,31 @@ class _CompressingRing(RingAllReduce):
         exchange: ExchangeSettings = ExchangeSettings(),
         **settings: Any,
     ) -> None:
-        spec = " ".join((self._coding, *(f"{key}={value}" for key, value in options.items())))
-        super().__init__(exchange=replace(exchange, compression=spec), **settings)
-
-    _coding = ""
+        if options:
+            texts = (f"{key}={value}" for key, value in options.items())
+            spec = " ".join((str(self.preset.compression), *texts))
+            exchange = replace(exchange, compression=spec)
+        super().__init__(exchange=exchange, **settings)
 
 
 @plain_numbers
 class HiPress(_CompressingRing):
     """A ring with deep gradient compression of those buckets that it makes faster (Bai et al., SOSP 2021)."""
 
-    _coding = SelectedBuckets.name
+    preset = group_strategy("hipress")
 
 
 @plain_numbers
 class PowerSGDAllReduce(_CompressingRing):
     """A ring that sums gradients as factors of low rank (Vogels et al., NeurIPS 2019)."""
 
-    _coding = PowerSGD.name
+    preset = group_strategy("powersgd")
 
 
 class SingleDevice(SoCFlow):
     """SGD on one SoC alone, the fastest where devices differ. `batch_size` is its batch."""
 
-    def __init__(self, *, cluster: Cluster, schedule: TrainingSchedule, **settings: Any) -> None:
-        super().__init__(
-            cluster=cluster,
-            schedule=_of_epochs(schedule),
-            groups=Grouping(num_groups=1, num_socs=1),
-            **settings,
-        )
+    preset = group_strategy("sgd")
 
 
 @plain_numbers
@@ -124,50 +106,25 @@ class TreeFedAvg(LocalSGD):
         `leaders` is the tree.
     """
 
+    preset = group_strategy("tree-fedavg")
+
     def __init__(
-        self,
-        *,
-        schedule: TrainingSchedule,
-        local_epochs: int = 1,
-        exchange: ExchangeSettings = ExchangeSettings(),
-        **settings: Any,
+        self, *, schedule: TrainingSchedule, local_epochs: int = 1, **settings: Any
     ) -> None:
         name = type(self).__name__
         require_type(name, (TrainingSchedule,), "TrainingSchedule(…)", schedule=schedule)
-        require_type(name, (ExchangeSettings,), "ExchangeSettings(…)", exchange=exchange)
         require_type(name, (int,), "a whole number", local_epochs=local_epochs)
         require_range(name, least=1, local_epochs=local_epochs)
-        refuse_quorum(name, settings)
         if schedule.num_epochs % local_epochs:
             raise ConfigError(
                 f"{name}: num_epochs = {schedule.num_epochs} must be a multiple of local_epochs = {local_epochs}"
-            )
-        if exchange.leaders not in (AUTO, TREE):
-            raise ConfigError(
-                f"{name}: leaders = {exchange.leaders!r}, but it sums models in a tree; leave it out"
             )
         if isinstance(settings.get("costs", Costs()).pricing, MixedPricing):
             raise ConfigError(
                 f"{name}: mixed precision measures alpha by steps of a group; train in FP32 or int8"
             )
         self._local_epochs = local_epochs
-        own = replace(schedule, interval_epochs=float(local_epochs), reshuffle=False)
-        super().__init__(schedule=own, exchange=replace(exchange, leaders=TREE), **settings)
-        if len(self.plan.groups) != len(self.plan.participants):
-            raise ConfigError(f"{name}: each SoC trains alone; leave groups out")
-
-    def _method(self, **settings: Any) -> GroupsMethod:
-        self._work.local_epochs = self._local_epochs
-        return GroupsMethod(local_epochs=self._local_epochs, **settings)
-
-
-def _of_epochs(schedule: TrainingSchedule) -> TrainingSchedule:
-    """Return the schedule with one round an epoch; `SoCFlow` refuses a value of another type."""
-    return (
-        replace(schedule, interval_epochs=1.0)
-        if isinstance(schedule, TrainingSchedule)
-        else schedule
-    )
+        super().__init__(schedule=schedule, **settings)
 
 
 @plain_numbers

@@ -1,24 +1,23 @@
 """Methods in which each SoC trains alone for many steps between synchronisations, and keeps its optimiser."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from flwr.serverapp.strategy import Strategy
 
-from socflower.cluster import Cluster
 from socflower.errors import ConfigError, require_range, require_type
-from socflower.hierarchy import GroupPlan, Quorum, SyncInterval, plan_groups, sync_schedule
+from socflower.hierarchy import SyncInterval, plan_groups, sync_schedule
 from socflower.hierarchy.exchange.models import NONE
 from socflower.plain_numbers import plain_numbers
 from socflower.strategies.methods.groups import GroupsMethod
 from socflower.strategies.methods.post_local import Opening, PostLocalMethod, opened_intervals
 from socflower.strategies.methods.streaming import StreamingMethod
-from socflower.strategies.outer_momentum import OuterSGD, nesterov
+from socflower.strategies.outer_momentum import OuterSGD
+from socflower.strategies.presets import group_strategy
 from socflower.strategies.round_planner import RoundPlanner
 from socflower.strategies.settings import (
     Costs,
     ExchangeSettings,
-    Grouping,
     Streaming,
     TrainingSchedule,
     require_few_fragments,
@@ -44,24 +43,7 @@ class LocalSGD(SoCFlow):
         As of `SoCFlow`.
     """
 
-    def __init__(
-        self,
-        *,
-        cluster: Cluster,
-        schedule: TrainingSchedule,
-        groups: int | Grouping | GroupPlan | None = None,
-        **settings: Any,
-    ) -> None:
-        name = type(self).__name__
-        require_type(name, (Cluster,), "a Cluster, as of load_cluster(…)", cluster=cluster)
-        alone = cluster.num_socs if groups is None else groups
-        super().__init__(cluster=cluster, schedule=schedule, groups=alone, **settings)
-
-
-def refuse_quorum(name: str, settings: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if groups may be late, for a method whose rounds need all of them."""
-    if (quorum := settings.get("quorum", Quorum())) != Quorum():
-        raise ConfigError(f"{name}: quorum = {quorum}, and its rounds wait for all; leave it out")
+    preset = group_strategy("local-sgd")
 
 
 @plain_numbers
@@ -76,13 +58,14 @@ class PostLocalSGD(LocalSGD):
         As of `LocalSGD`; `batch_size` is that of a group after the switch. Gradients are not compressed.
     """
 
+    preset = group_strategy("post-local-sgd")
+
     def __init__(
         self, *, schedule: TrainingSchedule, synchronous_epochs: int, **settings: Any
     ) -> None:
         name = type(self).__name__
         require_type(name, (TrainingSchedule,), "TrainingSchedule(…)", schedule=schedule)
         require_type(name, (int,), "a whole number", synchronous_epochs=synchronous_epochs)
-        refuse_quorum(name, settings)
         most = schedule.num_epochs - 1
         require_range(name, least=1, most=most, synchronous_epochs=synchronous_epochs)
         exchange = settings.get("exchange", ExchangeSettings())
@@ -124,12 +107,7 @@ class DiLoCo(LocalSGD):
         As of `LocalSGD`, without a rule of averaging.
     """
 
-    def __init__(self, *, outer: Strategy | None = None, **settings: Any) -> None:
-        if settings.pop("average", None) is not None:
-            raise ConfigError(
-                f"{type(self).__name__}: average is its outer step's; leave it out, or give outer"
-            )
-        super().__init__(outer=outer or nesterov(fraction_evaluate=0.0), **settings)
+    preset = group_strategy("diloco")
 
 
 class StreamingDiLoCo(DiLoCo):
@@ -149,6 +127,8 @@ class StreamingDiLoCo(DiLoCo):
         As of `DiLoCo`; `outer` is a step of SGD. Each SoC is a group; clients train in FP32.
     """
 
+    preset = group_strategy("streaming-diloco")
+
     def __init__(
         self,
         *,
@@ -162,7 +142,6 @@ class StreamingDiLoCo(DiLoCo):
         streaming = Streaming() if streaming is None else streaming
         require_type(name, (Streaming,), "Streaming(…) or None", streaming=streaming)
         require_type(name, (OuterSGD, type(None)), "OuterSGD(…) or nesterov(…)", outer=outer)
-        refuse_quorum(name, settings)
         interval = schedule.interval_epochs
         for broken, why in (
             (isinstance(interval, str), f"interval_epochs = {interval!r}; give a number"),
@@ -180,8 +159,6 @@ class StreamingDiLoCo(DiLoCo):
                 raise ConfigError(f"{name}: {why}")
         self._streaming = streaming
         super().__init__(schedule=schedule, outer=outer, **settings)
-        if len(self.plan.groups) != len(self.plan.participants):
-            raise ConfigError(f"{name}: each SoC trains alone; leave groups out")
 
     def _intervals(
         self, schedule: TrainingSchedule, num_groups: int

@@ -24,11 +24,13 @@ from socflower.hierarchy.spare_socs import spares_fault
 from socflower.peers.ring.settings import RingSettings
 from socflower.plain_numbers import plain_numbers
 from socflower.precision.processor_costs import MixedPricing
+from socflower.strategies import outer_momentum
 from socflower.strategies.group_replies import SettledRound
 from socflower.strategies.method import RoundReport
 from socflower.strategies.methods.group_work import DataParallelWork
 from socflower.strategies.methods.groups import Averaging, GroupsMethod
 from socflower.strategies.outer_step import proximal_mu_of, takes_mean
+from socflower.strategies.presets import GroupStrategy, group_strategy
 from socflower.strategies.records import aggregate_records
 from socflower.strategies.round import Round
 from socflower.strategies.round_planner import RoundPlanner
@@ -72,9 +74,9 @@ class SoCFlow(GroupRoundStrategy):
         The SoCs and their links.
     schedule : TrainingSchedule
         How much is trained, and how often groups synchronise.
-    groups : int, Grouping or GroupPlan
+    groups : int, Grouping or GroupPlan, optional
         The number of logical groups N, see `profile_group_count` for choosing it (F2); with the number of SoCs that
-        take part; or a plan.
+        take part; or a plan. By default one group, or those of the preset.
     costs : Costs
         What virtual time and energy are made of.
     exchange : ExchangeSettings
@@ -99,6 +101,8 @@ class SoCFlow(GroupRoundStrategy):
     dispatch : LabelledData, optional
         All training data: the hub sends each group the samples of its interval, and nodes need no data of their own.
         By default every node holds all data.
+    preset : GroupStrategy, optional
+        What a baseline fixes of these settings, as an entry of `STRATEGIES`; by default that of the class.
     tolerate_client_errors : bool
         Drop and report a client that raises instead of ending the run. A client that dies or returns NaN is always
         dropped and reported.
@@ -111,12 +115,14 @@ class SoCFlow(GroupRoundStrategy):
         What came of each round.
     """
 
+    preset = group_strategy("socflow")
+
     def __init__(
         self,
         *,
         cluster: Cluster,
         schedule: TrainingSchedule,
-        groups: int | Grouping | GroupPlan = 1,
+        groups: int | Grouping | GroupPlan | None = None,
         costs: Costs = Costs(),
         exchange: ExchangeSettings = ExchangeSettings(),
         rings: RingSettings = RingSettings(),
@@ -126,26 +132,33 @@ class SoCFlow(GroupRoundStrategy):
         quorum: Quorum = Quorum(),
         preemption: str = SOCS,
         dispatch: LabelledData | None = None,
+        preset: GroupStrategy | None = None,
         tolerate_client_errors: bool = False,
     ) -> None:
         name, arguments = type(self).__name__, locals()
         for key, (kinds, expected) in _TYPES.items():
             require_type(name, kinds, expected, **{key: arguments[key]})
+        preset = preset or self.preset
+        schedule = preset.scheduled(schedule, self._local_epochs)
+        exchange = preset.exchanged(exchange)
+        if outer is None and preset.outer:
+            outer = getattr(outer_momentum, preset.outer)(fraction_evaluate=0.0)
         model_name = costs.model_profile.name if costs.model_profile else ""
         rates = sustained_rates(cluster, model_name, costs.pricing)
-        plan, spares = _planned(name, cluster, groups, rates, schedule, preemption)
+        plan, spares = _planned(name, cluster, preset, groups, rates, schedule, preemption)
+        preset.require_fitting(name, plan, quorum)
         steps_per_epoch, intervals = self._intervals(schedule, len(plan.groups))
         _refuse_beside_outer(name, outer, average, schedule)
         _refuse_beside_quorum(name, quorum, plan, schedule, costs)
         _check_preemption(name, preemption, quorum, rebalancing)
-        if dispatch is not None:
-            _require_dispatch(name, dispatch, schedule, costs)
-        shared: dict[str, Any] = {
-            "schedule": schedule,
-            "intervals": intervals,
-            "steps_per_epoch": steps_per_epoch,
-            "exchange": exchange,
-        }
+        _check_dispatch(name, dispatch, schedule, costs)
+        shared: dict[str, Any] = dict(
+            schedule=schedule,
+            intervals=intervals,
+            steps_per_epoch=steps_per_epoch,
+            exchange=exchange,
+            local_epochs=self._local_epochs,
+        )
         self._work = DataParallelWork(
             **shared,
             cluster=cluster,
@@ -171,6 +184,9 @@ class SoCFlow(GroupRoundStrategy):
             dispatch=dispatch,
         )
         super().__init__(method, outer, len(plan.groups))
+
+    _local_epochs = 0
+    """If above 0, each SoC passes so often over its own data in a round, with a new optimiser."""
 
     def _intervals(
         self, schedule: TrainingSchedule, num_groups: int
@@ -200,7 +216,10 @@ class SoCFlow(GroupRoundStrategy):
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "cluster": ((Cluster,), "a Cluster, as of load_cluster(…)"),
     "schedule": ((TrainingSchedule,), "TrainingSchedule(…)"),
-    "groups": ((int, Grouping, GroupPlan), "a whole number, Grouping(…) or a GroupPlan"),
+    "groups": (
+        (int, Grouping, GroupPlan, type(None)),
+        "a whole number, Grouping(…), a GroupPlan or None",
+    ),
     "costs": ((Costs,), "Costs(…)"),
     "exchange": ((ExchangeSettings,), "ExchangeSettings(…)"),
     "rings": ((RingSettings,), "RingSettings(…)"),
@@ -226,7 +245,8 @@ def intervals_of(schedule: TrainingSchedule, num_groups: int) -> tuple[int, Sequ
 def _planned(
     name: str,
     cluster: Cluster,
-    groups: int | Grouping | GroupPlan,
+    preset: GroupStrategy,
+    groups: int | Grouping | GroupPlan | None,
     rates: Sequence[float],
     schedule: TrainingSchedule,
     preemption: str,
@@ -234,7 +254,7 @@ def _planned(
     """Return the first plan and the SoCs that stand in for lost ones."""
     if isinstance(groups, GroupPlan):
         return groups, ()
-    counts = groups if isinstance(groups, Grouping) else Grouping(num_groups=groups)
+    counts = preset.grouping(groups, cluster.num_socs)
     plan = plan_groups(cluster, counts.num_groups, counts.num_socs, rates)
     spares = _spares(name, cluster, plan, schedule, preemption) if counts.use_spares else ()
     return plan, spares
@@ -294,10 +314,12 @@ def _spares(
     return spares
 
 
-def _require_dispatch(
-    name: str, data: LabelledData, schedule: TrainingSchedule, costs: Costs
+def _check_dispatch(
+    name: str, data: LabelledData | None, schedule: TrainingSchedule, costs: Costs
 ) -> None:
     """Raise `ConfigError` for data that cannot be sent, and settings under which nodes need data of their own."""
+    if data is None:
+        return
     for broken, why in (
         (not schedule.reshuffle, "reshuffle = False, which leaves data where they are"),
         (

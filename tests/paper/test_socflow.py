@@ -26,7 +26,7 @@ from socflower.paper.socflow_plus.predictions import (
     as_run,
     at_best,
 )
-from socflower.scenario.schema.strategies import STRATEGIES
+from socflower.strategies.presets import STRATEGIES
 from tests.command_line import Socflower, is_mistake
 
 PAPERS = ("socflow", "socflow-plus", "edge-cloud", "mandheling")

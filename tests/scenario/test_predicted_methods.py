@@ -24,7 +24,7 @@ from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.config import CompareConfig
 from socflower.scenario.schema.file import load_scenario, parse_scenario, scenario_cluster
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import STRATEGIES, family_of
+from socflower.strategies.presets import STRATEGIES, family_of
 from tests.command_line import Socflower, is_mistake
 from tests.one_line import refused
 from tests.scenario.small_runs import small

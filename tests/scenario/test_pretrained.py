@@ -11,8 +11,8 @@ from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.config import ModelConfig, PrecisionConfig
 from socflower.scenario.schema.file import load_scenario
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import STRATEGIES
 from socflower.scenario.workload import initial_model, scenario_data
+from socflower.strategies.presets import STRATEGIES
 from socflower.workloads.evaluation import evaluate
 from tests.one_line import refused
 from tests.scenario.small_runs import small, small_result

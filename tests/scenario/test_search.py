@@ -18,7 +18,6 @@ from socflower.scenario.predicted_epochs import mean_epoch
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.config import CompareConfig, StrategyConfig, TrainConfig
 from socflower.scenario.schema.file import load_scenario, scenario_cluster
-from socflower.scenario.schema.strategies import CLUSTER_STRATEGIES, STRATEGIES, family_of
 from socflower.scenario.search import (
     Choice,
     Cost,
@@ -29,6 +28,7 @@ from socflower.scenario.search import (
     searched_keys,
     start_of,
 )
+from socflower.strategies.presets import CLUSTER_STRATEGIES, STRATEGIES, family_of
 from tests.command_line import Socflower, is_mistake
 from tests.one_line import refused
 from tests.scenario.small_runs import Reference, small, without_drawing

@@ -49,7 +49,7 @@ WRONG: list[tuple[Callable[..., object], str, list[object]]] = [
     (strategy, "rings", [3]),
     (strategy, "rebalancing", [True]),
     (strategy, "tolerate_client_errors", ["no"]),
-    (strategy, "groups", ["8", None, 2.5, True]),
+    (strategy, "groups", ["8", 2.5, True]),
 ]
 
 

@@ -49,8 +49,8 @@ from socflower.paper.socflow_plus.predictions import (
     synchronising,
 )
 from socflower.scenario.costs import model_profile
-from socflower.scenario.schema.strategies import STRATEGIES
 from socflower.sim import EventClock
+from socflower.strategies.presets import STRATEGIES
 from socflower.thermal.fans.fan_curve import rack_fans
 from socflower.thermal.model.constants import constant, fan_table
 

@@ -21,7 +21,7 @@ from socflower.scenario.planning import plan_scenario, planned_training
 from socflower.scenario.predicted_epochs import best_epoch
 from socflower.scenario.schema.file import parse_scenario, scenario_cluster
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import STRATEGIES
+from socflower.strategies.presets import STRATEGIES
 
 OURS, RING, FEDAVG = "socflow", "ring", "fedavg"
 NO_STRATEGY, NO_FIT = "no such strategy", "out of memory"

@@ -16,7 +16,7 @@ from socflower.hierarchy import plan_groups
 from socflower.scenario.costs import pricing
 from socflower.scenario.schema.file import scenario_cluster, to_document
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import group_strategy
+from socflower.strategies.presets import group_strategy
 from socflower.user_code import own_sources
 
 SCENARIO_FILE = "scenario.json"

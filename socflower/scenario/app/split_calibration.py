@@ -23,7 +23,7 @@ from socflower.sim import EventClock
 from socflower.strategies.split_replay import SplitReplay
 
 if TYPE_CHECKING:
-    from socflower.scenario.app.presets import RunParts
+    from socflower.scenario.app.strategy import RunParts
 
 MakeSplit: TypeAlias = Callable[[SplitSetting, str], SplitReplay]
 

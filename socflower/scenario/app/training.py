@@ -14,8 +14,8 @@ from socflower.engines.run_folder import RunFolder
 from socflower.engines.trained_devices import TrainedDevices
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.flower_adapter import log
-from socflower.scenario.app.presets import Preset, RunParts, preset_of
 from socflower.scenario.app.round_record import Ended, RoundRecord, round_end_of
+from socflower.scenario.app.strategy import Preset, RunParts, preset_of
 from socflower.scenario.arithmetic import evaluation_device, kernels
 from socflower.scenario.heat import heat_document, rack_dynamics, unthrottled_training_s
 from socflower.scenario.prepared_run import PreparedRun

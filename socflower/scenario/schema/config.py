@@ -21,7 +21,7 @@ from socflower.precision import ALGORITHMS, MERGES, MIXING_RULES
 from socflower.report.quality import ACCURACY, LOSS, Quality, quality_of
 from socflower.scenario.schema.key_rules import is_set, require_reader, shown
 from socflower.scenario.schema.outer import OuterConfig
-from socflower.scenario.schema.strategies import (
+from socflower.strategies.presets import (
     CLUSTER_STRATEGIES,
     STRATEGIES,
     GroupStrategy,
@@ -73,7 +73,6 @@ _READERS = {
 }
 """The arithmetics that read a key of `[precision]`, for keys that not all of them read."""
 
-_NO_SERVER_INTERVAL = ("tree-fedavg", "streaming-diloco", "post-local-sgd")
 COUNTED = "it needs a number of groups, and groups is 'auto'; give it"
 
 OF_LEADERS = ("leaders", "leader_compression")
@@ -559,12 +558,7 @@ class StrategyConfig(Table):
             # A pipeline reads none of this; `ScenarioFile` refuses it.
             return
         require_reader(self, "sync_interval_epochs", {"doubling_epochs": (DECAY,)})
-        ExchangeSettings(
-            exchange=self.exchange,
-            compression=self.compression,
-            leaders=self.leaders,
-            leader_compression=self.leader_compression,
-        )
+        self.exchanges()
         Quorum(fraction=self.quorum, grace_s=self.grace_s)
         interval, outer = shown(self, "server_interval"), self.outer_step
         counted = outer is not None and outer.counts_groups
@@ -576,7 +570,7 @@ class StrategyConfig(Table):
             ),
             (counted and self.groups == "auto", f"outer.name = {outer and outer.name!r}", COUNTED),
             (
-                self.server_interval > 1 and self.name in _NO_SERVER_INTERVAL,
+                self.server_interval > 1 and STRATEGIES[self.name].waits_for_all,
                 interval,
                 f"name = {self.name!r} does not read it; leave it out",
             ),
@@ -635,6 +629,19 @@ class StrategyConfig(Table):
         left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
         return self.replaced(**{"name": name, **left_out, **changes})
 
+    def exchanges(self) -> ExchangeSettings:
+        """Return how groups exchange, as keys and strategy decide; `ConfigError` if they differ."""
+        asked = ExchangeSettings(
+            uplink_turns=self.uplink_turns,
+            overlap_buckets=self.overlap_buckets,
+            exchange=self.exchange,
+            compression=self.compression,
+            leaders=self.leaders,
+            leader_compression=self.leader_compression,
+            fusion=self.fusion,
+        )
+        return STRATEGIES[self.name].exchanged(asked)
+
     @property
     def outer_step(self) -> OuterConfig | None:
         """`outer`, or the outer step that the strategy has without it; None if it averages."""
@@ -651,8 +658,7 @@ def several_groups(strategy: str) -> bool:
 def may_have_late_groups(strategy: str) -> bool:
     """Return whether a strategy has groups, not one only, whose rounds need not wait for all."""
     kind = STRATEGIES[strategy]
-    waits = kind.is_synchronous_first or kind.is_streaming or kind.has_local_epochs
-    return isinstance(kind, GroupStrategy) and kind.num_groups != 1 and not waits
+    return isinstance(kind, GroupStrategy) and kind.num_groups != 1 and not kind.waits_for_all
 
 
 def takes_outer(strategy: str) -> bool:

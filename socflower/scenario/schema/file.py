@@ -22,7 +22,7 @@ from socflower.scenario.schema.links import (
 )
 from socflower.scenario.schema.placement import placement_file, with_placement
 from socflower.scenario.schema.scenario_file import Scenario, ScenarioFile
-from socflower.scenario.schema.strategies import STRATEGIES
+from socflower.strategies.presets import STRATEGIES
 from socflower.toml_file import parse_value, read_table, read_toml
 from socflower.user_code import own_sources
 

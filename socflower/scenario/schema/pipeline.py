@@ -12,8 +12,6 @@ from socflower.toml_file import Table
 from socflower.wire.codecs.error_feedback import FORMS, Form
 from socflower.wire.codecs.quantisation import BITS
 
-PIPELINE_STRATEGY, GRID_STRATEGY = "hybrid-pipeline", "2d"
-
 LANGUAGE_MODELS = ("bert-small", "gpt-small")
 """Models of token ids, which can be planned with `sample = [tokens]`."""
 

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 from socflower.errors import ConfigError
 from socflower.hierarchy.exchange.coding_bytes import gradient_coding
-from socflower.hierarchy.exchange.gradients import exchange_fault
 from socflower.hierarchy.exchange.models import NONE, compression_fault
 from socflower.hierarchy.group_preemption import GROUPS
 from socflower.hierarchy.spare_socs import spares_fault
@@ -29,10 +28,10 @@ from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PipelineConfig
 from socflower.scenario.schema.split import (
     CLICK_MODEL,
     GENERATOR,
-    SPLIT_STRATEGIES,
 )
-from socflower.scenario.schema.strategies import (
+from socflower.strategies.presets import (
     CLUSTER_STRATEGIES,
+    SPLIT_STRATEGIES,
     STRATEGIES,
     GroupStrategy,
     family_of,
@@ -150,25 +149,14 @@ def _rules_of_late_groups(file: "ScenarioFile") -> Iterator[Rule]:
 def _rules_of_exchanges(file: "ScenarioFile") -> Iterator[Rule]:
     """Yield what an exchange of gradients inside groups needs."""
     strategy = file.strategy
-    compression, (exchange, coding) = (
-        file.at("strategy", "compression"),
-        file.gradient_exchange,
-    )
     alone = not exchanges_gradients(strategy.name)
-    for broken, key in (
-        (is_set(strategy, "exchange") and (alone or exchange != strategy.exchange), "exchange"),
-        (
-            strategy.compression != NONE and (alone or coding != strategy.compression),
-            "compression",
-        ),
-    ):
-        why = f"{_name(file)} {'does not read' if alone else 'decides'} it; leave it out"
-        yield broken, file.at("strategy", key), why
-    fault = exchange_fault(exchange, gradient_coding(coding))
-    yield fault, file.at("strategy", "compression"), fault
+    for key in ("exchange", "compression"):
+        why = f"{_name(file)} does not read it; leave it out"
+        yield alone and is_set(strategy, key), file.at("strategy", key), why
+    coding = gradient_coding(strategy.exchanges().compression)
     yield (
-        gradient_coding(coding).applies_momentum and file.optimizer != "sgd",
-        compression if strategy.compression != NONE else _name(file),
+        coding.applies_momentum and file.optimizer != "sgd",
+        _name(file) if strategy.compression == NONE else file.at("strategy", "compression"),
         f"it takes over SGD's momentum, and {file.at('train', 'optimizer')}; use another one",
     )
 

@@ -1,13 +1,14 @@
 """A scenario file: its tables together, and what follows from them."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 from pydantic import Field
 
 from socflower.cluster.cluster_file import ClusterFile
 from socflower.errors import ConfigError, SocflowerError
-from socflower.hierarchy.exchange.models import TREE
+from socflower.hierarchy.exchange.models import AUTO, STAR
 from socflower.hierarchy.quorum import (
     Quorum,
 )
@@ -29,7 +30,8 @@ from socflower.scenario.schema.rules_between_tables import require_fitting_table
 from socflower.scenario.schema.split import (
     EdgeCloudConfig,
 )
-from socflower.scenario.schema.strategies import (
+from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
+from socflower.strategies.presets import (
     CLUSTER_STRATEGIES,
     STRATEGIES,
     GroupStrategy,
@@ -37,10 +39,8 @@ from socflower.scenario.schema.strategies import (
     family_of,
     group_strategy,
 )
-from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
-from socflower.strategies.settings import (
-    Streaming,
-)
+from socflower.strategies.settings import ExchangeSettings, Streaming
+from socflower.wire.message_keys import WIRES
 
 
 class ScenarioFile(ClusterFile):
@@ -172,10 +172,8 @@ class ScenarioFile(ClusterFile):
     @property
     def interval_epochs(self) -> float | str:
         """Epochs between synchronisations of a strategy with groups."""
-        if self.kind.has_local_epochs:
-            return float(self.train.local_epochs)
         return group_strategy(self.strategy.name).sync_interval_epochs(
-            self.strategy.sync_interval_epochs
+            self.strategy.sync_interval_epochs, self.train.local_epochs
         )
 
     @property
@@ -200,24 +198,16 @@ class ScenarioFile(ClusterFile):
         return self.strategy.reshuffle and not self.kind.has_local_epochs
 
     @property
-    def gradient_exchange(self) -> tuple[str, str]:
-        """With whom members of a group exchange gradients, and in which coding, as strategy or file decide."""
-        kind, asked = STRATEGIES[self.strategy.name], self.strategy
-        if not isinstance(kind, GroupStrategy):
-            return asked.exchange, asked.compression
-        return kind.exchange_of(asked.exchange, asked.compression)
+    def exchange(self) -> ExchangeSettings:
+        """How groups exchange, as strategy and file decide."""
+        return replace(self.strategy.exchanges(), leaders=self.leaders, wire=self.precision.wire)
 
     @property
     def leaders(self) -> str:
-        """`[strategy] leaders`; "auto" is the star if the hub needs the groups' models. `tree-fedavg` has a tree."""
-        if self.kind.has_local_epochs:
-            return TREE
-        return (
-            "star"
-            if self.strategy.leaders == "auto"
-            and (self.hub_needs_models or self.precision.wire != "float32")
-            else self.strategy.leaders
-        )
+        """How leaders exchange: "auto" is the star if the hub needs the groups' models."""
+        asked = self.strategy.exchanges().leaders
+        needs_star = self.hub_needs_models or self.precision.wire != WIRES[0]
+        return STAR if asked == AUTO and needs_star else asked
 
     @property
     def quorum(self) -> Quorum:

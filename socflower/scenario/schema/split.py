@@ -12,11 +12,9 @@ from socflower.scenario.schema.key_rules import (
     require_reader,
     shown,
 )
+from socflower.strategies.presets import SPLIT_STRATEGIES
 from socflower.toml_file import Table
 from socflower.wire.codecs.quantisation import BITS
-
-SPLIT_STRATEGIES = ("split-replay", "pipelined", "joint-dnn", "split", "splitfed", "edge-only")
-"""Strategies that train with a cloud; all except the first are baselines."""
 
 CLICK_MODEL, GENERATOR = "click-model", "digit-generator"
 """Models of parties with different features, and of a reverse split."""

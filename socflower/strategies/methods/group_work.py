@@ -107,9 +107,10 @@ class DataParallelWork:
         hub_decides: bool,
         preemption: str = SOCS,
         dispatches: bool = False,
+        local_epochs: int = 0,
     ) -> None:
         # If above 0, each group is a SoC that passes so often over its own data.
-        self.local_epochs = 0
+        self._local_epochs = local_epochs
         in_int8 = getattr(costs.pricing, "arithmetic", "") == "int8"
         if in_int8 and exchange.overlap_buckets > 1:
             raise ConfigError(
@@ -243,7 +244,7 @@ class DataParallelWork:
         if self.clock is None or this.costs is None:
             return Usage(), frozenset()
         phases: Sequence[Phase] = ()
-        if self.local_epochs:
+        if self._local_epochs:
             phases = [(1, self._own_epochs(this, usable))]
         elif isinstance(self.pricing, MixedPricing):
             phases = mixed_phases(usable, this.interval.num_steps, self.pricing)
@@ -251,7 +252,7 @@ class DataParallelWork:
 
     def _own_epochs(self, this: Round, usable: Sequence[Message]) -> dict[int, Pricing]:
         """Return what each group's own data cost; a group without a reply counts as one with an equal part."""
-        batch_size, epochs = self._schedule.batch_size, self.local_epochs
+        batch_size, epochs = self._schedule.batch_size, self._local_epochs
         samples = {group_id_of(reply): num_examples_of(reply) for reply in usable}
         usual = this.interval.num_steps * batch_size
         found: dict[int, Pricing] = {}

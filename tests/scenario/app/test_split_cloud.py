@@ -27,8 +27,8 @@ from socflower.engines.deployment.flower_processes import free_ports
 from socflower.engines.run_folder import CLOUD, CloudAddress, RunFolder
 from socflower.errors import SocflowerError
 from socflower.peers.resumable_stream import StreamLost
-from socflower.scenario.app.presets import cloud_of
 from socflower.scenario.app.split_cloud import read_or_create_token, status_table
+from socflower.scenario.app.strategy import cloud_of
 from socflower.user_code import forgotten_modules
 from socflower.wire.certificates import write_certificates
 from socflower.wire.secure_channel import Tls

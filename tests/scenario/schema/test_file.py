@@ -28,7 +28,7 @@ from socflower.scenario.schema.file import (
     to_document,
 )
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import STRATEGIES
+from socflower.strategies.presets import STRATEGIES
 from socflower.strategies.settings import TrainingSchedule
 from tests.one_line import last_key, one_line, refused
 

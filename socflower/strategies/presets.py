@@ -1,15 +1,24 @@
-"""The strategies that a scenario can name, with the properties that planners and engines need."""
+"""The presets: what each strategy fixes of `SoCFlow`'s settings, for its class and for scenarios.
 
-from dataclasses import dataclass
+A preset is data that planners read without torch or Flower. Its class takes all that it fixes from here.
+"""
+
+from dataclasses import dataclass, replace
 
 from socflower.errors import ConfigError
-from socflower.scenario.schema.pipeline import GRID_STRATEGY, PIPELINE_STRATEGY
-from socflower.scenario.schema.split import SPLIT_STRATEGIES
+from socflower.hierarchy import GroupPlan, Quorum
+from socflower.hierarchy.exchange.coding_bytes import RING, SERVER, PowerSGD, SelectedBuckets
+from socflower.hierarchy.exchange.models import AUTO, NONE, TREE
+from socflower.strategies.settings import ExchangeSettings, Grouping, TrainingSchedule
+
+PIPELINE_STRATEGY, GRID_STRATEGY = "hybrid-pipeline", "2d"
+SPLIT_STRATEGIES = ("split-replay", "pipelined", "joint-dnn", "split", "splitfed", "edge-only")
+"""Strategies that train with a cloud; all except the first are baselines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyKind:
-    """What a name in `[strategy]` stands for; without groups: FedAvg, and training with a cloud."""
+    """What a strategy is; those without groups are FedAvg, pipelines, and training with a cloud."""
 
     # For the description of the key; the page of strategies with a cloud describes those.
     about: str = ""
@@ -17,7 +26,7 @@ class StrategyKind:
     is_pipeline: bool = False
     # Whether each SoC is a group of its own, unless `[strategy] groups` is a number.
     is_alone: bool = False
-    # The name of its outer step, and its optimiser, unless the scenario gives others.
+    # Its outer step, a function of `strategies/outer_momentum.py`, and its optimiser, unless others are given.
     outer: str = ""
     optimizer: str = "sgd"
     # Whether its first epochs are those of one group of all SoCs.
@@ -28,6 +37,15 @@ class StrategyKind:
     has_local_epochs: bool = False
     # Of pipelines: whether they are those of groups, with a device a stage.
     is_grid: bool = False
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether its rounds need all groups, of one plan or of all servers."""
+        return self.is_synchronous_first or self.is_streaming or self.has_local_epochs
+
+    def exchanged(self, asked: ExchangeSettings) -> ExchangeSettings:
+        """Return how groups exchange; `ConfigError` for another way than the strategy's own."""
+        return asked
 
     @property
     def unread_keys(self) -> frozenset[str]:
@@ -50,9 +68,8 @@ class StrategyKind:
 class GroupStrategy(StrategyKind):
     """A strategy with groups: a class that is made as `SoCFlow` is, by keyword arguments.
 
-    `num_groups`, `num_socs`, `interval_epochs`, `exchange` and `compression` are None if `[strategy]` decides, by its
-    keys `groups`, `socs`, `sync_interval_epochs`, `exchange` and `compression`. With `needs_each_model` it has an
-    average of its own, so that leaders cannot send the hub their mean.
+    `num_groups`, `num_socs`, `interval_epochs`, `exchange` and `compression` are None if the settings of these names
+    decide. With `needs_each_model` it has an average of its own, so that leaders cannot send the hub their mean.
     """
 
     # The class is imported when it trains, since every command reads this module.
@@ -68,7 +85,7 @@ class GroupStrategy(StrategyKind):
     def unread_keys(self) -> frozenset[str]:
         """The keys by which strategies differ, and that this one does not read."""
         unread = {
-            "groups": self.num_groups is not None or self.has_local_epochs or self.is_streaming,
+            "groups": self.num_groups is not None or self.trains_single_socs,
             "socs": self.num_socs is not None,
             "exchange": self.exchange is not None,
             "local_epochs": not self.has_local_epochs,
@@ -83,29 +100,66 @@ class GroupStrategy(StrategyKind):
         }
         return frozenset(key for key, is_unread in unread.items() if is_unread)
 
+    @property
+    def trains_single_socs(self) -> bool:
+        """Whether a group cannot have several SoCs."""
+        return self.has_local_epochs or self.is_streaming
+
     def groups(self, asked: int | str, num_socs: int) -> int | str:
-        """Return the number of groups of so many SoCs; `asked` is the value in `[strategy]`."""
+        """Return the number of groups of so many SoCs; `asked` is a number or "auto"."""
         if self.num_groups is None:
             return num_socs if self.is_alone and asked == "auto" else asked
         return self.num_groups
+
+    def grouping(self, asked: int | Grouping | None, num_socs: int) -> Grouping:
+        """Return the groups to plan in a cluster of so many SoCs; `ConfigError` for others than the strategy's own."""
+        if asked is None:
+            asked = num_socs if self.is_alone else 1
+        counts = asked if isinstance(asked, Grouping) else Grouping(num_groups=asked)
+        if counts.num_socs is None:
+            counts = replace(counts, num_socs=self.num_socs)
+        for key in ("num_groups", "num_socs"):
+            _require_own(f"groups: {key}", getattr(counts, key), getattr(self, key))
+        return counts
 
     def never_exchanges_gradients(self, asked: int | str) -> bool:
         """Whether all groups have one SoC, from the first epoch on; `asked` as in `groups`."""
         return self.is_alone and asked == "auto" and not self.is_synchronous_first
 
-    def exchange_of(self, asked: str, compression: str) -> tuple[str, str]:
-        """Return with whom members exchange gradients, and in which coding."""
-        own = self.compression
-        if own is None or compression.partition(" ")[0] == own:
-            own = compression
-        return self.exchange or asked, own
+    def exchanged(self, asked: ExchangeSettings) -> ExchangeSettings:
+        """Return how groups exchange; `ConfigError` for another way than the strategy's own."""
+        compression, leaders = asked.compression, asked.leaders
+        if asked.exchange != RING:
+            _require_own("exchange", asked.exchange, self.exchange)
+        if compression != NONE:
+            # Options may follow the coding's name.
+            _require_own("compression", compression.partition(" ")[0], self.compression)
+        elif self.compression is not None:
+            compression = self.compression
+        if self.has_local_epochs:
+            if leaders != AUTO:
+                _require_own("leaders", leaders, TREE)
+            leaders = TREE
+        exchange = self.exchange or asked.exchange
+        return replace(asked, exchange=exchange, compression=compression, leaders=leaders)
 
-    def sync_interval_epochs(self, asked: float | str) -> float | str:
-        """Return the epochs between synchronisations; `asked` is the value in `[strategy]`.
+    def scheduled(self, asked: TrainingSchedule, local_epochs: int = 1) -> TrainingSchedule:
+        """Return the schedule with the strategy's own intervals; `local_epochs` is a round of those that have them."""
+        return replace(
+            asked,
+            interval_epochs=self.sync_interval_epochs(asked.interval_epochs, local_epochs),
+            server_interval=self.server_interval(asked.server_interval),
+            reshuffle=asked.reshuffle and not self.has_local_epochs,
+        )
+
+    def sync_interval_epochs(self, asked: float | str, local_epochs: int = 1) -> float | str:
+        """Return the epochs between synchronisations.
 
         One group has nothing to synchronise: its rounds only decide when it is evaluated. It is evaluated as often as
         several groups are, so that times to an accuracy are comparable.
         """
+        if self.has_local_epochs:
+            return float(local_epochs)
         if self.interval_epochs is None:
             return asked
         return self.interval_epochs if isinstance(asked, str) else min(self.interval_epochs, asked)
@@ -114,12 +168,33 @@ class GroupStrategy(StrategyKind):
         """Return after how many synchronisations one is among all servers; with one group all are."""
         return asked if self.num_groups is None else 1
 
+    def require_fitting(self, name: str, plan: GroupPlan, quorum: Quorum) -> None:
+        """Raise `ConfigError` for groups of other sizes than the strategy's, and for late ones that it waits for."""
+        if self.waits_for_all and quorum != Quorum():
+            raise ConfigError(
+                f"{name}: quorum = {quorum}, and its rounds wait for all; leave it out"
+            )
+        if self.trains_single_socs and len(plan.groups) != len(plan.participants):
+            raise ConfigError(f"{name}: each SoC trains alone; leave groups out")
+        if self.num_groups not in (None, len(plan.groups)):
+            raise ConfigError(
+                f"{name}: groups has a plan of {len(plan.groups)} groups, and it trains in {self.num_groups}; "
+                "leave it out"
+            )
+
+
+def _require_own(key: str, asked: object, own: object) -> None:
+    """Raise `ConfigError` if a strategy has a value of its own and another one is asked for."""
+    if own is not None and asked != own:
+        raise ConfigError(f"{key} = {asked!r}: this strategy has {own!r}; leave it out")
+
 
 def _one_group(
-    about: str, *, exchange: str = "ring", compression: str | None = None
+    about: str, preset: str, *, exchange: str = RING, compression: str | None = None
 ) -> GroupStrategy:
     return GroupStrategy(
         about=about,
+        target=f"socflower.strategies.baselines:{preset}",
         num_groups=1,
         interval_epochs=1.0,
         exchange=exchange,
@@ -129,14 +204,24 @@ def _one_group(
 
 STRATEGIES: dict[str, StrategyKind] = {
     "socflow": GroupStrategy(),
-    "ring": _one_group("all SoCs in one ring"),
-    "ps": _one_group("all SoCs, the first as parameter server", exchange="server"),
+    "ring": _one_group("all SoCs in one ring", "RingAllReduce"),
+    "ps": _one_group("all SoCs, the first as parameter server", "ParameterServer", exchange=SERVER),
     "hipress": _one_group(
-        "`ring` with deep gradient compression where it is faster", compression="hipress"
+        "`ring` with deep gradient compression where it is faster",
+        "HiPress",
+        compression=SelectedBuckets.name,
     ),
-    "powersgd": _one_group("`ring` with gradients of low rank", compression="powersgd"),
+    "powersgd": _one_group(
+        "`ring` with gradients of low rank", "PowerSGDAllReduce", compression=PowerSGD.name
+    ),
     "fedavg": StrategyKind(about="all SoCs in every round, each on its own data"),
-    "sgd": GroupStrategy(about="SoC 0 alone", num_groups=1, num_socs=1, interval_epochs=1.0),
+    "sgd": GroupStrategy(
+        about="SoC 0 alone",
+        target="socflower.strategies.baselines:SingleDevice",
+        num_groups=1,
+        num_socs=1,
+        interval_epochs=1.0,
+    ),
     "tree-fedavg": GroupStrategy(
         about="`fedavg` whose models are summed in a tree over boards and servers",
         target="socflower.strategies.baselines:TreeFedAvg",
@@ -184,7 +269,7 @@ STRATEGIES: dict[str, StrategyKind] = {
     ),
     **dict.fromkeys(SPLIT_STRATEGIES, StrategyKind(uses_cloud=True)),
 }
-"""Each strategy by its name in `[strategy]`. A new strategy with groups is a class and an entry here."""
+"""Each strategy by its name in `[strategy]`. A new one with groups is an entry here, which may name a class."""
 
 CLUSTER_STRATEGIES = ("socflow", "ring", "fedavg", "sgd")
 """What `socflower compare` runs by default."""

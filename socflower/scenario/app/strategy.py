@@ -35,15 +35,15 @@ from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.schema.outer import OUTER_STRATEGIES, OuterConfig
 from socflower.scenario.schema.pipeline import PipelineConfig
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import group_strategy
 from socflower.scenario.split_setting import SplitSetting
 from socflower.scenario.workload import ModelMetrics, scenario_data
 from socflower.sim import EventClock
 from socflower.strategies.baselines import OrderedFedAvg
 from socflower.strategies.hybrid_pipeline import HybridPipeline
 from socflower.strategies.methods.local import LocalSchedule
+from socflower.strategies.presets import group_strategy
 from socflower.strategies.round_strategy import RoundStrategy
-from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
+from socflower.strategies.settings import Costs, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.split_replay import SplitReplay
 from socflower.strategies.warm_up import warm_up
@@ -179,7 +179,6 @@ def strategy_in_groups(
     settings = scenario.strategy
     kind = group_strategy(settings.name)
     module, _, name = kind.target.partition(":")
-    exchange, compression = scenario.gradient_exchange
     strategy: type[SoCFlow] = getattr(import_module(module), name)
     own: dict[str, Any] = {}
     if scenario.synchronous_epochs:
@@ -190,36 +189,26 @@ def strategy_in_groups(
         own["local_epochs"] = scenario.train.local_epochs
     return strategy(
         **own,
+        preset=kind,
         cluster=cluster,
         groups=Grouping(
-            num_groups=num_groups,
-            num_socs=kind.num_socs or settings.socs,
-            use_spares=settings.use_spares,
+            num_groups=num_groups, num_socs=settings.socs, use_spares=settings.use_spares
         ),
         schedule=TrainingSchedule(
             num_samples=num_samples,
             batch_size=scenario.train.batch_size,
             num_epochs=scenario.train.epochs,
-            interval_epochs=scenario.interval_epochs,
+            interval_epochs=settings.sync_interval_epochs,
             doubling_epochs=settings.doubling_epochs,
-            server_interval=kind.server_interval(settings.server_interval),
-            reshuffle=scenario.reshuffle,
+            server_interval=settings.server_interval,
+            reshuffle=settings.reshuffle,
             seed=scenario.seed,
         ),
         costs=costs,
-        exchange=ExchangeSettings(
-            uplink_turns=settings.uplink_turns,
-            overlap_buckets=settings.overlap_buckets,
-            exchange=exchange,
-            compression=compression,
-            leaders=scenario.leaders,
-            leader_compression=settings.leader_compression,
-            fusion=settings.fusion,
-            wire=scenario.precision.wire,
-        ),
+        exchange=scenario.exchange,
         rings=scenario.ring,
         rebalancing=rebalancing(scenario),
-        outer=None if settings.outer_step is None else _outer(settings.outer_step),
+        outer=None if settings.outer is None else _outer(settings.outer),
         quorum=scenario.quorum,
         preemption=settings.preemption,
         dispatch=cast(LabelledData, training_data(scenario)) if settings.dispatch else None,
