@@ -115,12 +115,12 @@ class BareLoop:
         """Do the next round and return its seconds."""
         self.round += 1
         started_s = perf_counter()
-        interval = self.strategy.method.intervals[self.round - 1]
+        interval = self.strategy.method.sync.intervals[self.round - 1]
         for group, (network, optimizer) in enumerate(
             zip(self.models, self.optimizers, strict=True)
         ):
             network.load_state_dict(self.weights)
-            task = self.strategy.method.task(self.strategy.plan.groups[group], interval)
+            task = self.strategy.method.messages.task(self.strategy.plan.groups[group], interval)
             for indices in group_batches(task, len(data())):
                 inputs, labels = data().batch(torch.from_numpy(indices))
                 optimizer.zero_grad()
@@ -155,7 +155,7 @@ def _overhead(interval: float, rounds: int) -> Row:
         pairs = [(engine.step(), bare.step()) for _ in range(rounds)]
     ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
     return less_is_better(
-        f"a round of {NUM_GROUPS} groups x {engine.strategy.method.intervals[0].num_steps} steps, one core",
+        f"a round of {NUM_GROUPS} groups x {engine.strategy.method.sync.intervals[0].num_steps} steps, one core",
         ours,
         "bare torch loop",
         theirs,

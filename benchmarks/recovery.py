@@ -121,7 +121,7 @@ def _planned_so(
 ) -> dict[str, Tensor]:
     model, task, state = (
         app.perceptron(),
-        strategy.method.task(strategy.plan.groups[0], strategy.method.intervals[0]),
+        strategy.method.messages.task(strategy.plan.groups[0], strategy.method.sync.intervals[0]),
         None,
     )
     if step:

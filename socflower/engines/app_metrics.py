@@ -97,7 +97,7 @@ class RoundLog:
             self._open = number
             self._rounds.setdefault(number, {"round": number})
         if number and self.plan is None and self._groups is not None:
-            self.plan = self._groups.method.document()
+            self.plan = self._groups.method.describe().document()
 
     def close(self) -> None:
         """End the open round, if any."""

@@ -98,11 +98,11 @@ def plan_app_folder(
     profile = None if own is None else with_weights(own, started.arrays)
     clock = EventClock(cluster)
     exchanges, work = strategy.predicted(clock, profile)
-    schedule = strategy.method.schedule
+    schedule = strategy.method.sync.schedule
     return cluster, {
         "schema": 1,
         "work": f"{name} of {folder.resolve().name}, {counted(schedule.num_epochs, 'epoch')} of "
-        f"{counted(strategy.method.steps_per_epoch, 'step')}, batches of {schedule.batch_size} a group",
+        f"{counted(strategy.method.sync.steps_per_epoch, 'step')}, batches of {schedule.batch_size} a group",
         "model": None if work is None else model_document(work.profile),
         **strategy.plan.to_document(),
         **exchanges.to_document(),
@@ -115,17 +115,19 @@ def plan_app_folder(
 
 def _predicted(strategy: SoCFlow, work: IntervalCosts, clock: EventClock) -> dict[str, Any]:
     """Return what the training costs."""
-    schedule, late = strategy.method.schedule, strategy.method.late
+    schedule, late = strategy.method.sync.schedule, strategy.method.late
     shapes = sync_shapes(
         schedule.num_epochs,
-        strategy.method.steps_per_epoch,
+        strategy.method.sync.steps_per_epoch,
         schedule.interval_epochs,
         server_interval=schedule.server_interval,
         doubling_epochs=schedule.doubling_epochs,
     )
     training = None
     if late is not None:
-        training = training_usage(work, strategy.method.intervals, at_start(clock), late.quorum)
+        training = training_usage(
+            work, strategy.method.sync.intervals, at_start(clock), late.quorum
+        )
     return predicted_costs(
         work,
         clock,

@@ -1,6 +1,6 @@
 """The models in a round's replies: each of one group, or the mean of groups whose leaders exchanged them (F8)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -27,6 +27,41 @@ class GroupMean:
     groups: tuple[int, ...]
     # Of groups that were averaged here, compressed.
     feedback: Mapping[int, GroupFeedback] = field(default_factory=dict)
+
+
+Averaging = Callable[[Sequence[ArrayRecord], Sequence[float]], ArrayRecord]
+"""(models of groups, their samples) -> the next model; the models have the tensors that were sent, without NaN."""
+
+
+class ServerModels:
+    """The models of servers that have not synchronised with the others since."""
+
+    def __init__(self, average: Averaging) -> None:
+        self._average = average
+        self.models: dict[int, ArrayRecord] = {}
+
+    def merged(self, this: Round, means: Sequence[GroupMean]) -> ArrayRecord:
+        """Return the mean over groups; keep those of servers after a synchronisation inside servers."""
+        if this.interval.across_servers:
+            self.models = {}
+        else:
+            self.models |= self._averages(this, means)
+        return self._mean(means)
+
+    def _averages(self, this: Round, means: Sequence[GroupMean]) -> dict[int, ArrayRecord]:
+        """Return the model of each server of the round's plan; one without usable replies keeps what it was sent."""
+        server_of = {group.group_id: group.server for group in this.plan.groups}
+        of_server: dict[int, list[GroupMean]] = {}
+        for mean in means:
+            of_server.setdefault(server_of[mean.groups[0]], []).append(mean)
+        kept = {server: self.models.get(server, this.sent) for server in this.plan.by_server}
+        return kept | {server: self._mean(own) for server, own in of_server.items()}
+
+    def _mean(self, means: Sequence[GroupMean]) -> ArrayRecord:
+        # The mean of leaders that have met is passed on as it came: nodes may have kept the same bits.
+        if len(means) == 1 and len(means[0].groups) > 1:
+            return means[0].arrays
+        return self._average([mean.arrays for mean in means], [mean.samples for mean in means])
 
 
 def means_of(this: Round, usable: Sequence[Message]) -> list[GroupMean]:

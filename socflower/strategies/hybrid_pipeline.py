@@ -11,6 +11,7 @@ from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.profiler.estimates import default_micro_batches
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.plain_numbers import plain_numbers
+from socflower.strategies.methods.group_work import SyncPlan
 from socflower.strategies.methods.groups import GroupsMethod
 from socflower.strategies.methods.pipeline import PipelineWork
 from socflower.strategies.round_planner import RoundPlanner
@@ -101,12 +102,14 @@ class HybridPipeline(GroupRoundStrategy):
         )
         steps_per_epoch, intervals = intervals_of(schedule, 1)
         method = GroupsMethod(
-            schedule=schedule,
+            sync=SyncPlan(
+                schedule=schedule,
+                intervals=intervals,
+                steps_per_epoch=steps_per_epoch,
+                exchange=ExchangeSettings(leaders=STAR),
+            ),
             planner=planner_of_rounds,
-            intervals=intervals,
-            steps_per_epoch=steps_per_epoch,
             work=self._work,
-            exchange=ExchangeSettings(leaders=STAR),
             rings=rings,
             tolerate_client_errors=tolerate_client_errors,
         )
@@ -121,7 +124,7 @@ class HybridPipeline(GroupRoundStrategy):
 
     def undisturbed_s(self) -> float:
         """Return the virtual seconds of all rounds on all devices without heat, users and events."""
-        return self._work.undisturbed_s(self.plan.participants, self.method.intervals)
+        return self._work.undisturbed_s(self.plan.participants, self.method.sync.intervals)
 
 
 def _check_schedule(name: str, schedule: TrainingSchedule, problem: PipelineProblem) -> None:

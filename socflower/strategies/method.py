@@ -9,7 +9,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from socflower.cluster import Usage
-from socflower.errors import ConfigError
 from socflower.plain_numbers import plain_numbers
 from socflower.strategies.reply_events import ReplyEvent
 
@@ -106,6 +105,38 @@ RoundT = TypeVar("RoundT", bound=OpenRound)
 SettledT = TypeVar("SettledT", bound=SettledReplies)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Description:
+    """What a method says of its latest plan."""
+
+    # For the log.
+    lines: Sequence[str]
+
+    def document(self) -> dict[str, Any] | None:
+        """Return the plan as plain values, for a result; None without one."""
+        return None
+
+    def transports(self) -> dict[str, str]:
+        """Return how the latest round's data was exchanged besides Flower's messages, by what it is between."""
+        return {}
+
+
+class OuterModels(ABC, Generic[RoundT, SettledT]):
+    """What an outer strategy has to do with in rounds of a method: models for its step, and nodes that evaluate."""
+
+    @abstractmethod
+    def clients(self, this: RoundT) -> OuterClients:
+        """Return what the outer strategy's clients are in a round."""
+
+    def models(self, this: RoundT, settled: SettledT, merged: ArrayRecord) -> Sequence[Message]:
+        """Return the replies that the outer strategy is given."""
+        return settled.usable
+
+    @abstractmethod
+    def nodes(self, this: RoundT, grid: Grid) -> NodesForEvaluation:
+        """Return the nodes of a round that are still present."""
+
+
 class Method(ABC, Generic[RoundT, SettledT]):
     """A method of training, as a sequence of planned rounds.
 
@@ -115,6 +146,8 @@ class Method(ABC, Generic[RoundT, SettledT]):
 
     seed: int
     """Of everything that is drawn."""
+    outer_models: OuterModels[RoundT, SettledT] | None = None
+    """None if it takes no outer strategy."""
 
     @property
     @abstractmethod
@@ -169,43 +202,16 @@ class Method(ABC, Generic[RoundT, SettledT]):
         return None
 
     @abstractmethod
-    def describe(self) -> list[str]:
-        """Return the plan in lines, for the log."""
+    def describe(self) -> Description:
+        """Return what there is to say of the latest plan."""
 
-    def document(self) -> dict[str, Any] | None:
-        """Return the plan as plain values, for a result; None without one."""
-        return None
-
-    def transports(self) -> dict[str, str]:
-        """Return how the latest round's data was exchanged besides Flower's messages, by what it is between."""
-        return {}
-
-    # --------------------------------------------------------------------------------------- the outer step
     def require_each_model(self, needing: str) -> None:
-        """Give the hub each model, not only their mean, which `needing` needs."""
-        return None
+        """Give the hub each model in its own round, not only their mean; `ConfigError` if that cannot be.
 
-    def require_whole_rounds(self, needing: str) -> None:
-        """Raise `ConfigError` if replies may count in a later round, which `needing` does not know."""
+        `needing` is what needs it.
+        """
         return None
 
     def close(self) -> None:
         """End what the method has opened on other machines."""
         return None
-
-    def models_for_outer(
-        self, this: RoundT, settled: SettledT, merged: ArrayRecord
-    ) -> Sequence[Message]:
-        """Return the replies that the outer strategy is given."""
-        return settled.usable
-
-    def clients_of_outer(self, this: RoundT) -> OuterClients:
-        """Return what the outer strategy's clients are in a round."""
-        raise self._without_outer()
-
-    def nodes_for_evaluation(self, grid: Grid) -> NodesForEvaluation:
-        """Return the nodes of the latest round that are still present; only an outer strategy asks for them."""
-        raise self._without_outer()
-
-    def _without_outer(self) -> ConfigError:
-        return ConfigError(f"{type(self).__name__} takes no outer strategy; leave outer out")

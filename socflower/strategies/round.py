@@ -87,6 +87,16 @@ class Round:
         return self.exchanges.leaders.kind != STAR
 
     @property
+    def leader_transport(self) -> str:
+        """The transport of leaders' models; empty if they pass the hub."""
+        if not self.leaders_meet:
+            return ""
+        if not self.in_rings:
+            return IN_PROCESS
+        # Always gRPC, whose rings sum in one order everywhere.
+        return GRPC_WITH_TLS if self.transport == GRPC_WITH_TLS else "grpc"
+
+    @property
     def in_tree(self) -> bool:
         """Whether they do so in a tree."""
         return self.exchanges.leaders.kind == TREE
@@ -95,11 +105,6 @@ class Round:
     def meetings(self) -> Collection[Sequence[Group]]:
         """The sets of groups whose leaders exchange models: those of each server, or all groups."""
         return [self.plan.groups] if self.interval.across_servers else self.plan.by_server.values()
-
-
-def leader_transport(transport: str) -> str:
-    """Return the transport between leaders: always gRPC, whose rings sum in one order everywhere."""
-    return GRPC_WITH_TLS if transport == GRPC_WITH_TLS else "grpc"
 
 
 _TOKEN_BYTES = 32

@@ -19,7 +19,7 @@ from socflower.errors import ConfigError
 from socflower.flower_adapter import log
 from socflower.plain_numbers import plain_numbers
 from socflower.quantities import counted
-from socflower.strategies.method import Method, NodesForEvaluation, RoundT, SettledT
+from socflower.strategies.method import Method, NodesForEvaluation, OuterModels, RoundT, SettledT
 from socflower.strategies.outer_step import (
     ChosenNodes,
     OuterStep,
@@ -64,7 +64,11 @@ class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
         outer: Strategy | None = None,
         num_models: int = 1,
     ) -> None:
+        if outer is not None and method.outer_models is None:
+            raise ConfigError(f"{type(self).__name__} takes no outer strategy; leave outer out")
         self.method = method
+        # None only without an outer strategy.
+        self._outer_models = cast(OuterModels[RoundT, SettledT], method.outer_models)
         self.outer = None if outer is None else OuterStep(outer, num_models, len(method.socs))
         self.fraction_evaluate = (
             0.0 if outer is None else float(getattr(outer, "fraction_evaluate", 1.0))
@@ -116,7 +120,7 @@ class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
 
     def summary(self) -> None:
         """Log the plan."""
-        *lines, last = self.method.describe()
+        *lines, last = self.method.describe().lines
         for line in lines:
             log(INFO, "\t├──> %s", line)
         log(INFO, "\t└──> %s", last)
@@ -137,11 +141,10 @@ class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
         if not self._is_started:
             # Nothing tells what a strategy around this one does with the models; Flower's own clip them.
             self.method.require_each_model("the strategy around it")
-            self.method.require_whole_rounds("the strategy around it")
             refuse_integers_clipped(arrays)
         self.round, messages = self.method.open(server_round, arrays, config, grid)
         if is_first and self.outer is not None:
-            clients = self.method.clients_of_outer(self.round)
+            clients = self._outer_models.clients(self.round)
             self.outer.refuse_unfit(server_round, arrays, config, *clients)
         return messages
 
@@ -162,7 +165,7 @@ class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
         arrays: ArrayRecord | None = self.method.merge(this, settled)
         metrics, events = mean_of_metrics(settled.usable), [*settled.events]
         if self.outer is not None:
-            given = self.method.models_for_outer(this, settled, cast(ArrayRecord, arrays))
+            given = self._outer_models.models(this, settled, cast(ArrayRecord, arrays))
             arrays, metrics, more = _next_model(self.outer, server_round, this.sent, given, metrics)
             events += more
         if arrays is not None:
@@ -185,8 +188,8 @@ class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
         super().configure_evaluate(server_round, arrays, config, grid)
         if not self._nodes_evaluate(server_round):
             return []
-        assert self.outer is not None
-        self._evaluating = chosen = self.method.nodes_for_evaluation(grid)
+        assert self.outer is not None and self.round is not None
+        self._evaluating = chosen = self._outer_models.nodes(self.round, grid)
         strategy, nodes = self.outer.strategy, list(chosen.soc_of_node)
         needed = max(
             int(getattr(strategy, key, 1)) for key in ("min_evaluate_nodes", "min_available_nodes")

@@ -25,10 +25,11 @@ from socflower.peers.ring.settings import RingSettings
 from socflower.plain_numbers import plain_numbers
 from socflower.precision.processor_costs import MixedPricing
 from socflower.strategies import outer_momentum
+from socflower.strategies.group_models import Averaging
 from socflower.strategies.group_replies import SettledRound
 from socflower.strategies.method import RoundReport
-from socflower.strategies.methods.group_work import DataParallelWork
-from socflower.strategies.methods.groups import Averaging, GroupsMethod
+from socflower.strategies.methods.group_work import DataParallelWork, SyncPlan
+from socflower.strategies.methods.groups import GroupsMethod
 from socflower.strategies.outer_step import proximal_mu_of, takes_mean
 from socflower.strategies.presets import GroupStrategy, group_strategy
 from socflower.strategies.records import aggregate_records
@@ -48,7 +49,7 @@ from socflower.workloads.dispatched import require_dispatchable
 class GroupRoundStrategy(RoundStrategy[Round, SettledRound]):
     """A strategy whose method trains in groups.
 
-    `method` has the plan's details: `exchanges`, `transport`, `leader_transport`, `intervals`.
+    `method` has the plan's details: `sync.intervals`, and `describe()` what is to be said of the latest one.
     """
 
     method: GroupsMethod
@@ -147,21 +148,14 @@ class SoCFlow(GroupRoundStrategy):
         rates = sustained_rates(cluster, model_name, costs.pricing)
         plan, spares = _planned(name, cluster, preset, groups, rates, schedule, preemption)
         preset.require_fitting(name, plan, quorum)
-        steps_per_epoch, intervals = self._intervals(schedule, len(plan.groups))
+        sync = self._sync_plan(schedule, exchange, len(plan.groups))
         _refuse_beside_outer(name, outer, average, schedule)
         _refuse_beside_quorum(name, quorum, plan, schedule, costs)
         _check_preemption(name, preemption, quorum, rebalancing)
         _check_dispatch(name, dispatch, schedule, costs)
-        shared: dict[str, Any] = dict(
-            schedule=schedule,
-            intervals=intervals,
-            steps_per_epoch=steps_per_epoch,
-            exchange=exchange,
-            local_epochs=self._local_epochs,
-        )
         self._work = DataParallelWork(
-            **shared,
             cluster=cluster,
+            sync=sync,
             plan=plan,
             costs=costs,
             rebalancing=rebalancing,
@@ -170,7 +164,7 @@ class SoCFlow(GroupRoundStrategy):
             dispatches=dispatch is not None,
         )
         method = self._method(
-            **shared,
+            sync=sync,
             planner=RoundPlanner(
                 cluster, plan, rates, rebalancing, preemption, spares, rings.min_nodes
             ),
@@ -187,6 +181,18 @@ class SoCFlow(GroupRoundStrategy):
 
     _local_epochs = 0
     """If above 0, each SoC passes so often over its own data in a round, with a new optimiser."""
+
+    def _sync_plan(
+        self, schedule: TrainingSchedule, exchange: ExchangeSettings, num_groups: int
+    ) -> SyncPlan:
+        steps_per_epoch, intervals = self._intervals(schedule, num_groups)
+        return SyncPlan(
+            schedule=schedule,
+            intervals=intervals,
+            steps_per_epoch=steps_per_epoch,
+            exchange=exchange,
+            local_epochs=self._local_epochs,
+        )
 
     def _intervals(
         self, schedule: TrainingSchedule, num_groups: int

@@ -172,7 +172,7 @@ class _Trial:
     @property
     def run_s(self) -> float:
         """The predicted seconds of the whole run; of a run that is measured, by its steps so far."""
-        intervals = self.strategy.method.intervals
+        intervals = self.strategy.method.sync.intervals
         if self._predicted is not None:
             return self._predicted.run_s(intervals)
         steps = sum(interval.num_steps for interval in intervals)
@@ -181,7 +181,7 @@ class _Trial:
     @property
     def next_s(self) -> float:
         """The predicted seconds of the next round; 0 for the first one of a run that is measured."""
-        intervals = self.strategy.method.intervals[self._num_done :]
+        intervals = self.strategy.method.sync.intervals[self._num_done :]
         if not intervals:
             return math.inf
         if self._predicted is not None:
@@ -191,7 +191,7 @@ class _Trial:
     def advance(self) -> Measured:
         """Train the next round; a score of NaN if it leaves no model."""
         before_s, self._num_done = self._now_s(), self._num_done + 1
-        interval = self.strategy.method.intervals[self._num_done - 1]
+        interval = self.strategy.method.sync.intervals[self._num_done - 1]
         try:
             self.arrays = self.strategy.train_round(
                 self._num_done,

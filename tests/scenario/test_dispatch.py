@@ -71,7 +71,9 @@ def test_every_epoch_is_priced_as_the_others_are() -> None:
             for dispatches in (False, True)
         )
         schedule = TrainingSchedule(num_samples=640, batch_size=32, num_epochs=3, interval_epochs=1)
-        intervals = SoCFlow(cluster=cluster, schedule=schedule, groups=num_groups).method.intervals
+        intervals = SoCFlow(
+            cluster=cluster, schedule=schedule, groups=num_groups
+        ).method.sync.intervals
         begins = [[each.begins_with_deal(part) for part in intervals] for each in (held, sent)]
         assert begins[1] == [True] * 3
         assert begins[0] == ([False] * 3 if num_groups == 1 else [False, True, True])

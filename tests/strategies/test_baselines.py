@@ -218,7 +218,7 @@ def test_all_socs_are_one_group_that_is_told_how_to_exchange(
     schedule = TrainingSchedule(num_samples=80, batch_size=8, num_epochs=2)
     strategy = preset(cluster=parse_cluster({"boards": [2, 2]}), schedule=schedule, **options)
     (group,) = strategy.plan.groups
-    task = strategy.method.task(group, strategy.method.intervals[0])
+    task = strategy.method.messages.task(group, strategy.method.sync.intervals[0])
     assert (task.exchange, task.members) == (exchange, (0, 1, 2, 3))
     assert task.compression.startswith(compression)
     # The choice of buckets goes with the task.

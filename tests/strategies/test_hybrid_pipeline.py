@@ -141,7 +141,7 @@ def test_a_round_costs_its_updates_and_the_way_of_the_weights_to_the_hub(
         problem=problem, schedule=schedule(), plan=cut_in_three(problem), clock=clock
     )
     train(strategy)
-    step_s, steps = strategy.pipeline.prediction.step_s, strategy.method.steps_per_epoch
+    step_s, steps = strategy.pipeline.prediction.step_s, strategy.method.sync.steps_per_epoch
     weights = sum(layer.weight_bytes for layer in problem.model.layers)
     updates_s = clock.now_s - 2 * weights / 12.5e6
     assert steps * 2 * step_s * 0.7 < updates_s < steps * 2 * step_s * 1.05  # updates overlap
@@ -173,7 +173,9 @@ def test_a_round_that_is_planned_for_slower_devices_is_priced_at_the_clocks_spee
     )
     updates_s = (
         2
-        * simulate_schedule(sized, plan, num_steps=strategy.method.steps_per_epoch).usage.duration_s
+        * simulate_schedule(
+            sized, plan, num_steps=strategy.method.sync.steps_per_epoch
+        ).usage.duration_s
     )
     weights = sum(layer.weight_bytes for layer in model.layers)
     assert clock.now_s == pytest.approx(
@@ -182,7 +184,7 @@ def test_a_round_that_is_planned_for_slower_devices_is_priced_at_the_clocks_spee
     twice_s = (
         2
         * simulate_schedule(
-            strategy.pipeline.problem, plan, num_steps=strategy.method.steps_per_epoch
+            strategy.pipeline.problem, plan, num_steps=strategy.method.sync.steps_per_epoch
         ).usage.duration_s
     )
     assert twice_s > 1.5 * updates_s  # so the plan uses the slow device, and this test would see it
@@ -253,7 +255,7 @@ def test_a_device_that_leaves_within_an_interval_is_gone_on_without_at_that_upda
 ) -> None:
     plan, data = cut_in_three(problem), as_data_source(Sentences())
     task = HybridPipeline(problem=problem, schedule=schedule(), plan=plan)
-    own = task.method.task(task.plan.groups[0], task.method.intervals[0])
+    own = task.method.messages.task(task.plan.groups[0], task.method.sync.intervals[0])
     trainer, whole, left, undisturbed = (
         FP32Trainer(optimizer=sgd(0.2), device="cpu"),
         tagger(),
@@ -295,7 +297,7 @@ def test_a_stage_that_loses_a_device_continues_within_the_budgets(
         devices=tuple(replace(each, memory_bytes=budgets[each.soc]) for each in problem.devices),
     )
     strategy, data = HybridPipeline(problem=tight, schedule=schedule(), plan=plan), Sentences()
-    own = strategy.method.task(strategy.plan.groups[0], strategy.method.intervals[0])
+    own = strategy.method.messages.task(strategy.plan.groups[0], strategy.method.sync.intervals[0])
     trainer, whole, undisturbed = FP32Trainer(optimizer=sgd(0.2), device="cpu"), tagger(), tagger()
     known = to_json(tight) if with_problem else ""
 
@@ -512,7 +514,7 @@ def test_stages_in_int8_go_on_without_a_device_at_the_update_at_which_it_leaves(
     problem = in_int8("auto", *["snapdragon-865"] * 3)
     plan, data = straight_plan((0, 1, 3), ((6,), (6,), (6,)), 4), pictures()
     task = HybridPipeline(problem=problem, schedule=schedule(), plan=plan)
-    own = task.method.task(task.plan.groups[0], task.method.intervals[0])
+    own = task.method.messages.task(task.plan.groups[0], task.method.sync.intervals[0])
     trainer, whole, left = (
         FP32Trainer(optimizer=sgd(0.05), device="cpu"),
         classifier(),

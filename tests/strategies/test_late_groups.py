@@ -208,7 +208,7 @@ def test_real_groups_that_were_late_are_lost_with_the_server() -> None:
 def test_nodes_of_late_groups_do_not_evaluate() -> None:
     of = strategy()
     rounds(of, 1, 1, model())
-    assert 1 not in of.method.nodes_for_evaluation(FakeGrid()).soc_of_node.values()
+    assert 1 not in of.method.outer_models.nodes(of.round, FakeGrid()).soc_of_node.values()
 
 
 def test_a_group_that_is_too_late_begins_again() -> None:

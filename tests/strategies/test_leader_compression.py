@@ -355,7 +355,9 @@ def test_a_training_that_goes_on_from_its_state_has_the_same_weights(tmp_path: P
 def test_an_outer_step_takes_the_compressed_mean() -> None:
     strategy, ours = one_process(outer=FedAdam(eta=0.01, fraction_evaluate=0.0))
     _, exact = one_process(outer=FedAdam(eta=0.01, fraction_evaluate=0.0), compression="none")
-    assert strategy.method.exchanges.leaders.to_document()["leader_compression"] == "int8"
+    assert (
+        strategy.method.describe().exchanges.leaders.to_document()["leader_compression"] == "int8"
+    )
     assert 0.0 < max(np.abs(ours[name].numpy() - exact[name].numpy()).max() for name in exact) < 0.1
 
 

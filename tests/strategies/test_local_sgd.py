@@ -119,7 +119,7 @@ def test_the_outer_step_is_torchs_nesterov_step_on_the_mean_change() -> None:
 def test_each_soc_is_a_group_unless_groups_are_given_and_leaders_may_meet() -> None:
     strategy = diloco(exchange=ExchangeSettings(leaders=TREE))
     assert [group.members for group in strategy.plan.groups] == [(0,), (1,), (2,), (3,)]
-    assert strategy.method.exchanges.leaders.kind == TREE
+    assert strategy.method.describe().exchanges.leaders.kind == TREE
     assert len(diloco(groups=Grouping(num_groups=3, num_socs=3)).plan.groups) == 3
     assert [group.members for group in diloco(groups=2).plan.groups] == [(0, 1), (2, 3)]
 
@@ -335,7 +335,7 @@ def test_post_local_sgd_is_torchs_hook_and_its_periodic_averager() -> None:
         if number in ends:
             average(workers.values())
     strategy = made(PostLocalSGD, synchronous_epochs=2)
-    assert [each.first_step + each.num_steps - 1 for each in strategy.method.intervals][-4:] == [
+    assert [each.first_step + each.num_steps - 1 for each in strategy.method.sync.intervals][-4:] == [
         12, 14, 17, 19,
     ]  # fmt: skip
     assert_weights(run_in_process(strategy), workers.models[0])
@@ -484,7 +484,7 @@ def test_tree_fedavg_is_fedavg_of_each_socs_own_epochs() -> None:
             }
         )
     strategy = made(TreeFedAvg, local_epochs=2)
-    assert strategy.num_rounds == 2 and strategy.method.exchanges.leaders.kind == TREE
+    assert strategy.num_rounds == 2 and strategy.method.describe().exchanges.leaders.kind == TREE
     assert_weights(run_in_process(strategy, part=unequal), reference)
 
 
@@ -582,7 +582,7 @@ def test_streaming_diloco_is_its_papers_algorithm_and_with_one_fragment_diloco(
     strategy = streaming(
         fragments=fragments, delay_steps=delay, mixing=alpha, exchange=exchange, reshuffle=False
     )
-    ends = [each.first_step + each.num_steps for each in strategy.method.intervals]
+    ends = [each.first_step + each.num_steps for each in strategy.method.sync.intervals]
     for number in range(20):
         for worker in workers.models:
             for name in due.get(number, ()):

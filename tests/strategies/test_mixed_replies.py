@@ -180,7 +180,7 @@ def test_a_round_costs_the_phases_of_its_replies() -> None:
         (5, {0: pricing.with_alpha(0.9), 1: pricing.with_alpha(0.2)}),
         (5, {0: pricing.with_alpha(0.6), 1: pricing.with_alpha(1.0)}),
     ]
-    expected = work.run(strategy.method.intervals[0], clock, phases)
+    expected = work.run(strategy.method.sync.intervals[0], clock, phases)
     assert strategy.reports[-1].usage.duration_s == pytest.approx(expected.duration_s)
     assert strategy.reports[-1].usage.total_energy_j == pytest.approx(expected.total_energy_j)
     assert strategy.reports[-1].alpha == pytest.approx((0.75 + 0.6) / 2)

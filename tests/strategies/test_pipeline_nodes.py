@@ -107,7 +107,7 @@ def test_stages_in_processes_train_the_bits_of_one_process(plan: str, transport:
     ours, own = on_processes(plan, transport=transport)
     reference = in_one_process(plan)
     assert [event.text for report in own.reports for event in report.events] == []
-    assert own.method.transport == transport
+    assert own.method.describe().transports()["inside groups"] == transport
     assert ours.keys() == reference.keys() and all(
         torch.equal(ours[name], reference[name]) for name in ours
     )
@@ -173,7 +173,7 @@ def test_a_lost_device_leaves_the_bits_of_a_run_that_was_planned_so(
 def planned_so(plan: str, soc: int, step: int, own: HybridPipeline) -> dict[str, Tensor]:
     """Return the weights of a run that was planned to lose a device before an update."""
     model, trainer = tagger(), FP32Trainer(optimizer=sgd(0.2), device="cpu")
-    task = own.method.task(own.plan.groups[0], own.method.intervals[0])
+    task = own.method.messages.task(own.plan.groups[0], own.method.sync.intervals[0])
     data = as_data_source(Sentences())
     state = (
         train_pipeline(model, data, replace(task, num_steps=step), PLANS[plan], trainer).end.state
@@ -273,7 +273,7 @@ def test_nodes_with_certificates_train_over_encrypted_streams_and_go_on_without_
     ours, strategy = on_processes(
         "three stages", {0: paths, 1: paths, 2: {**paths, "dies-at-forward": 14}}, backup_steps=1
     )
-    assert strategy.method.transport == "grpc+tls"
+    assert strategy.method.describe().transports()["inside groups"] == "grpc+tls"
     assert any(
         "the pipeline continues from update" in event.text for event in strategy.reports[0].events
     )

@@ -41,7 +41,7 @@ def test_an_entry_without_a_class_is_a_baseline() -> None:
     schedule = TrainingSchedule(num_samples=100, batch_size=10, num_epochs=3)
     strategy = SoCFlow(cluster=CLUSTER, schedule=schedule, preset=preset)
     (group,) = strategy.plan.groups
-    task = strategy.method.task(group, strategy.method.intervals[0])
+    task = strategy.method.messages.task(group, strategy.method.sync.intervals[0])
     assert (strategy.num_rounds, task.members) == (3, (0, 1, 2, 3))
     assert task.compression.startswith("int8")
 

@@ -51,7 +51,7 @@ def assert_close(ours: ArrayRecord, reference: ArrayRecord, tolerance: float = 1
 @pytest.mark.parametrize("transport", ["gloo", pytest.param("grpc", marks=pytest.mark.slow)])
 def test_a_ring_of_processes_trains_what_one_process_does(transport: str) -> None:
     ours, strategy = on_processes(rings={"transport": transport}, overlap_buckets=2)
-    assert strategy.method.transport == transport
+    assert strategy.method.describe().transports()["inside groups"] == transport
     assert [event.text for report in strategy.reports for event in report.events] == []
     assert_close(ours, in_one_process())
 
@@ -115,7 +115,7 @@ def test_a_training_is_resumed_where_every_machine_has_but_its_own_files(
         ).arrays
     # All processes and their memory are gone now; what is left is on the machines' disks.
     for later in tmp_path.glob(
-        f"*/*-at-{first.method.intervals[-1].first_step + first.method.intervals[-1].num_steps:06d}.state"
+        f"*/*-at-{first.method.sync.intervals[-1].first_step + first.method.sync.intervals[-1].num_steps:06d}.state"
     ):
         later.unlink()
     momentum: dict[str, list[Path]] = {}
@@ -165,7 +165,7 @@ def test_rings_with_certificates_take_in_nobody_of_another_authority(tmp_path: P
         for node in grid.get_node_ids():
             grid.pid_of(node)  # so that no process starts within the time of the rendezvous
         trained, strategy = train(grid, rings={"rendezvous_s": 3.0})
-    assert strategy.method.transport == "grpc+tls"
+    assert strategy.method.describe().transports()["inside groups"] == "grpc+tls"
     texts = [event.text for report in strategy.reports for event in report.events]
     led_by_2 = "group 1: participant 3 did not come to the rendezvous; the ring continues with 1"
     led_by_3 = "group 1: the model was lost with SoCs 2; the others are asked again, led by SoC 3"
@@ -192,7 +192,7 @@ def test_split_groups_that_take_turns_train_the_same() -> None:
         ours = strategy.start(
             GroupGrid(grid), ring_app.initial(), num_rounds=strategy.num_rounds, timeout=120
         ).arrays
-    assert strategy.method.exchanges.turns.enabled and all(
+    assert strategy.method.describe().exchanges.turns.enabled and all(
         report.uplink_turns for report in strategy.reports
     )
     assert [event.text for report in strategy.reports for event in report.events] == []

@@ -335,7 +335,7 @@ def test_a_group_of_unequal_devices_is_as_fast_as_its_shares_are_fair() -> None:
     strategy.aggregate_train(1, [answer(message, 1.0) for message in sent])
     slow = cluster.device_of(1)
     halves_s = (
-        strategy.method.steps_per_epoch
+        strategy.method.sync.steps_per_epoch
         * 2
         * 5
         * heavy.training_flops
@@ -569,10 +569,12 @@ def test_without_a_clock_groups_that_share_an_uplink_take_turns_and_the_log_says
     with caplog.at_level("INFO", logger="flwr"):
         messages(strategy, grid=FakeGrid((1, 2, 3, 4, 5, 6)))
     assert (
-        strategy.method.exchanges.turns.enabled
+        strategy.method.describe().exchanges.turns.enabled
         and "nothing predicts whether running freely is faster" in caplog.text
     )
-    assert not socflow(model_profile=PROFILE).method.exchanges.turns.enabled  # these share none
+    assert (
+        not socflow(model_profile=PROFILE).method.describe().exchanges.turns.enabled
+    )  # these share none
     refused(lambda: socflow(uplink_turns="maybe"), "uplink_turns", "maybe")
 
 
@@ -622,7 +624,7 @@ def test_a_ring_is_one_group_of_everything_and_a_round_an_epoch() -> None:
         schedule=TrainingSchedule(num_samples=100, batch_size=10, num_epochs=3),
     )
     assert [group.members for group in ring.plan.groups] == [(0, 1, 2, 3)]
-    assert (ring.num_rounds, ring.method.steps_per_epoch) == (3, 10)
+    assert (ring.num_rounds, ring.method.sync.steps_per_epoch) == (3, 10)
 
 
 def test_a_single_device_is_one_group_of_one() -> None:

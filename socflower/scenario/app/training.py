@@ -88,7 +88,7 @@ def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
         folder=folder,
     )
     preset = preset_of(parts)
-    strategy, plan = preset.strategy, preset.strategy.method.document()
+    strategy, plan = preset.strategy, preset.strategy.method.describe().document()
     if not scenario.is_split:
         _require_reachable_events(preset, parts)
     if resumed is not None:
@@ -101,7 +101,7 @@ def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
     return {
         "strategy": scenario.strategy.name,
         "kernels": kernels(scenario),
-        "transports": {**strategy.method.transports(), "hub": "Flower messages"},
+        "transports": {**strategy.method.describe().transports(), "hub": "Flower messages"},
         "data_source": model.data_source,
         **record.totals(whole if scenario.is_split else final, whole),
         "wall_s": perf_counter() - started_s,

@@ -6,7 +6,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 from typing import Any, Protocol
 
@@ -44,6 +44,19 @@ from socflower.strategies.replies import num_examples_of
 from socflower.strategies.round import Round
 from socflower.strategies.settings import Costs, ExchangeSettings, TrainingSchedule
 from socflower.wire.message_keys import INT8_WIRE, RingOutcome
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncPlan:
+    """What groups train between which synchronisations, and how they exchange."""
+
+    schedule: TrainingSchedule
+    # One for each round.
+    intervals: Sequence[SyncInterval]
+    steps_per_epoch: int
+    exchange: ExchangeSettings
+    # If above 0, each group is a SoC that passes so often over its own data in a round, with a new optimiser.
+    local_epochs: int = 0
 
 
 class GroupWork(Protocol):
@@ -97,20 +110,15 @@ class DataParallelWork:
         self,
         *,
         cluster: Cluster,
-        schedule: TrainingSchedule,
+        sync: SyncPlan,
         plan: GroupPlan,
         costs: Costs,
-        exchange: ExchangeSettings,
         rebalancing: Rebalancing | None,
-        intervals: Sequence[SyncInterval],
-        steps_per_epoch: int,
         hub_decides: bool,
         preemption: str = SOCS,
         dispatches: bool = False,
-        local_epochs: int = 0,
     ) -> None:
-        # If above 0, each group is a SoC that passes so often over its own data.
-        self._local_epochs = local_epochs
+        exchange = sync.exchange
         in_int8 = getattr(costs.pricing, "arithmetic", "") == "int8"
         if in_int8 and exchange.overlap_buckets > 1:
             raise ConfigError(
@@ -127,14 +135,13 @@ class DataParallelWork:
             exchange.compression,
             cluster,
             [group.members for group in plan.groups],
-            steps_per_epoch,
+            sync.steps_per_epoch,
         )
         self.clock = costs.clock
         self.pricing = costs.pricing
-        self._cluster, self._schedule, self._exchange = cluster, schedule, exchange
+        self._cluster, self._sync = cluster, sync
         self._rebalancing, self._hub_decides = rebalancing, hub_decides
         self._preemption, self._dispatches = preemption, dispatches
-        self._intervals, self._steps_per_epoch = intervals, steps_per_epoch
         self._model_name = costs.model_profile.name if costs.model_profile else ""
         self._costs = (
             None if costs.model_profile is None else self._costs_of(plan, costs.model_profile)
@@ -156,11 +163,11 @@ class DataParallelWork:
             )
         require_cluster_of(grid, self._cluster)
 
-    def use_batch(self, batch_size: int) -> None:
-        """Price from now on groups with batches of another size."""
-        self._schedule = replace(self._schedule, batch_size=batch_size)
+    def use(self, sync: SyncPlan) -> None:
+        """Price from now on what another plan trains, with batches of another size."""
+        self._sync = sync
         if self._costs is not None:
-            self._costs = replace(self._costs, batch_size=batch_size)
+            self._costs = replace(self._costs, batch_size=sync.schedule.batch_size)
 
     def exchanges_of(
         self, plan: GroupPlan, leaders: str, ways: Sequence[str]
@@ -185,22 +192,22 @@ class DataParallelWork:
         leaders: str,
         ways: Sequence[str],
     ) -> tuple[Exchanges, IntervalCosts | None]:
-        turns = self._exchange.uplink_turns
+        turns = self._sync.exchange.uplink_turns
         if costs is None:
-            compression = self._exchange.leader_compression
+            compression = self._sync.exchange.leader_compression
             return unpredicted_exchanges(plan, turns, leaders, compression, ways), None
-        lengths = Counter(interval.num_steps for interval in self._intervals)
+        lengths = Counter(interval.num_steps for interval in self._sync.intervals)
         return choose_exchanges(replace(costs, plan=plan), turns, leaders, lengths, clock, ways)
 
     def _costs_of(self, plan: GroupPlan, profile: ModelProfile) -> IntervalCosts:
-        schedule, exchange = self._schedule, self._exchange
+        schedule, exchange = self._sync.schedule, self._sync.exchange
         costs = IntervalCosts(
             cluster=self._cluster,
             plan=plan,
             profile=profile,
             num_samples=schedule.num_samples,
             batch_size=schedule.batch_size,
-            steps_per_epoch=self._steps_per_epoch,
+            steps_per_epoch=self._sync.steps_per_epoch,
             reshuffle=schedule.reshuffle,
             uplink_turns=False,
             overlap_buckets=exchange.overlap_buckets,
@@ -244,7 +251,7 @@ class DataParallelWork:
         if self.clock is None or this.costs is None:
             return Usage(), frozenset()
         phases: Sequence[Phase] = ()
-        if self._local_epochs:
+        if self._sync.local_epochs:
             phases = [(1, self._own_epochs(this, usable))]
         elif isinstance(self.pricing, MixedPricing):
             phases = mixed_phases(usable, this.interval.num_steps, self.pricing)
@@ -252,7 +259,7 @@ class DataParallelWork:
 
     def _own_epochs(self, this: Round, usable: Sequence[Message]) -> dict[int, Pricing]:
         """Return what each group's own data cost; a group without a reply counts as one with an equal part."""
-        batch_size, epochs = self._schedule.batch_size, self._local_epochs
+        batch_size, epochs = self._sync.schedule.batch_size, self._sync.local_epochs
         samples = {group_id_of(reply): num_examples_of(reply) for reply in usable}
         usual = this.interval.num_steps * batch_size
         found: dict[int, Pricing] = {}

@@ -1,11 +1,11 @@
 """Training in groups: synchronous inside them, with delayed synchronisation between them (SoCFlow+ section 3.1)."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from logging import WARNING
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
@@ -14,17 +14,15 @@ from socflower.errors import ConfigError
 from socflower.flower_adapter import log
 from socflower.hierarchy import (
     Exchanges,
-    Group,
     GroupPlan,
     Quorum,
-    SyncInterval,
     run_to_quorum,
 )
 from socflower.hierarchy.exchange.models import AUTO, KINDS, NONE, STAR
 from socflower.hierarchy.group_preemption import GROUPS, terminated_groups
 from socflower.peers.ring.settings import RingSettings
 from socflower.quantities import counted
-from socflower.strategies.group_models import GroupMean
+from socflower.strategies.group_models import Averaging, ServerModels
 from socflower.strategies.group_replies import SettledRound, settle
 from socflower.strategies.leader_feedback import (
     feedback_after_round,
@@ -32,8 +30,16 @@ from socflower.strategies.leader_feedback import (
     lost_feedback,
     to_arrays,
 )
-from socflower.strategies.method import Method, NodesForEvaluation, OuterClients, RoundReport
-from socflower.strategies.methods.group_work import GroupWork
+from socflower.strategies.method import (
+    Description,
+    Method,
+    NodesForEvaluation,
+    OuterClients,
+    OuterModels,
+    RoundReport,
+)
+from socflower.strategies.methods.group_messages import GroupMessages
+from socflower.strategies.methods.group_work import GroupWork, SyncPlan
 from socflower.strategies.methods.late_groups import LateGroups
 from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric
 from socflower.strategies.outer_step import refuse_integers_clipped
@@ -50,46 +56,18 @@ from socflower.strategies.round import (
     IN_PROCESS,
     GroupFeedback,
     Round,
-    leader_transport,
-    ring_tasks,
 )
 from socflower.strategies.round_planner import RoundPlanner
-from socflower.strategies.settings import ExchangeSettings, TrainingSchedule
-from socflower.training.batches import interval_rows
 from socflower.wire.message_keys import (
     ALPHA,
-    ARRAYS,
-    CONFIG,
     COPY_SIMILARITY,
     CPU_SHARE,
-    GROUP,
     INT8_WIRE,
-    PRICED,
-    RESUMED,
-    RING,
-    SAMPLES,
-    SCALES,
-    SERVER_ROUND,
-    GroupTask,
-    encode,
 )
 from socflower.workloads.dataset import LabelledData
-from socflower.workloads.dispatched import sent_samples
 
 _CLIPPING_NORM = "clipping_norm"
 """The config key in which Flower's client-side clipping strategies send the norm."""
-
-Averaging = Callable[[Sequence[ArrayRecord], Sequence[float]], ArrayRecord]
-"""(models of groups, their samples) -> the next model; the models have the tensors that were sent, without NaN."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Resumed:
-    """The round after which the training was resumed; 0: not."""
-
-    after: int = 0
-    # By group: its leader in that round, and whether that has the group's state.
-    states: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
 
 class GroupsMethod(Method[Round, SettledRound]):
@@ -100,10 +78,10 @@ class GroupsMethod(Method[Round, SettledRound]):
 
     Parameters
     ----------
+    sync : SyncPlan
+        What is trained between which synchronisations (F3).
     planner : RoundPlanner
         Plans each round over the SoCs that are available.
-    intervals : sequence of SyncInterval
-        One for each round (F3).
     work : GroupWork
         What members do in an interval, and its cost.
     average : Averaging
@@ -112,8 +90,6 @@ class GroupsMethod(Method[Round, SettledRound]):
         What needs each group's model at the hub, so that leaders cannot exchange among themselves; may be empty.
     proximal_mu : float
         Weight of FedProx's term in the loss of groups.
-    local_epochs : int
-        If above 0, each group is a SoC that passes so often over its own data in a round, with a new optimiser.
     quorum : Quorum
         When a synchronisation ends without groups that are late.
     dispatch : LabelledData, optional
@@ -123,56 +99,57 @@ class GroupsMethod(Method[Round, SettledRound]):
     def __init__(
         self,
         *,
-        schedule: TrainingSchedule,
+        sync: SyncPlan,
         planner: RoundPlanner,
-        intervals: Sequence[SyncInterval],
-        steps_per_epoch: int,
         work: GroupWork,
-        exchange: ExchangeSettings,
         rings: RingSettings,
         average: Averaging = aggregate_records,
         needs_each_model: str = "",
         proximal_mu: float = 0.0,
         tolerate_client_errors: bool = False,
-        local_epochs: int = 0,
         quorum: Quorum = Quorum(),
         dispatch: LabelledData | None = None,
     ) -> None:
-        self._local_epochs, self._dispatch = local_epochs, dispatch
-        self.schedule, self.intervals, self.steps_per_epoch = schedule, intervals, steps_per_epoch
-        self.seed = schedule.seed
+        self.sync, self.seed = sync, sync.schedule.seed
         self.planner, self.work = planner, work
         self.latest: Round | None = None
-        self._exchange, self._rings = exchange, rings
-        self._average, self._proximal_mu = average, proximal_mu
         self._tolerates = tolerate_client_errors
         # How leaders are to exchange models, as asked for or as the method needs.
-        self.leaders = exchange.leaders
+        self.leaders = sync.exchange.leaders
         self.late = LateGroups(quorum) if quorum.fraction < 1 else None
-        if exchange.wire == INT8_WIRE:
+        if sync.exchange.wire == INT8_WIRE:
             needing = f"wire = {INT8_WIRE!r}"
             self.require_each_model(needing)
-            self.require_whole_rounds(needing)
-            if schedule.server_interval > 1:
+            if sync.schedule.server_interval > 1:
                 raise ConfigError(
-                    f"SoCFlow: server_interval = {schedule.server_interval} keeps models of servers, and {needing} "
-                    "knows one model; leave one of the two out"
+                    f"SoCFlow: server_interval = {sync.schedule.server_interval} keeps models of servers, and "
+                    f"{needing} knows one model; leave one of the two out"
                 )
         if needs_each_model:
-            self.require_each_model(needs_each_model)
-        if schedule.server_interval > 1:
+            self._use_star(needs_each_model)
+        if sync.schedule.server_interval > 1:
             self._check_servers(planner.plan)
-        # Models of servers that have not synchronised with the others since.
-        self._server_models: dict[int, ArrayRecord] = {}
+        self._servers = ServerModels(average)
+        self.outer_models = OuterGroups(planner, self.late)
+        self.messages = GroupMessages(
+            sync=sync,
+            planner=planner,
+            work=work,
+            rings=rings,
+            servers=self._servers,
+            late=self.late,
+            dispatch=dispatch,
+            proximal_mu=proximal_mu,
+            tolerate_errors=tolerate_client_errors,
+        )
         self._feedback: dict[int, GroupFeedback] = {}
-        self._resumed = _Resumed()
         self._without_state: tuple[int, ...] = ()
 
     # ------------------------------------------------------------------------------------------ the plan
     @property
     def num_rounds(self) -> int:
         """One for each interval."""
-        return len(self.intervals)
+        return len(self.sync.intervals)
 
     @property
     def socs(self) -> Sequence[int]:
@@ -184,36 +161,17 @@ class GroupsMethod(Method[Round, SettledRound]):
         """The plan of the latest round."""
         return self.planner.plan
 
-    @property
-    def exchanges(self) -> Exchanges:
-        """Whether the latest plan's groups take turns on shared uplinks, how leaders meet, and the reasons."""
-        if self.latest is not None and self.latest.plan is self.plan:
-            return self.latest.exchanges
-        return self.work.exchanges_of(self.plan, self.leaders, KINDS)[0]
-
-    @property
-    def transport(self) -> str:
-        """The transport of gradients inside the groups of the latest round."""
-        return IN_PROCESS if self.latest is None else self.latest.transport
-
-    @property
-    def leader_transport(self) -> str:
-        """The transport of leaders' models in the latest round; empty if they pass the hub."""
-        # As `transport`: a training that is resumed may have no round left.
-        if self.latest is None:
-            return "" if self.exchanges.leaders.kind == STAR else IN_PROCESS
-        if not self.latest.leaders_meet:
-            return ""
-        return leader_transport(self.latest.transport) if self.latest.in_rings else IN_PROCESS
-
-    def transports(self) -> dict[str, str]:
-        """Return those inside groups and, if they do not pass the hub, between leaders."""
-        between = {"between leaders": way} if (way := self.leader_transport) else {}
-        return {"inside groups": self.transport, **between}
-
     def require_each_model(self, needing: str) -> None:
-        """Let leaders send their models to the hub, which `needing` needs; `ConfigError` if another way was asked."""
-        compression = self._exchange.leader_compression
+        """Let leaders send their models to the hub; `ConfigError` if another way was asked, or groups may be late."""
+        self._use_star(needing)
+        if self.late is not None:
+            raise ConfigError(
+                f"SoCFlow: quorum = {self.late.quorum.fraction} lets late groups count in a later round, "
+                f"which {needing} does not know; leave one of the two out"
+            )
+
+    def _use_star(self, needing: str) -> None:
+        compression = self.sync.exchange.leader_compression
         if compression != NONE:
             raise ConfigError(
                 f"SoCFlow: leader_compression = {compression!r} is for leaders in a ring or a tree, which "
@@ -227,16 +185,8 @@ class GroupsMethod(Method[Round, SettledRound]):
             )
         self.leaders = STAR
 
-    def require_whole_rounds(self, needing: str) -> None:
-        """Raise `ConfigError` if groups may be late."""
-        if self.late is not None:
-            raise ConfigError(
-                f"SoCFlow: quorum = {self.late.quorum.fraction} lets late groups count in a later round, "
-                f"which {needing} does not know; leave one of the two out"
-            )
-
     def _check_servers(self, plan: GroupPlan) -> None:
-        asked = f"SoCFlow: server_interval = {self.schedule.server_interval}"
+        asked = f"SoCFlow: server_interval = {self.sync.schedule.server_interval}"
         if len(plan.by_server) < 2:
             groups = counted(len(plan.groups), "group")
             servers = counted(max(1, len(self.planner.cluster.servers)), "server")
@@ -244,24 +194,26 @@ class GroupsMethod(Method[Round, SettledRound]):
                 f"{asked} and {groups} on {servers}: there are no servers with groups of their own; "
                 "plan a group for each server, or leave server_interval out"
             )
-        if self._exchange.leader_compression != NONE:
+        if self.sync.exchange.leader_compression != NONE:
             raise ConfigError(
-                f"{asked}, and leader_compression = {self._exchange.leader_compression!r} compresses "
+                f"{asked}, and leader_compression = {self.sync.exchange.leader_compression!r} compresses "
                 "changes since a model that all groups have had; leave one of the two out"
             )
 
-    def document(self) -> dict[str, Any]:
-        """Return the plan of the work, and how groups and leaders exchange."""
-        return self.work.document(self.plan, self.exchanges)
-
-    def describe(self) -> list[str]:
-        """Return what the work says of the plan, and the synchronisations, in lines."""
-        steps = [interval.num_steps for interval in self.intervals]
-        return [
-            *self.work.describe(self.plan),
-            f"Synchronisations: {self.num_rounds}, each after {min(steps)} to {max(steps)} of "
-            f"{self.steps_per_epoch} steps an epoch",
-        ]
+    def describe(self) -> "GroupsDescription":
+        """Return what the work says of the plan, and the synchronisations."""
+        steps = [interval.num_steps for interval in self.sync.intervals]
+        return GroupsDescription(
+            lines=[
+                *self.work.describe(self.plan),
+                f"Synchronisations: {self.num_rounds}, each after {min(steps)} to {max(steps)} of "
+                f"{self.sync.steps_per_epoch} steps an epoch",
+            ],
+            work=self.work,
+            plan=self.plan,
+            leaders=self.leaders,
+            latest=self.latest,
+        )
 
     # ------------------------------------------------------------------------------------- opening a round
     def open(
@@ -283,7 +235,7 @@ class GroupsMethod(Method[Round, SettledRound]):
         self.work.log_changes(self.latest, this)
         self.latest = this
         self.planner.ask_absent(grid, server_round)
-        return this, self._messages(this, config)
+        return this, self.messages.of_round(this, config)
 
     def _make_round(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Round:
         """Return the round of the latest plan."""
@@ -301,18 +253,18 @@ class GroupsMethod(Method[Round, SettledRound]):
             place_of[group.group_id] = (board, self.planner.cluster.server_of(board))
         return Round(
             server_round=server_round,
-            interval=self.intervals[server_round - 1],
+            interval=self.sync.intervals[server_round - 1],
             plan=plan,
             exchanges=exchanges,
             costs=costs,
             node_of={soc: registry.node_of[soc] for soc in plan.participants},
             sent=arrays,
             settled_by_grid=getattr(grid, "settles_groups", False),
-            transport=registry.transport(self._rings.transport) if in_rings else IN_PROCESS,
+            transport=registry.transport(self.messages.rings.transport) if in_rings else IN_PROCESS,
             feedback=self._feedback,
             place_of=place_of,
             late=() if self.late is None else frozenset(self.late.held),
-            in_int8=SentInt8.of(arrays) if self._exchange.wire == INT8_WIRE else None,
+            in_int8=SentInt8.of(arrays) if self.sync.exchange.wire == INT8_WIRE else None,
         )
 
     def _ways_of_leaders(self, grid: Grid) -> Sequence[str]:
@@ -349,119 +301,6 @@ class GroupsMethod(Method[Round, SettledRound]):
                 "(a clock and a model_profile), or nodes with a ring address and a GroupGrid",
                 self.late.quorum.fraction,
             )
-
-    def _messages(self, this: Round, config: ConfigRecord) -> list[Message]:
-        planner = self.planner
-        configs = self._configs(this, config)
-        records = self.work.records(this.plan)
-        rings = {}
-        if this.in_rings:
-            rings = ring_tasks(
-                this,
-                self._rings,
-                planner.registry.ring_address_of,
-                planner.participant_of,
-                resident=planner.registry.resident,
-                rebalance_steps=planner.balancer.ring_steps,
-                tolerate_errors=self._tolerates,
-                quorum=Quorum() if self.late is None else self.late.quorum,
-                ends_with_member=self._ends_groups(this),
-            )
-        in_int8, messages = this.in_int8, []
-        if in_int8 is not None:
-            # Also for members without the model: any of them may answer for the group.
-            records = {**records, SCALES: in_int8.scales}
-        for group in this.addressed:
-            told = self.task(group, this.interval)
-            task, samples = ConfigRecord(told.encode()), self._samples_of(told)
-            for soc in group.members if this.in_rings else (group.leader,):
-                content = RecordDict(
-                    {CONFIG: configs[group.group_id], GROUP: task, **samples, **records}
-                )
-                if soc == group.leader:
-                    sent = this.sent if in_int8 is None else in_int8.arrays
-                    content[ARRAYS] = self._server_models.get(group.server, sent)
-                if this.in_rings:
-                    content[RING] = ConfigRecord(encode(rings[soc]))
-                node, number = this.node_of[soc], str(this.server_round)
-                messages.append(Message(content, node, MessageType.TRAIN, group_id=number))
-        return messages
-
-    def _ends_groups(self, this: Round) -> bool:
-        """Whether a ring ends its interval when a user takes a member.
-
-        The last group cannot, and only a grid that settles groups asks one of them again if users have ended all.
-        """
-        return (
-            self.planner.preemption == GROUPS and len(this.plan.groups) > 1 and this.settled_by_grid
-        )
-
-    def _samples_of(self, task: GroupTask) -> dict[str, ConfigRecord]:
-        """Return the record of a group's samples, if the hub sends them: in rings to each of its members.
-
-        A member may take over any sample of its group, when another leaves or shares change within the interval.
-        """
-        if self._dispatch is None:
-            return {}
-        sent = sent_samples(self._dispatch, interval_rows(task))
-        return {SAMPLES: ConfigRecord(encode(sent))}
-
-    def _configs(self, this: Round, config: ConfigRecord) -> dict[int, ConfigRecord]:
-        """Return each group's config; in the first round after a resume, with whether a saved state is required."""
-        settings = ConfigRecord({**config, SERVER_ROUND: this.server_round, PRICED: True})
-        configs = {group.group_id: settings for group in this.plan.groups}
-        before = self._resumed.states
-        is_first = this.server_round == self._resumed.after + 1
-        if is_first and len(before) != len(configs):
-            before.clear()
-        # Groups that are late get their first message after a resume in a later round.
-        self._resumed.states = {
-            ident: state for ident, state in before.items() if ident in this.late
-        }
-        for group in this.addressed:
-            if group.group_id not in before:
-                continue
-            leader, has_state = before[group.group_id]
-            # As without the interruption: in one process a leader that is new to the group has no momentum for it; in a
-            # ring any member may have it, and gives it to the others.
-            if group.leader == leader:
-                configs[group.group_id] = ConfigRecord({**settings, RESUMED: has_state})
-            elif this.in_rings:
-                configs[group.group_id] = ConfigRecord({**settings, RESUMED: False})
-        return configs
-
-    def task(self, group: Group, interval: SyncInterval) -> GroupTask:
-        """Return what a group is told to do in an interval."""
-        planner, schedule, last = self.planner, self.schedule, self.intervals[-1]
-        return GroupTask(
-            group_id=group.group_id,
-            num_groups=len(self.plan.groups),
-            members=group.members,
-            leader=group.leader,
-            partitions=tuple(planner.participant_of[soc] for soc in group.members),
-            num_partitions=len(planner.participant_of),
-            capacities=planner.balancer.capacities(group),
-            first_step=interval.first_step,
-            num_steps=interval.num_steps,
-            steps_per_epoch=self.steps_per_epoch,
-            total_steps=last.first_step + last.num_steps,
-            batch_size=schedule.batch_size,
-            reshuffle=schedule.reshuffle,
-            deal_epoch=interval.deal_epoch,
-            seed=schedule.seed,
-            num_samples=schedule.num_samples,
-            npu_ratios=self.work.npu_ratios(group),
-            proximal_mu=self._proximal_mu,
-            num_buckets=self._exchange.overlap_buckets,
-            compression=self.work.gradients.coding.spec,
-            exchange=self.work.gradients.kind,
-            local_epochs=self._local_epochs,
-            missed_steps=(
-                0
-                if self.late is None
-                else self.late.missed_steps(group.group_id, interval.first_step)
-            ),
-        )
 
     # ------------------------------------------------------------------------------------ settling a round
     def settle(self, this: Round, replies: Sequence[Message]) -> SettledRound:
@@ -578,30 +417,7 @@ class GroupsMethod(Method[Round, SettledRound]):
 
     def merge(self, this: Round, settled: SettledRound) -> ArrayRecord:
         """Return the mean over groups; keep those of servers after a synchronisation inside servers."""
-        if this.interval.across_servers:
-            self._server_models = {}
-        else:
-            self._server_models |= self._average_in_servers(this, settled.means)
-        return self._mean(settled.means)
-
-    def _average_in_servers(
-        self, this: Round, means: Sequence[GroupMean]
-    ) -> dict[int, ArrayRecord]:
-        """Return the model of each server of the round's plan; one without usable replies keeps what it was sent."""
-        server_of = {group.group_id: group.server for group in this.plan.groups}
-        of_server: dict[int, list[GroupMean]] = {}
-        for mean in means:
-            of_server.setdefault(server_of[mean.groups[0]], []).append(mean)
-        kept = {
-            server: self._server_models.get(server, this.sent) for server in this.plan.by_server
-        }
-        return kept | {server: self._mean(own) for server, own in of_server.items()}
-
-    def _mean(self, means: Sequence[GroupMean]) -> ArrayRecord:
-        # The mean of leaders that have met is passed on as it came: nodes may have kept the same bits.
-        if len(means) == 1 and len(means[0].groups) > 1:
-            return means[0].arrays
-        return self._average([mean.arrays for mean in means], [mean.samples for mean in means])
+        return self._servers.merged(this, settled.means)
 
     def price(self, this: Round, settled: SettledRound) -> Usage:
         """Return the usage of idle waiting before the round, and of the round."""
@@ -627,32 +443,6 @@ class GroupsMethod(Method[Round, SettledRound]):
             without_state=self._without_state,
         )
 
-    def models_for_outer(
-        self, this: Round, settled: SettledRound, merged: ArrayRecord
-    ) -> Sequence[Message]:
-        """Return the groups' models; of leaders that have met, as often the mean."""
-        if not this.leaders_meet:
-            return settled.usable
-        # A strategy that takes the mean of models takes the same of as many means.
-        return [with_model(reply, merged) for reply in settled.usable]
-
-    def clients_of_outer(self, this: Round) -> OuterClients:
-        """Return the number of groups, and whether they are rings."""
-        return OuterClients(num_models=len(this.plan.groups), in_rings=this.in_rings)
-
-    # ------------------------------------------------------------------------------- evaluation by nodes
-    def nodes_for_evaluation(self, grid: Grid) -> NodesForEvaluation:
-        """Return the nodes of the latest round that are still present, and not at work for late groups."""
-        assert self.latest is not None
-        present = set(self.planner.registry.present(grid))
-        if self.late is not None:
-            present -= {soc for work in self.late.held.values() for soc in work.members}
-        socs = [soc for soc in self.latest.plan.participants if soc in present]
-        return NodesForEvaluation(
-            soc_of_node={self.latest.node_of[soc]: soc for soc in socs},
-            participant_of=self.planner.participant_of,
-        )
-
     # ------------------------------------------------------------------------------------------- resuming
     def save(self) -> dict[str, Any]:
         """Return who has no state or is away, re-balancing, models of servers, and what compression still owes."""
@@ -663,7 +453,7 @@ class GroupsMethod(Method[Round, SettledRound]):
             "balance": self.planner.balancer.state(self.plan),
             "servers": {
                 f"{server}/{name}": array
-                for server, model in self._server_models.items()
+                for server, model in self._servers.models.items()
                 for name, array in array_views(model).items()
             },
             "feedback": to_arrays(self._feedback),
@@ -687,7 +477,7 @@ class GroupsMethod(Method[Round, SettledRound]):
                         f"resume_from: {key} has {soc!r}, which is no SoC of the plan; use the state "
                         "of the same strategy"
                     )
-        self._server_models = _models_of(state.get("servers") or {})
+        self._servers.models = _models_of(state.get("servers") or {})
         self._feedback = from_arrays(state.get("feedback") or {})
         self.planner.restore(
             away=away, planned_without=planned_without, balance=state.get("balance") or {}
@@ -695,12 +485,73 @@ class GroupsMethod(Method[Round, SettledRound]):
         if self.late is not None and state.get("late"):
             self.late.restore(state["late"], self.plan)
         without_state = state.get("without_state", ())
-        self._resumed = _Resumed(after=server_round)
+        states = {}
         if server_round:
-            self._resumed.states = {
+            states = {
                 group.group_id: (group.leader, group.group_id not in without_state)
                 for group in self.plan.groups
             }
+        self.messages.resume(server_round, states)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupsDescription(Description):
+    """The plan of the latest round, and how its groups exchange."""
+
+    work: GroupWork
+    plan: GroupPlan
+    leaders: str
+    latest: Round | None
+
+    @property
+    def exchanges(self) -> Exchanges:
+        """Whether the plan's groups take turns on shared uplinks, how leaders meet, and the reasons."""
+        if self.latest is not None and self.latest.plan is self.plan:
+            return self.latest.exchanges
+        return self.work.exchanges_of(self.plan, self.leaders, KINDS)[0]
+
+    def document(self) -> dict[str, Any]:
+        """Return the plan of the work, and how groups and leaders exchange."""
+        return self.work.document(self.plan, self.exchanges)
+
+    def transports(self) -> dict[str, str]:
+        """Return those inside groups and, if they do not pass the hub, between leaders."""
+        # A training that is resumed may have no round left.
+        if self.latest is None:
+            inside = IN_PROCESS
+            between = "" if self.exchanges.leaders.kind == STAR else IN_PROCESS
+        else:
+            inside, between = self.latest.transport, self.latest.leader_transport
+        return {"inside groups": inside, **({"between leaders": between} if between else {})}
+
+
+class OuterGroups(OuterModels[Round, SettledRound]):
+    """Groups as clients of an outer strategy."""
+
+    def __init__(self, planner: RoundPlanner, late: LateGroups | None) -> None:
+        self._planner, self._late = planner, late
+
+    def clients(self, this: Round) -> OuterClients:
+        """Return the number of groups, and whether they are rings."""
+        return OuterClients(num_models=len(this.plan.groups), in_rings=this.in_rings)
+
+    def models(self, this: Round, settled: SettledRound, merged: ArrayRecord) -> Sequence[Message]:
+        """Return the groups' models; of leaders that have met, as often the mean."""
+        if not this.leaders_meet:
+            return settled.usable
+        # A strategy that takes the mean of models takes the same of as many means.
+        return [with_model(reply, merged) for reply in settled.usable]
+
+    def nodes(self, this: Round, grid: Grid) -> NodesForEvaluation:
+        """Return the nodes of a round that are still present, and not at work for late groups."""
+        present = set(self._planner.registry.present(grid))
+        if self._late is not None:
+            present -= {soc for work in self._late.held.values() for soc in work.members}
+        socs = [soc for soc in this.plan.participants if soc in present]
+        return NodesForEvaluation(
+            soc_of_node={this.node_of[soc]: soc for soc in socs},
+            participant_of=self._planner.participant_of,
+        )
 
 
 def _preempted_of(reply: Message) -> Collection[int]:

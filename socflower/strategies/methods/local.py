@@ -1,6 +1,6 @@
 """Training on each node alone, on its own data: models are averaged after each round (FedAvg, McMahan et al. 2017)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,7 +12,14 @@ from socflower.cluster import Usage
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.field_rules import checked
 from socflower.quantities import counted
-from socflower.strategies.method import Method, NodesForEvaluation, OuterClients, RoundReport
+from socflower.strategies.method import (
+    Description,
+    Method,
+    NodesForEvaluation,
+    OuterClients,
+    OuterModels,
+    RoundReport,
+)
 from socflower.strategies.mixed_replies import client_events, mean_metric
 from socflower.strategies.records import (
     SentInt8,
@@ -107,6 +114,7 @@ class LocalTraining(Method[LocalRound, SettledLocal]):
         self._num_socs, self._tolerates = num_socs, tolerate_client_errors
         # All nodes that took part, by SoC.
         self._node_of: dict[int, int] = {}
+        self.outer_models = OuterNodes(self._node_of)
 
     @property
     def num_rounds(self) -> int:
@@ -118,14 +126,15 @@ class LocalTraining(Method[LocalRound, SettledLocal]):
         """The first SoCs."""
         return range(self._num_socs)
 
-    def describe(self) -> list[str]:
+    def describe(self) -> Description:
         """Return the rounds in a line."""
         schedule = self.schedule
         epochs = counted(schedule.local_epochs, "epoch")
-        return [
+        line = (
             f"{counted(self._num_socs, 'node')}, {counted(schedule.num_rounds, 'round')} of {epochs} "
             f"in batches of {schedule.batch_size}"
-        ]
+        )
+        return Description(lines=[line])
 
     # ------------------------------------------------------------------------------------- opening a round
     def open(
@@ -139,7 +148,7 @@ class LocalTraining(Method[LocalRound, SettledLocal]):
                     f"OrderedFedAvg: it trains on {self._num_socs} SoCs and Flower has "
                     f"{counted(len(connected), 'node')}; start more SuperNodes, or train on fewer"
                 )
-            self._node_of = dict(zip(self.socs, connected, strict=False))
+            self._node_of.update(zip(self.socs, connected, strict=False))
         present = {soc: node for soc, node in self._node_of.items() if node in connected}
         if not present:
             raise TrainingFailed(f"round {server_round}: no node is connected")
@@ -238,13 +247,20 @@ class LocalTraining(Method[LocalRound, SettledLocal]):
             cpu_share=mean_metric(settled.usable, CPU_SHARE),
         )
 
-    # --------------------------------------------------------------------------------------- the outer step
-    def clients_of_outer(self, this: LocalRound) -> OuterClients:
+
+class OuterNodes(OuterModels[LocalRound, SettledLocal]):
+    """Nodes as clients of an outer strategy."""
+
+    def __init__(self, node_of: Mapping[int, int]) -> None:
+        # All nodes that took part in a round, by SoC.
+        self._node_of = node_of
+
+    def clients(self, this: LocalRound) -> OuterClients:
         """Return the number of nodes."""
         return OuterClients(num_models=len(this.node_of), in_rings=False)
 
-    def nodes_for_evaluation(self, grid: Grid) -> NodesForEvaluation:
+    def nodes(self, this: LocalRound, grid: Grid) -> NodesForEvaluation:
         """Return the connected nodes."""
         connected = set(grid.get_node_ids())
-        present = {node: soc for soc, node in self._node_of.items() if node in connected}
-        return NodesForEvaluation(soc_of_node=present)
+        socs = {node: soc for soc, node in self._node_of.items() if node in connected}
+        return NodesForEvaluation(soc_of_node=socs)

@@ -13,13 +13,13 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
-from socflower.hierarchy import Group, GroupPlan, SyncInterval, sync_schedule
+from socflower.hierarchy import GroupPlan, SyncInterval, sync_schedule
 from socflower.strategies.group_replies import SettledRound
 from socflower.strategies.methods.group_work import DataParallelWork
 from socflower.strategies.methods.groups import GroupsMethod
 from socflower.strategies.round import Round
 from socflower.strategies.settings import TrainingSchedule
-from socflower.wire.message_keys import HANDED, GroupTask
+from socflower.wire.message_keys import HANDED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,23 +63,24 @@ class PostLocalMethod(GroupsMethod):
     def __init__(self, opening: Opening, *, work: DataParallelWork, **settings: Any) -> None:
         super().__init__(work=work, **settings)
         self._opening, self._phases = opening, work
-        self._local_plan, self._num_groups = self.planner.plan, len(self.planner.plan.groups)
+        self._local_plan = self.planner.plan
         # The optimiser at the end of the last synchronous round, if one process computed that.
         self._handed = b""
         self._enter(1)
 
     def _enter(self, server_round: int) -> None:
-        """Plan from a round on as its phase does."""
+        """Plan from a round on as its phase does; before the switch, a step has the samples of all groups."""
         is_opening = server_round <= self._opening.num_rounds
         plan = self._opening.plan if is_opening else self._local_plan
         if self.planner.full_plan is not plan:
             self.planner.change_plan(plan)
-        self._phases.use_batch(self._batch_size(server_round))
-
-    def _batch_size(self, server_round: int) -> int:
-        """Return the samples of a group's step: before the switch, those of all groups."""
-        is_opening = server_round <= self._opening.num_rounds
-        return self.schedule.batch_size * (self._num_groups if is_opening else 1)
+        schedule = self.sync.schedule
+        if is_opening:
+            whole = schedule.batch_size * len(self._local_plan.groups)
+            schedule = replace(schedule, batch_size=whole)
+        self.messages.sync = replace(self.sync, schedule=schedule)
+        self.messages.hands_over = server_round == self._opening.num_rounds
+        self._phases.use(self.messages.sync)
 
     def open(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -95,15 +96,6 @@ class PostLocalMethod(GroupsMethod):
                 if soc_of[message.metadata.dst_node_id] in had:
                     message.content[HANDED] = ConfigRecord({"state": self._handed})
         return this, messages
-
-    def task(self, group: Group, interval: SyncInterval) -> GroupTask:
-        """Return the group's task, with the phase's batch."""
-        last = interval.index == self._opening.num_rounds - 1
-        return replace(
-            super().task(group, interval),
-            batch_size=self._batch_size(interval.index + 1),
-            hands_over=last,
-        )
 
     def settle(self, this: Round, replies: Sequence[Message]) -> SettledRound:
         """Read the replies, and the optimiser of the last synchronous round."""

@@ -17,7 +17,7 @@ from socflower.edgecloud.plan.split_pipeline import Timeline, moved, round_ends,
 from socflower.edgecloud.plan.timeline_actions import encode_actions
 from socflower.errors import ConfigError, NodesLost, TrainingFailed
 from socflower.sim import EventClock
-from socflower.strategies.method import Method
+from socflower.strategies.method import Description, Method
 from socflower.strategies.methods.split_report import SplitRoundReport
 from socflower.strategies.mixed_replies import client_events
 from socflower.strategies.node_registry import NodeRegistry
@@ -152,17 +152,13 @@ class SplitMethod(Method[SplitRound, SettledSplit]):
         """The edges."""
         return range(len(self.parties))
 
-    def transports(self) -> dict[str, str]:
-        """Return that of features and gradients."""
-        return {"edge and cloud": self.transport}
-
     @property
     def transport(self) -> str:
         """The transport of features and gradients."""
         return "in process" if self._cloud is None else "gRPC"
 
-    def describe(self) -> list[str]:
-        """Return each edge's split plan, and the spans, in lines."""
+    def describe(self) -> "SplitDescription":
+        """Return each edge's split plan, and the spans."""
         lines = []
         for index, party in enumerate(self.parties):
             now = party.split_plan
@@ -173,7 +169,7 @@ class SplitMethod(Method[SplitRound, SettledSplit]):
             lines.append(f"Edge {index}: {where}, {now.bits} bits, K = {now.window}{moves}")
         longest = max(self._span(index + 1)[1] for index in range(self.num_rounds))
         rounds = f"Rounds: {self.num_rounds} of up to {longest} batches, cloud halves: {self._mode}"
-        return [*lines, rounds]
+        return SplitDescription(lines=[*lines, rounds], transport=self.transport)
 
     def _span(self, server_round: int) -> tuple[int, int]:
         first = self._round_ends[server_round - 2] if server_round > 1 else 0
@@ -466,6 +462,17 @@ class SplitMethod(Method[SplitRound, SettledSplit]):
         for party, engine in zip(self.parties, state.get("engines", ()), strict=False):
             if isinstance(party.decider, DecisionEngine):
                 party.decider.restore(engine)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitDescription(Description):
+    """The edges' split plans, and the transport of features and gradients."""
+
+    transport: str
+
+    def transports(self) -> dict[str, str]:
+        """Return that of features and gradients."""
+        return {"edge and cloud": self.transport}
 
 
 def _event(kind: str, party: int, text: str) -> ReplyEvent:

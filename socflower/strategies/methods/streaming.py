@@ -128,7 +128,7 @@ class StreamingMethod(GroupsMethod):
     def _ways_of_leaders(self, grid: Grid) -> Sequence[str]:
         if not self.planner.registry.ring_address_of:
             return KINDS
-        compression = self._exchange.leader_compression
+        compression = self.sync.exchange.leader_compression
         if compression != NONE or self.leaders not in (AUTO, STAR):
             raise ConfigError(
                 f"streaming: leaders = {self.leaders!r}, leader_compression = {compression!r}: fragments of real "
