@@ -119,7 +119,7 @@ server_interval = 2
         "auto": Capability(
             label='groups = "auto"',
             says='[strategy]\ngroups = "auto"',
-            is_in=lambda s: s.has_groups and s.strategy.groups == "auto",
+            is_in=lambda s: s.kind.has_groups and s.strategy.groups == "auto",
         ),
         "overlap": Capability(
             label="overlapped exchange",
@@ -130,7 +130,7 @@ server_interval = 2
             label="leaders in a ring",
             says='[strategy]\nleaders = "ring"',
             chooses="leaders",
-            is_in=lambda s: s.has_groups and "leaders" in s.strategy.model_fields_set,
+            is_in=lambda s: s.kind.has_groups and "leaders" in s.strategy.model_fields_set,
         ),
         "between": Capability(
             label="compressed leaders",
@@ -156,7 +156,7 @@ server_interval = 2
         "local": Capability(
             label="data that stay",
             says='[data]\npartition = "dirichlet"\n[strategy]\nreshuffle = false',
-            is_in=lambda s: s.has_groups and not s.strategy.reshuffle,
+            is_in=lambda s: s.kind.has_groups and not s.strategy.reshuffle,
         ),
         "dispatch": Capability(
             label="samples from the hub",
@@ -322,7 +322,7 @@ def _shipped_with(family: Family, pair: Sequence[str], shipped: Sequence[Scenari
     return [
         each.name
         for each in shipped
-        if each.is_split == (family is SPLIT)
+        if each.kind.uses_cloud == (family is SPLIT)
         and all(family.capabilities[key].is_in(each) for key in pair)
     ]
 

@@ -224,7 +224,7 @@ def unread_by_run(
 
 def refuse_fusion_of_split(scenario: "Scenario", fusion: str | None) -> None:
     """Raise `ConfigError` for --fusion with a cloud: streams to a cloud have no messages to fuse."""
-    if fusion is not None and scenario.is_split:
+    if fusion is not None and scenario.kind.uses_cloud:
         name = scenario.strategy.name
         raise ConfigError(
             f"--fusion {fusion}: is not for {name!r}, which has a cloud; leave it out"

@@ -101,7 +101,7 @@ def plan(
     options = [f"strategy.{key}={value}" for key, value in given.items() if value is not None]
     if options:
         loaded = load_scenario(scenario, [*overrides, *options])
-    if loaded.is_pipeline:
+    if loaded.kind.is_pipeline:
         from socflower.cli.pipeline_plan import plan_pipeline_scenario
 
         plan_pipeline_scenario(loaded, scenario, out, as_json)
@@ -142,7 +142,7 @@ def _plan_cluster(
 
     with prints_to_stderr():
         cluster = scenario_cluster(scenario)
-        if scenario.is_split:
+        if scenario.kind.uses_cloud:
             planned = plan_split(scenario)
         else:
             planned = with_choices(scenario, cluster, plan_scenario(scenario))
@@ -154,7 +154,7 @@ def _plan_cluster(
             document["window"] = planned_window(scenario, cluster, *window)
     if as_json:
         print_json(document)
-    elif scenario.is_split:
+    elif scenario.kind.uses_cloud:
         print_split_plan(OUT, document)
     else:
         print_plan(OUT, cluster, document)

@@ -127,7 +127,7 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
         if settings.schedule == "constant"
         else partial(scheduler_of, rate_schedule(settings)),
         # The registry's models support it and are faster with it; tensors that cross cuts have torch's own layout.
-        channels_last=not scenario.model.factory and not scenario.is_pipeline,
+        channels_last=not scenario.model.factory and not scenario.kind.is_pipeline,
         reduction=settings.reduction,
         device=settings.device,
     )

@@ -18,7 +18,7 @@ from socflower.scenario.schema.config import ARITHMETICS
 from socflower.scenario.schema.file import num_participants, scenario_cluster, to_document
 from socflower.scenario.schema.pipeline import PipelineConfig
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.search import searched_keys, start_of
+from socflower.scenario.search import searched_keys, start_of, value_of
 from socflower.strategies.presets import STRATEGIES, GroupStrategy
 
 _FACTORS: Mapping[str, tuple[float, ...]] = {
@@ -105,7 +105,7 @@ def candidates_of(
     refused: dict[str, str] = {}
     for arithmetic in arithmetics:
         try:
-            changed = scenario.in_arithmetic(arithmetic)
+            changed = _in_arithmetic(scenario, arithmetic)
             _require_operators(changed)
         except ConfigError as error:
             refused[arithmetic] = str(error)
@@ -165,7 +165,7 @@ def _settings(scenario: Scenario, name: str, errors: list[str]) -> Iterator[Sett
 
 def _choices(scenario: Scenario) -> Iterator[dict[str, Any]]:
     """Yield the values of keys that are tried for the scenario's strategy; not all of them fit."""
-    kind, start = STRATEGIES[scenario.strategy.name], start_of(scenario)
+    kind, start = scenario.kind, start_of(scenario)
     keys = [key for key in searched_keys(scenario) if key in _FACTORS]
     if not isinstance(kind, GroupStrategy) and not kind.is_grid:
         keys = [key for key in keys if key not in ("groups", "sync_interval_epochs")]
@@ -177,7 +177,7 @@ def _choices(scenario: Scenario) -> Iterator[dict[str, Any]]:
     if scenario.precision.has_int8_weights:
         # They move by `gradient_bits`, or relative to themselves.
         keys.remove("learning_rate")
-    axes = {key: _around(scenario.value_of(key), _FACTORS[key]) for key in keys}
+    axes = {key: _around(value_of(scenario, key), _FACTORS[key]) for key in keys}
     if "socs" in start:
         counts = list(_halves(start["socs"]))
         few = [count for count in counts if count <= _MOST_STAGES]
@@ -229,7 +229,7 @@ def weights_key(scenario: Scenario) -> str:
 def _arithmetic(scenario: Scenario) -> str:
     """Return what determines the weights besides step and learning rate."""
     document = to_document(scenario)
-    name, kind = scenario.strategy.name, STRATEGIES[scenario.strategy.name]
+    name, kind = scenario.strategy.name, scenario.kind
     strategy = {
         key: value
         for key, value in document["strategy"].items()
@@ -254,8 +254,15 @@ def _arithmetic_of_pipeline(table: PipelineConfig) -> str:
     return _SYNCHRONOUS if inexact == exact else f"pipeline {inexact} {table.activation_feedback}"
 
 
+def _in_arithmetic(scenario: Scenario, arithmetic: str) -> Scenario:
+    """Return the scenario with another arithmetic; without its momentum where integer updates have none."""
+    precision = scenario.precision.under(arithmetic)
+    momentum = None if precision.has_int8_weights else scenario.train.momentum
+    return scenario.replaced(precision=precision, train=scenario.train.replaced(momentum=momentum))
+
+
 def _step(scenario: Scenario) -> tuple[int, int, float]:
-    kind, train = STRATEGIES[scenario.strategy.name], scenario.train
+    kind, train = scenario.kind, scenario.train
     if kind.is_pipeline:
         return train.batch_size, 1, 0.0
     num_socs = num_participants(scenario, scenario_cluster(scenario))

@@ -109,7 +109,7 @@ def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | Non
         )
         raise scenario.mistake("train", "epochs", why)
     clock = EventClock(cluster, dynamics=rack)
-    if scenario.is_split:
+    if scenario.kind.uses_cloud:
         SplitSetting(scenario).run(clock)
     else:
         _run_groups(scenario, cluster, clock)
@@ -145,11 +145,11 @@ def _run_groups(scenario: Scenario, cluster: Cluster, clock: EventClock) -> None
 
 def unthrottled_training_s(scenario: Scenario, cluster: Cluster) -> float | None:
     """Return the virtual seconds of the planned training without heat and users; None for fedavg and pipelines."""
-    if scenario.is_split:
+    if scenario.kind.uses_cloud:
         clock = EventClock(cluster)
         SplitSetting(scenario).run(clock)
         return clock.now_s
-    if not scenario.has_groups:
+    if not scenario.kind.has_groups:
         return None
     return planned_training(scenario, cluster).duration_s
 
@@ -202,7 +202,7 @@ def planned_load(scenario: Scenario, cluster: Cluster, rack: Rack) -> PlannedLoa
     """Return the power and heat of the planned training over the run's virtual time."""
     idle_w = [cluster.device_of(soc).idle_w for soc in range(cluster.num_socs)]
     # Without groups there is no plan: all SoCs work all the time.
-    if not scenario.has_groups:
+    if not scenario.kind.has_groups:
         num_socs = scenario.strategy.socs or cluster.num_socs
         busy = [cluster.device_of(soc) for soc in range(num_socs)]
         busy_w = sum(device.processor(device.default_processor).active_w for device in busy)

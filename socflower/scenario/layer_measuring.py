@@ -32,7 +32,7 @@ def measured_profile(
     Raises ConfigError for another scenario, for a device that its cluster does not have, and for layers without int8
     kernels.
     """
-    if not scenario.is_pipeline:
+    if not scenario.kind.is_pipeline:
         raise scenario.mistake("strategy", "name", "layers are measured for 'hybrid-pipeline'")
     require_device(scenario, device, f"--name {device}")
     require_count("--threads", threads, 1, MAX_WORKERS)

@@ -34,7 +34,7 @@ def require_exportable(scenario: Scenario, target: Path) -> None:
     """
     if target.suffix != ".onnx":
         return
-    if scenario.is_split:
+    if scenario.kind.uses_cloud:
         raise ConfigError(
             f"--save-model {target}: {scenario.name} trains two halves; save .npz or .safetensors"
         )

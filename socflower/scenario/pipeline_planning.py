@@ -21,7 +21,6 @@ from socflower.scenario.schema.file import num_participants, scenario_cluster
 from socflower.scenario.schema.pipeline import INT8, LAXER, PEERS, PipelineConfig
 from socflower.scenario.schema.scenario_file import Scenario
 from socflower.sim import EventClock, Trace
-from socflower.strategies.presets import STRATEGIES
 from socflower.wire.saved_state import write_atomically
 from socflower.workloads.models.built_in import built_in_pieces, model_names
 from socflower.workloads.sources import data_names, data_shape
@@ -249,7 +248,7 @@ def _require_read(
 
 def planner_settings(scenario: Scenario) -> PlannerSettings:
     """Return what the planner searches: any plan, or with `2d` pipelines of groups."""
-    groups, is_grid = scenario.strategy.groups, STRATEGIES[scenario.strategy.name].is_grid
+    groups, is_grid = scenario.strategy.groups, scenario.kind.is_grid
     number = groups if isinstance(groups, int) else 0
     return PlannerSettings(
         micro_batch_sizes=tuple(micro_batch_sizes(scenario)), grid=number if is_grid else None

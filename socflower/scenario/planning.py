@@ -14,7 +14,6 @@ from socflower.hierarchy import (
     Rebalancing,
     SyncInterval,
     choose_exchanges,
-    gradient_coding,
     group_steps_per_epoch,
     plan_groups,
     step_times,
@@ -23,7 +22,7 @@ from socflower.hierarchy import (
 )
 from socflower.hierarchy.exchange.collective_tasks import FUSIONS
 from socflower.hierarchy.exchange.gradients import exchange_in_groups
-from socflower.hierarchy.exchange.models import KINDS, ModelExchange
+from socflower.hierarchy.exchange.models import KINDS
 from socflower.hierarchy.quorum import late_together, training_usage
 from socflower.precision.cpu_share import RULES_BY_THROUGHPUT
 from socflower.precision.processor_costs import MixedPricing
@@ -42,8 +41,13 @@ from socflower.scenario.schema.scenario_file import Scenario
 from socflower.sim import EventClock
 from socflower.sim.event_clock import at_start
 from socflower.strategies.presets import group_strategy
-from socflower.strategies.settings import require_few_fragments, streamed_interval
-from socflower.wire.message_keys import INT8_WIRE
+from socflower.strategies.settings import (
+    Streaming,
+    TrainingSchedule,
+    interval_costs,
+    require_few_fragments,
+    streamed_interval,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,7 +263,7 @@ def _work_of(
     plan = plan_groups(
         cluster, num_groups, num_socs, sustained_rates(cluster, scenario.model.name, cost)
     )
-    if fault := scenario.quorum.fault(len(plan.groups), min(map(len, late_together(plan)))):
+    if fault := scenario.strategy.waits_for.fault(len(plan.groups), min(map(len, late_together(plan)))):
         raise scenario.mistake("strategy", "quorum", fault)
     num_left = num_training_samples(scenario, num_samples(scenario))
     steps_per_epoch = group_steps_per_epoch(num_left, len(plan.groups), scenario.train.batch_size)
@@ -270,29 +274,21 @@ def _work_of(
         [group.members for group in plan.groups],
         steps_per_epoch,
     )
-    profile = model_profile(scenario)
-    if scenario.is_streaming:
-        require_few_fragments(scenario.streaming, scenario.interval_epochs, steps_per_epoch)
-    return IntervalCosts(
+    profile, fragments = model_profile(scenario), settings.fragments
+    if fragments is not None:
+        require_few_fragments(fragments, scenario.interval_epochs, steps_per_epoch)
+    return interval_costs(
+        scenario.schedule(num_left),
+        exchange,
         cluster=cluster,
         plan=plan,
         profile=profile,
-        fragment=_fragment(scenario, profile),
-        num_samples=num_left,
-        batch_size=scenario.train.batch_size,
-        reshuffle=scenario.reshuffle,
-        uplink_turns=False,
-        overlap_buckets=settings.overlap_buckets,
+        fragment=None if fragments is None else _fragment(fragments, profile),
         gradients=gradients,
         pricing=cost,
         rebalancing=rebalancing(scenario),
-        fusion=settings.fusion,
-        models=ModelExchange(
-            coding=gradient_coding(settings.leader_compression),
-            hub_decides=settings.outer_step is not None
-            or group_strategy(settings.name).needs_each_model,
-            in_int8=scenario.precision.wire == INT8_WIRE,
-        ),
+        hub_decides=settings.outer_step is not None
+        or group_strategy(settings.name).needs_each_model,
         steps_per_epoch=steps_per_epoch,
         preemption=settings.preemption,
         dispatches=settings.dispatch,
@@ -307,7 +303,7 @@ def with_plan(
     exchanges, work = choose_exchanges(
         work,
         settings.uplink_turns,
-        scenario.leaders,
+        scenario.exchange.leaders,
         _planned_lengths(scenario, work),
         clock,
     )
@@ -316,23 +312,36 @@ def with_plan(
 
 def planned_intervals(scenario: Scenario, work: IntervalCosts) -> Sequence[SyncInterval]:
     """Return the intervals of the whole training."""
+    epochs, interval, schedule = _intervals_of(scenario, work)
     return sync_schedule(
-        scenario.train.epochs - scenario.synchronous_epochs,
+        epochs,
         work.steps_per_epoch,
-        _interval_epochs(scenario),
-        server_interval=_server_interval(scenario),
-        doubling_epochs=scenario.strategy.doubling_epochs,
+        interval,
+        server_interval=schedule.server_interval,
+        doubling_epochs=schedule.doubling_epochs,
     )
+
+
+def _intervals_of(
+    scenario: Scenario, work: IntervalCosts
+) -> tuple[int, float | str, TrainingSchedule]:
+    """Return the epochs in groups, and those between synchronisations, be they of fragments; and the schedule."""
+    schedule, fragments = scenario.schedule(work.num_samples), scenario.strategy.fragments
+    interval = schedule.interval_epochs
+    if fragments is not None:
+        interval = streamed_interval(interval, fragments.fragments)
+    return scenario.train.epochs - scenario.synchronous_epochs, interval, schedule
 
 
 def _planned_shapes(scenario: Scenario, work: IntervalCosts) -> Sequence[tuple[SyncInterval, int]]:
     """Return the distinct intervals and their counts, so that the cost does not grow with the number of epochs."""
+    epochs, interval, schedule = _intervals_of(scenario, work)
     shapes = sync_shapes(
-        scenario.train.epochs - scenario.synchronous_epochs,
+        epochs,
         work.steps_per_epoch,
-        _interval_epochs(scenario),
-        server_interval=_server_interval(scenario),
-        doubling_epochs=scenario.strategy.doubling_epochs,
+        interval,
+        server_interval=schedule.server_interval,
+        doubling_epochs=schedule.doubling_epochs,
         changes=work.gradients.coding.changes,
     )
     if not scenario.synchronous_epochs:
@@ -354,19 +363,8 @@ def _lengths(shapes: Sequence[tuple[SyncInterval, int]]) -> dict[int, int]:
     return lengths
 
 
-def _interval_epochs(scenario: Scenario) -> float | str:
-    """Return the epochs between synchronisations, be they of fragments."""
-    interval = scenario.interval_epochs
-    if not scenario.is_streaming:
-        return interval
-    return streamed_interval(interval, scenario.streaming.fragments)
-
-
-def _fragment(scenario: Scenario, profile: ModelProfile) -> Fragment | None:
-    """Return what a synchronisation exchanges, if not the whole model: the mean of its fragments."""
-    if not scenario.is_streaming:
-        return None
-    streaming = scenario.streaming
+def _fragment(streaming: Streaming, profile: ModelProfile) -> Fragment:
+    """Return what a synchronisation of fragments exchanges: their mean."""
     return Fragment(
         num_bytes=profile.weight_bytes / streaming.fragments,
         num_tensors=max(1, round(profile.num_tensors / streaming.fragments)),
@@ -374,15 +372,11 @@ def _fragment(scenario: Scenario, profile: ModelProfile) -> Fragment | None:
     )
 
 
-def _server_interval(scenario: Scenario) -> int:
-    return group_strategy(scenario.strategy.name).server_interval(scenario.strategy.server_interval)
-
-
 def _usage_of(scenario: Scenario, work: IntervalCosts, clock: EventClock) -> Usage:
     """Return the usage of the whole training."""
-    if scenario.quorum.fraction < 1:
+    if scenario.strategy.waits_for.fraction < 1:
         intervals = planned_intervals(scenario, work)
-        return training_usage(work, intervals, at_start(clock), scenario.quorum)
+        return training_usage(work, intervals, at_start(clock), scenario.strategy.waits_for)
     usage = _usage_of_all(work, _planned_shapes(scenario, work), clock)
     return usage + _opening_usage(scenario, work, clock)
 
@@ -413,7 +407,7 @@ def _opening_usage(scenario: Scenario, work: IntervalCosts, clock: EventClock) -
     _, opening = choose_exchanges(
         replace(work, plan=one, batch_size=batch_size),
         scenario.strategy.uplink_turns,
-        scenario.leaders,
+        scenario.exchange.leaders,
         _lengths(shapes),
         clock,
     )
@@ -426,7 +420,7 @@ def _predict(scenario: Scenario, work: IntervalCosts, clock: EventClock) -> dict
         clock,
         _planned_shapes(scenario, work),
         scenario.train.epochs,
-        in_servers=_server_interval(scenario) > 1,
+        in_servers=scenario.schedule(work.num_samples).server_interval > 1,
         optimizer_copies=optimizer_copies(scenario),
         training=_usage_of(scenario, work, clock),
     )

@@ -17,7 +17,7 @@ from socflower.scenario.schema.config import (
 )
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.strategies.presets import STRATEGIES, GroupStrategy, group_strategy
+from socflower.strategies.presets import GroupStrategy, group_strategy
 
 _BUCKETS = (1, 8)
 """Of a gradient that is exchanged while the rest is computed, as a strategy may have at its best."""
@@ -37,7 +37,7 @@ def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict
         for name in strategies:
             planned = _of_entry(scenario, entry, name)
             # FedAvg has no plan, so nothing is predicted for it.
-            if not planned.has_groups:
+            if not planned.kind.has_groups:
                 continue
             # The first strategy decides at how many samples a step all are compared.
             step_samples = step_samples or samples_a_step(planned)
@@ -56,7 +56,7 @@ def epochs_of(scenario: Scenario, cluster: Cluster, step_samples: int) -> dict[s
     settings: dict[str, Any] = {}
     best = equal
     # The planner of pipelines has tried all of their settings.
-    if not scenario.is_pipeline:
+    if not scenario.kind.is_pipeline:
         try:
             settings, best = best_epoch(scenario, cluster, step_samples)
         except InfeasiblePlan:
@@ -114,10 +114,10 @@ def samples_a_step(scenario: Scenario) -> int:
 def _num_batches(scenario: Scenario) -> int:
     """Return how many batches are trained on at the same time: one of each group, of a pipeline, of a SoC of FedAvg."""
     settings = scenario.strategy
-    if scenario.is_pipeline:
+    if scenario.kind.is_pipeline:
         return 1
     num_socs = settings.socs or scenario_cluster(scenario).num_socs
-    if not scenario.has_groups:
+    if not scenario.kind.has_groups:
         return num_socs
     number = group_strategy(settings.name).groups(settings.groups, num_socs)
     # With "auto" the prediction is that of one group per board.
@@ -144,7 +144,7 @@ def _tried(
 
     They leave the result of a step as it is: the number of groups would change it.
     """
-    settings, kind = scenario.strategy, STRATEGIES[scenario.strategy.name]
+    settings, kind = scenario.strategy, scenario.kind
     own_socs, is_alone = None, True
     if isinstance(kind, GroupStrategy):
         own_socs, is_alone = kind.num_socs, kind.never_exchanges_gradients(settings.groups)
@@ -169,7 +169,7 @@ def epochs_by_fusion(scenario: Scenario, strategies: Sequence[str]) -> list[dict
     return [
         {"strategy": name, "epoch_s": {fusion: _epoch_s(plan, fusion) for fusion in FUSIONS}}
         for name, plan in plans.items()
-        if plan.has_groups
+        if plan.kind.has_groups
     ]
 
 

@@ -59,7 +59,7 @@ class Front:
 
 def require_front(scenario: Scenario) -> None:
     """Raise `ConfigError` for a scenario without a front that can be predicted."""
-    if scenario.is_split:
+    if scenario.kind.uses_cloud:
         raise ConfigError(
             f"--front: predicts strategies without a cloud, and this one has strategy.name = "
             f"{scenario.strategy.name!r}; leave it out"

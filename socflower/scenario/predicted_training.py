@@ -34,11 +34,11 @@ def predicted_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
 
     Raises `ConfigError` for training with a cloud, `InfeasiblePlan` for devices with too little memory.
     """
-    if scenario.has_groups:
+    if scenario.kind.has_groups:
         return planned_training(scenario, cluster)
-    if scenario.is_split:
+    if scenario.kind.uses_cloud:
         raise ConfigError(f"{scenario.strategy.name}: has a cloud; use `socflower plan`")
-    if scenario.is_pipeline:
+    if scenario.kind.is_pipeline:
         return _pipeline_training(scenario, cluster)
     return _local_training(scenario, cluster)
 

@@ -26,7 +26,7 @@ from socflower.scenario.schema.file import num_participants, scenario_cluster
 from socflower.scenario.schema.key_rules import is_set
 from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.split_setting import SplitSetting
-from socflower.strategies.presets import STRATEGIES, group_strategy
+from socflower.strategies.presets import group_strategy
 from socflower.workloads.sources import data_names, load_data
 from socflower.workloads.weights_file import read_weights
 
@@ -73,7 +73,7 @@ class PreparedRun:
             _check_pretrained(scenario, trains_here)
         num_socs = num_participants(scenario, self.cluster)
         check_boards(scenario, self.cluster)
-        if scenario.is_split:
+        if scenario.kind.uses_cloud:
             _check_shared(scenario, engine)
             if engine == "deployment":
                 require_given_codec(scenario)
@@ -97,7 +97,7 @@ class PreparedRun:
         from socflower.model_graph.torch_device import resolve_device
 
         resolve_device(scenario.train.device, f"{scenario.name} [train] device")
-        if scenario.is_split:
+        if scenario.kind.uses_cloud:
             if scenario.precision.arithmetic != "fp32":
                 self._check_int8_front()
             return
@@ -128,7 +128,7 @@ class PreparedRun:
     def _check_groups(self, num_socs: int) -> None:
         scenario = self.scenario
         groups = scenario.strategy.groups
-        reads_groups = "groups" not in STRATEGIES[scenario.strategy.name].unread_keys
+        reads_groups = "groups" not in scenario.kind.unread_keys
         if reads_groups and isinstance(groups, int) and groups > num_socs:
             raise InfeasiblePlan(
                 f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; use "
@@ -136,7 +136,7 @@ class PreparedRun:
             )
         if scenario.strategy.use_spares:
             self._check_spares(num_socs)
-        kind = STRATEGIES[scenario.strategy.name]
+        kind = scenario.kind
         is_alone = groups == num_socs and several_groups(scenario.strategy.name)
         is_alone |= groups == "auto" and kind.is_alone
         unread = () if kind.is_synchronous_first else INSIDE_GROUPS_OR_FIRST
@@ -144,7 +144,7 @@ class PreparedRun:
             if is_alone and is_set(scenario.strategy, key):
                 why = "each group has one SoC, which exchanges no gradients; leave it out"
                 raise scenario.mistake("strategy", key, why)
-        if scenario.precision.arithmetic == "int8" and scenario.has_groups:
+        if scenario.precision.arithmetic == "int8" and scenario.kind.has_groups:
             _check_int8_exchange(scenario)
         last = self.cluster.num_socs - 1
         for event in scenario.events:
@@ -163,9 +163,9 @@ class PreparedRun:
     def _check_memory(self, num_socs: int) -> None:
         """Raise for a device with too little memory for its part of a step; pipelines are planned within it."""
         scenario = self.scenario
-        if scenario.has_groups:
+        if scenario.kind.has_groups:
             group_work(scenario, self.cluster)
-        elif not scenario.is_pipeline:
+        elif not scenario.kind.is_pipeline:
             share = min(scenario.train.batch_size, math.ceil(num_samples(scenario) / num_socs))
             require_training_memory(
                 self.cluster,
@@ -256,7 +256,7 @@ def _check_int8_exchange(scenario: Scenario) -> None:
 def _check_streaming(scenario: Scenario, engine: str) -> None:
     """Raise for what fragments of real machines, which meet at the hub, would not do."""
     strategy = scenario.strategy
-    if engine != "deployment" or not scenario.is_streaming:
+    if engine != "deployment" or not strategy.kind.is_streaming:
         return
     for key, plain in (("leaders", ("auto", "star")), ("leader_compression", (NONE,))):
         if getattr(strategy, key) not in plain:

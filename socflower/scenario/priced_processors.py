@@ -32,7 +32,7 @@ def priced_processors(
     )
     if scenario.pipeline is not None and scenario.pipeline.int8_socs:
         _add_int8_stages(entries, cluster, scenario.pipeline.int8_socs)
-    if scenario.is_split and scenario.strategy.name != "edge-only":
+    if scenario.kind.uses_cloud and scenario.strategy.name != "edge-only":
         cloud, known = scenario.split.cloud_device, {entry["device"] for entry in entries}
         if cloud not in known:
             entries.append(

@@ -191,7 +191,7 @@ def _num_parallel(scenario: Scenario, cluster: Cluster) -> int:
     """Return how many clients can run at the same time."""
     num_socs = num_participants(scenario, cluster)
     groups = None
-    if scenario.has_groups:
+    if scenario.kind.has_groups:
         kind = group_strategy(scenario.strategy.name)
         groups = kind.groups(scenario.strategy.groups, num_socs)
     return groups if isinstance(groups, int) else num_socs

@@ -15,9 +15,10 @@ from socflower.engines.ending import Ending
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.report.quality import QUALITIES
 from socflower.scenario.predicted_epochs import mean_epoch
+from socflower.scenario.schema.config import TrainConfig
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.strategies.presets import STRATEGIES, GroupStrategy
+from socflower.strategies.presets import GroupStrategy
 
 Choice: TypeAlias = Mapping[str, Any]
 Cost: TypeAlias = tuple[float, float]
@@ -137,19 +138,25 @@ def searched_keys(scenario: Scenario) -> tuple[str, ...]:
 
     Its other settings are the scenario's. One group has no interval: it is evaluated as often as the scenario says.
     """
-    kind = STRATEGIES[scenario.strategy.name]
+    kind = scenario.kind
     keys = ["batch_size", "learning_rate", "epochs", "socs", "groups", "sync_interval_epochs"]
     synchronises = isinstance(kind, GroupStrategy) and kind.num_groups != 1
     unread = kind.unread_keys | (set() if synchronises else {"sync_interval_epochs"})
     if kind.uses_cloud:
         unread |= {"socs"}
-    texts = {key for key in keys if isinstance(scenario.value_of(key), str)}
+    texts = {key for key in keys if isinstance(value_of(scenario, key), str)}
     return tuple(key for key in keys if key not in unread | texts)
+
+
+def value_of(scenario: Scenario, key: str) -> Any:
+    """Return the value of a key of `[train]` or `[strategy]`."""
+    table = scenario.train if key in TrainConfig.model_fields else scenario.strategy
+    return getattr(table, key)
 
 
 def start_of(scenario: Scenario) -> dict[str, Any]:
     """Return the choice that the scenario is."""
-    values = {key: scenario.value_of(key) for key in searched_keys(scenario)}
+    values = {key: value_of(scenario, key) for key in searched_keys(scenario)}
     if "socs" in values and values["socs"] is None:
         values["socs"] = scenario_cluster(scenario).num_socs
     return values
@@ -161,7 +168,7 @@ def first_choice(scenario: Scenario) -> dict[str, Any]:
     How many SoCs share a batch leaves exact training as it is, so that no training is needed to choose them: from all
     SoCs down, a ring would spend its trainings on the way to the few that small models want.
     """
-    choice, kind = start_of(scenario), STRATEGIES[scenario.strategy.name]
+    choice, kind = start_of(scenario), scenario.kind
     if "socs" not in choice or not isinstance(kind, GroupStrategy) or kind.num_groups != 1:
         return choice
     epochs_s: dict[int, float] = {}

@@ -157,7 +157,7 @@ class SplitSetting:
     def round_ends(self) -> tuple[int, ...]:
         """Return how many batches are done at the end of each round."""
         ends = round_ends(
-            self.scenario.split_round_epochs,
+            self.scenario.strategy.round_epochs,
             self.batches_per_epoch,
             self.scenario.train.epochs,
         )

@@ -21,6 +21,7 @@ from socflower.engines.deployment.flower_processes import marked as with_mark
 from socflower.engines.deployment.flower_processes import own_processes, tail
 from socflower.errors import ConfigError, SocflowerError
 from socflower.scenario.expectations import is_of_plan, strategies_of_claims
+from socflower.scenario.schema.config import NEED_WORKERS
 from socflower.scenario.schema.file import load_scenario
 from socflower.scenario.schema.scenario_file import Scenario
 from socflower.wire.folders import exclusive_folder
@@ -55,15 +56,22 @@ class Suite:
     def words(self, file: Path, scenario: Scenario) -> tuple[str, ...]:
         """Return the words after `socflower` that check the claims of a scenario."""
         changes = [word for override in self.overrides for word in ("--set", override)]
-        if scenario.is_pipeline and any(map(is_of_plan, scenario.expect)):
+        if scenario.kind.is_pipeline and any(map(is_of_plan, scenario.expect)):
             return ("plan", str(file), *changes, "--json")
         names = dict.fromkeys((scenario.strategy.name, *strategies_of_claims(scenario.expect)))
         seeds = ("--seeds", ",".join(map(str, self.seeds))) if self.seeds else ()
         return (
             *("compare", str(file), "--strategies", ",".join(names), *seeds, *changes),
             *("--out", str(self.out / file.stem), "--json"),
-            *("--workers", str(scenario.num_workers)),
+            *("--workers", str(_num_workers(scenario))),
         )
+
+
+def _num_workers(scenario: Scenario) -> int:
+    """Return the fewest worker processes that faults need: one for each client that hangs, and one for the others."""
+    if not any(event.kind in NEED_WORKERS for event in scenario.events):
+        return 0
+    return 1 + max(1, len({event.soc for event in scenario.events if event.kind == "hang"}))
 
 
 def scenario_files_in(folder: Path) -> tuple[Path, ...]:

@@ -346,7 +346,7 @@ class _Search:
 
 def _round_epochs(scenario: Scenario) -> float:
     """Return the epochs of a round, after which a model is evaluated; 0 if rounds become longer."""
-    if not isinstance(STRATEGIES[scenario.strategy.name], GroupStrategy):
+    if not isinstance(scenario.kind, GroupStrategy):
         return float(scenario.train.local_epochs)
     interval = scenario.interval_epochs
     return 0.0 if isinstance(interval, str) else interval

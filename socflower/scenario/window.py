@@ -10,7 +10,6 @@ from socflower.quantities import counted, human_seconds
 from socflower.scenario.heat import predicted_heat
 from socflower.scenario.predicted_training import predicted_training
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.strategies.presets import STRATEGIES
 from socflower.thermal.fans.fan_curve import rack_fans
 
 _SPEEDS = 4
@@ -54,12 +53,12 @@ def _choice(
     tried: dict[str, Any] | None = None
     for rpm, changed in _cooled(scenario):
         strategy = changed.strategy
-        if "socs" not in STRATEGIES[strategy.name].unread_keys and num_socs < cluster.num_socs:
+        if "socs" not in strategy.kind.unread_keys and num_socs < cluster.num_socs:
             changed = changed.replaced(strategy=strategy.replaced(socs=num_socs))
         try:
             planned = predicted_training(changed, cluster)
             # What is too long without heat is not simulated with it, which takes long for long trainings.
-            is_open = planned.duration_s <= window_s and changed.has_groups
+            is_open = planned.duration_s <= window_s and changed.kind.has_groups
             heat = predicted_heat(changed, cluster) if is_open else None
         except (ConfigError, InfeasiblePlan):
             if tried is None and num_socs == (scenario.strategy.socs or cluster.num_socs):

@@ -39,6 +39,11 @@ class StrategyKind:
     is_grid: bool = False
 
     @property
+    def has_groups(self) -> bool:
+        """Whether it trains with groups, and so has a plan of them."""
+        return isinstance(self, GroupStrategy)
+
+    @property
     def waits_for_all(self) -> bool:
         """Whether its rounds need all groups, of one plan or of all servers."""
         return self.is_synchronous_first or self.is_streaming or self.has_local_epochs

@@ -1,7 +1,7 @@
 """The settings of SoCFlow, by what they are about; each is a frozen value that a caller may keep and reuse."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -9,6 +9,7 @@ from socflower.cluster import FP32, ModelProfile, Pricing, VirtualClock
 from socflower.cluster.cluster_file import MOST_SOCS
 from socflower.errors import ConfigError, require_type
 from socflower.field_rules import OneOf, checked
+from socflower.hierarchy import IntervalCosts
 from socflower.hierarchy.exchange import coding_bytes
 from socflower.hierarchy.exchange.coding_bytes import CODINGS, gradient_coding
 from socflower.hierarchy.exchange.collective_tasks import BUCKETS, FUSIONS
@@ -19,11 +20,12 @@ from socflower.hierarchy.exchange.models import (
     RING,
     STAR,
     TREE,
+    ModelExchange,
     compression_fault,
 )
 from socflower.hierarchy.sync_intervals import DECAY, DOUBLING_EPOCHS
 from socflower.hierarchy.uplink_turns import AUTO
-from socflower.wire.message_keys import WIRES
+from socflower.wire.message_keys import INT8_WIRE, WIRES
 
 # Far above any real training: they keep planning and training bounded.
 MOST_EPOCHS = 1_000_000
@@ -249,3 +251,26 @@ class ExchangeSettings:
         GradientExchange(kind=self.exchange, coding=gradient_coding(self.compression))
         if fault := compression_fault(self.leaders, self.leader_compression):
             raise ConfigError(fault)
+
+
+def interval_costs(
+    schedule: TrainingSchedule, exchange: ExchangeSettings, *, hub_decides: bool, **others: Any
+) -> IntervalCosts:
+    """Return what the intervals of a schedule cost with these exchanges; `others` are the fields besides.
+
+    `hub_decides`: the hub makes the next model, not the leaders.
+    """
+    return IntervalCosts(
+        num_samples=schedule.num_samples,
+        batch_size=schedule.batch_size,
+        reshuffle=schedule.reshuffle,
+        uplink_turns=False,
+        overlap_buckets=exchange.overlap_buckets,
+        fusion=exchange.fusion,
+        models=ModelExchange(
+            coding=gradient_coding(exchange.leader_compression),
+            hub_decides=hub_decides,
+            in_int8=exchange.wire == INT8_WIRE,
+        ),
+        **others,
+    )

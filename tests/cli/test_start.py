@@ -67,9 +67,9 @@ def test_a_plan_of_a_built_in_model_loads_no_torch(each_method: str, tmp_path: P
     planned = {
         name: scenario.strategy.name
         for name, scenario in loaded.items()
-        if (scenario.has_groups and not scenario.factories)
-        or (scenario.is_split and is_built_in(scenario))
-        or (scenario.is_pipeline and not reads_model(scenario.pipeline))
+        if (scenario.kind.has_groups and not scenario.factories)
+        or (scenario.kind.uses_cloud and is_built_in(scenario))
+        or (scenario.kind.is_pipeline and not reads_model(scenario.pipeline))
     }
     assert len(planned) > 38
     names = planned.keys()

@@ -27,6 +27,7 @@ from socflower.scenario.search import (
     pattern_search,
     searched_keys,
     start_of,
+    value_of,
 )
 from socflower.strategies.presets import CLUSTER_STRATEGIES, STRATEGIES, family_of
 from tests.command_line import Socflower, is_mistake
@@ -123,7 +124,7 @@ def test_a_strategy_may_have_every_setting_that_another_may_have(name: str) -> N
     kind, tables = STRATEGIES[name], (TrainConfig, StrategyConfig)
     for key in {key for table in tables for key in table.model_fields} - {"name"}:
         scenario = small(epochs=2)
-        own: dict[str, Any] = {name: {key: scenario.value_of(key)}}
+        own: dict[str, Any] = {name: {key: value_of(scenario, key)}}
         if own[name][key] is None:
             continue
         asked = CompareConfig(strategies=("socflow", name), train=own)
@@ -135,7 +136,7 @@ def test_a_strategy_may_have_every_setting_that_another_may_have(name: str) -> N
                 "does not read it",
             )
         else:
-            assert scenario.replaced(compare=asked).under(name).value_of(key) == own[name][key]
+            assert value_of(scenario.replaced(compare=asked).under(name), key) == own[name][key]
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def deployed_app(scenario: Scenario) -> DeployedApp:
 def participants(scenario: Scenario) -> tuple[int, ...]:
     """Return the SoCs of the scenario's plan, then spare ones; if only training can decide the plan, the first SoCs."""
     cluster, settings = scenario_cluster(scenario), scenario.strategy
-    if not scenario.has_groups:
+    if not scenario.kind.has_groups:
         return tuple(range(settings.socs or cluster.num_socs))
     kind = group_strategy(settings.name)
     num_socs = kind.num_socs or settings.socs or cluster.num_socs
@@ -85,7 +85,7 @@ def node_configs(scenario: Scenario) -> tuple[str, ...]:
 
 def needs_cloud(scenario: Scenario) -> bool:
     """Return whether a scenario's edges connect to a cloud."""
-    return scenario.is_split and scenario.strategy.name != "edge-only"
+    return scenario.kind.uses_cloud and scenario.strategy.name != "edge-only"
 
 
 # Loading torch takes seconds, in which a process may die.

@@ -65,7 +65,7 @@ def scenario_server_app(
             num_nodes = int(context.run_config.get(NUM_NODES_KEY, 0))
             run = prepared or PreparedRun(from_document(folder.read_scenario()))
             min_nodes = run.scenario.ring.min_nodes
-            by_default = half_of(num_nodes) if run.scenario.has_groups else None
+            by_default = half_of(num_nodes) if run.scenario.kind.has_groups else None
             await_nodes(
                 grid,
                 num_nodes,
@@ -148,7 +148,7 @@ class _DispatchingApp(ClientApp):
         self._scenario_of, self._grouped, self._split = scenario_of, grouped, split
 
     def __call__(self, message: Message, context: Context) -> Message:
-        is_split = self._scenario_of(context).is_split or (
+        is_split = self._scenario_of(context).kind.uses_cloud or (
             message.has_content() and SPLIT in message.content.config_records
         )
         return (self._split if is_split else self._grouped)(message, context)

@@ -205,7 +205,7 @@ def _scenario(path: Path, overrides: Sequence[str]) -> Scenario:
         for override in overrides:
             apply_override(document, override)
         scenario = from_document(document)
-    if not scenario.is_split:
+    if not scenario.kind.uses_cloud:
         raise ConfigError(
             f"{path}: [strategy] name = {scenario.strategy.name!r} has no cloud; use one of the split "
             "strategies"

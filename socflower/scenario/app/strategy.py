@@ -95,11 +95,11 @@ class Preset:
 def preset_of(parts: RunParts) -> Preset:
     """Return the strategy that the scenario names, ready to start."""
     scenario = parts.scenario
-    if scenario.is_split:
+    if scenario.kind.uses_cloud:
         return _split(parts)
-    if scenario.is_pipeline:
+    if scenario.kind.is_pipeline:
         return _pipeline(parts)
-    if scenario.has_groups:
+    if scenario.kind.has_groups:
         return _in_groups(parts)
     return _local(parts)
 
@@ -184,7 +184,7 @@ def strategy_in_groups(
     if scenario.synchronous_epochs:
         own["synchronous_epochs"] = scenario.synchronous_epochs
     if kind.is_streaming:
-        own["streaming"] = scenario.streaming
+        own["streaming"] = settings.fragments
     if kind.has_local_epochs:
         own["local_epochs"] = scenario.train.local_epochs
     return strategy(
@@ -194,22 +194,13 @@ def strategy_in_groups(
         groups=Grouping(
             num_groups=num_groups, num_socs=settings.socs, use_spares=settings.use_spares
         ),
-        schedule=TrainingSchedule(
-            num_samples=num_samples,
-            batch_size=scenario.train.batch_size,
-            num_epochs=scenario.train.epochs,
-            interval_epochs=settings.sync_interval_epochs,
-            doubling_epochs=settings.doubling_epochs,
-            server_interval=settings.server_interval,
-            reshuffle=settings.reshuffle,
-            seed=scenario.seed,
-        ),
+        schedule=scenario.schedule(num_samples),
         costs=costs,
         exchange=scenario.exchange,
         rings=scenario.ring,
         rebalancing=rebalancing(scenario),
         outer=None if settings.outer is None else _outer(settings.outer),
-        quorum=scenario.quorum,
+        quorum=settings.waits_for,
         preemption=settings.preemption,
         dispatch=cast(LabelledData, training_data(scenario)) if settings.dispatch else None,
         tolerate_client_errors=settings.tolerate_client_errors,
@@ -238,7 +229,6 @@ def _pipeline(parts: RunParts) -> Preset:
         why = "in virtual time a pipeline keeps its shares within a round; use 'groups'"
         raise scenario.mistake("strategy", "rebalance", why)
     problem, _ = pipeline_problem(scenario)
-    interval = settings.sync_interval_epochs
     strategy = HybridPipeline(
         problem=problem,
         planner=planner_settings(scenario),
@@ -247,7 +237,7 @@ def _pipeline(parts: RunParts) -> Preset:
             batch_size=scenario.train.batch_size,
             num_epochs=scenario.train.epochs,
             seed=scenario.seed,
-            interval_epochs=1.0 if isinstance(interval, str) else min(1.0, interval),
+            interval_epochs=min(1.0, settings.round_epochs),
         ),
         coding=ActivationCoding(
             bits=table.activation_bits,

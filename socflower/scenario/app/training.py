@@ -58,7 +58,7 @@ def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
     """
     started_s = perf_counter()
     scenario = run.scenario
-    model = _split_model(run) if scenario.is_split else _model(run)
+    model = _split_model(run) if scenario.kind.uses_cloud else _model(run)
     folder.require_room_for_model(num_bytes_of(model.module))
     devices, trace = TrainedDevices(grid), Trace()
     rack = rack_dynamics(scenario, run.cluster)
@@ -89,7 +89,7 @@ def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
     )
     preset = preset_of(parts)
     strategy, plan = preset.strategy, preset.strategy.method.describe().document()
-    if not scenario.is_split:
+    if not scenario.kind.uses_cloud:
         _require_reachable_events(preset, parts)
     if resumed is not None:
         strategy.resume_from(resumed[0].server_round, **resumed[0].strategy)
@@ -103,7 +103,7 @@ def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
         "kernels": kernels(scenario),
         "transports": {**strategy.method.describe().transports(), "hub": "Flower messages"},
         "data_source": model.data_source,
-        **record.totals(whole if scenario.is_split else final, whole),
+        **record.totals(whole if scenario.kind.uses_cloud else final, whole),
         "wall_s": perf_counter() - started_s,
         "heat": _heat_document(parts, rack, preset),
         "plan": plan,

@@ -25,6 +25,7 @@ from socflower.strategies.presets import (
     CLUSTER_STRATEGIES,
     STRATEGIES,
     GroupStrategy,
+    StrategyKind,
 )
 from socflower.strategies.settings import (
     MOST_EPOCHS,
@@ -554,12 +555,12 @@ class StrategyConfig(Table):
 
     def check(self) -> None:
         """Refuse an outer strategy for one group, and keys that need the number of groups without it."""
-        if STRATEGIES[self.name].is_pipeline:
+        if self.kind.is_pipeline:
             # A pipeline reads none of this; `ScenarioFile` refuses it.
             return
         require_reader(self, "sync_interval_epochs", {"doubling_epochs": (DECAY,)})
         self.exchanges()
-        Quorum(fraction=self.quorum, grace_s=self.grace_s)
+        _ = self.waits_for
         interval, outer = shown(self, "server_interval"), self.outer_step
         counted = outer is not None and outer.counts_groups
         for broken, key, why in (
@@ -570,7 +571,7 @@ class StrategyConfig(Table):
             ),
             (counted and self.groups == "auto", f"outer.name = {outer and outer.name!r}", COUNTED),
             (
-                self.server_interval > 1 and STRATEGIES[self.name].waits_for_all,
+                self.server_interval > 1 and self.kind.waits_for_all,
                 interval,
                 f"name = {self.name!r} does not read it; leave it out",
             ),
@@ -629,6 +630,27 @@ class StrategyConfig(Table):
         left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
         return self.replaced(**{"name": name, **left_out, **changes})
 
+    @property
+    def kind(self) -> StrategyKind:
+        """What the strategy is."""
+        return STRATEGIES[self.name]
+
+    @property
+    def waits_for(self) -> Quorum:
+        """When a synchronisation of groups ends."""
+        return Quorum(fraction=self.quorum, grace_s=self.grace_s)
+
+    @property
+    def fragments(self) -> Streaming | None:
+        """How a model is synchronised in fragments; None if it is synchronised as a whole."""
+        return (self.streaming or Streaming()) if self.kind.is_streaming else None
+
+    @property
+    def round_epochs(self) -> float:
+        """The epochs of a round without groups: `sync_interval_epochs`, by default 1."""
+        asked = self.sync_interval_epochs
+        return 1.0 if isinstance(asked, str) else asked
+
     def exchanges(self) -> ExchangeSettings:
         """Return how groups exchange, as keys and strategy decide; `ConfigError` if they differ."""
         asked = ExchangeSettings(
@@ -640,12 +662,12 @@ class StrategyConfig(Table):
             leader_compression=self.leader_compression,
             fusion=self.fusion,
         )
-        return STRATEGIES[self.name].exchanged(asked)
+        return self.kind.exchanged(asked)
 
     @property
     def outer_step(self) -> OuterConfig | None:
         """`outer`, or the outer step that the strategy has without it; None if it averages."""
-        own = STRATEGIES[self.name].outer
+        own = self.kind.outer
         return self.outer or (OuterConfig(name=own) if own else None)
 
 

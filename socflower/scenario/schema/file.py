@@ -22,7 +22,6 @@ from socflower.scenario.schema.links import (
 )
 from socflower.scenario.schema.placement import placement_file, with_placement
 from socflower.scenario.schema.scenario_file import Scenario, ScenarioFile
-from socflower.strategies.presets import STRATEGIES
 from socflower.toml_file import parse_value, read_table, read_toml
 from socflower.user_code import own_sources
 
@@ -90,7 +89,7 @@ def parse_scenario(
 ) -> Scenario:
     """Return the scenario of a parsed document."""
     file = read_table(ScenarioFile, document, where)
-    require_known_claims(file.expect, where, of_plan=STRATEGIES[file.strategy.name].is_pipeline)
+    require_known_claims(file.expect, where, of_plan=file.kind.is_pipeline)
     return Scenario(**dict(file), name=name, question=question)
 
 

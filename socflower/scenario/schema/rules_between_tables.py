@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from socflower.errors import ConfigError
 from socflower.hierarchy.exchange.coding_bytes import gradient_coding
-from socflower.hierarchy.exchange.models import NONE, compression_fault
+from socflower.hierarchy.exchange.models import AUTO, NONE, STAR, compression_fault
 from socflower.hierarchy.group_preemption import GROUPS
 from socflower.hierarchy.spare_socs import spares_fault
 from socflower.hierarchy.sync_intervals import MOST_INTERVALS
@@ -36,6 +36,7 @@ from socflower.strategies.presets import (
     GroupStrategy,
     family_of,
 )
+from socflower.wire.message_keys import WIRES
 
 if TYPE_CHECKING:
     from socflower.scenario.schema.scenario_file import ScenarioFile
@@ -134,12 +135,12 @@ def _rules_of_late_groups(file: "ScenarioFile") -> Iterator[Rule]:
     for key in OF_QUORUM:
         why = f"it is for strategies of several groups, and {_name(file)}; leave it out"
         yield is_set(strategy, key) and not late_groups, file.at("strategy", key), why
-    kind = STRATEGIES[strategy.name]
+    kind = strategy.kind
     if strategy.quorum < 1 and isinstance(kind, GroupStrategy):
         counted = kind.groups(strategy.groups, 0)
         yield counted == "auto", quorum, COUNTED
         if counted not in ("auto", 0):
-            fault = file.quorum.fault(int(counted))
+            fault = strategy.waits_for.fault(int(counted))
             yield fault, quorum, fault
         arithmetic = file.at("precision", "arithmetic")
         why = f"{arithmetic}, and changes of late groups' models are added in FP32; leave it out"
@@ -166,7 +167,7 @@ def _rules_of_leaders(file: "ScenarioFile") -> Iterator[Rule]:
     strategy = file.strategy
     needs_models = file.hub_needs_models
     yield (
-        needs_models and file.leaders != "star",
+        needs_models and strategy.exchanges().leaders not in (AUTO, STAR),
         file.at("strategy", "leaders"),
         f"{needs_models} needs each group's model, and not their mean; use 'star'",
     )
@@ -176,8 +177,10 @@ def _rules_of_leaders(file: "ScenarioFile") -> Iterator[Rule]:
         compressed,
         f"{needs_models} needs each group's model, and not their mean; leave it out",
     )
-    fault = compression_fault(file.leaders, strategy.leader_compression)
-    yield fault, compressed, f"{fault}; leave one out"
+    # Values of its own table have been checked with it.
+    fault = compression_fault(STAR, strategy.leader_compression)
+    in_int8 = file.precision.wire != WIRES[0] and strategy.leaders == AUTO
+    yield in_int8 and fault, compressed, f"{file.at('precision', 'wire')} needs a star: {fault}"
 
 
 def _rules_of_dispatch(file: "ScenarioFile") -> Iterator[Rule]:
@@ -251,7 +254,7 @@ def _rules_of_arithmetic(file: "ScenarioFile") -> Iterator[Rule]:
     ):
         yield broken, file.at("train", key), f"{said} does not know it; use {instead}"
     yield (
-        file.optimizer == "muon" and (file.is_pipeline or file.is_split),
+        file.optimizer == "muon" and (file.kind.is_pipeline or file.kind.uses_cloud),
         file.at("train", "optimizer"),
         f"it needs the whole model, and {_name(file)} divides it; use 'adamw'",
     )
@@ -266,7 +269,7 @@ def _rules_of_arithmetic(file: "ScenarioFile") -> Iterator[Rule]:
         f"{_name(file)} is 'diloco' with 'muon'; use name = 'diloco'",
     )
     yield (
-        train.momentum and file.precision.has_int8_weights and not file.is_split,
+        train.momentum and file.precision.has_int8_weights and not file.kind.uses_cloud,
         file.at("train", "momentum"),
         f"{file.at('precision', 'algorithm')} has none; leave it out, or use 'real-scales'",
     )
@@ -294,7 +297,7 @@ def _rules_of_arithmetic(file: "ScenarioFile") -> Iterator[Rule]:
 
 def _rules_of_pipelines(file: "ScenarioFile") -> Iterator[Rule]:
     """Yield what a pipeline does not read, and what its samples and batches need."""
-    if not file.is_pipeline:
+    if not file.kind.is_pipeline:
         names = " and ".join(repr(name) for name, kind in STRATEGIES.items() if kind.is_pipeline)
         why = f"it is for name = {names}, and {_name(file)}; leave it out"
         yield file.pipeline is not None, "[pipeline]", why
@@ -302,7 +305,7 @@ def _rules_of_pipelines(file: "ScenarioFile") -> Iterator[Rule]:
     table, batch_size = file.pipeline or PipelineConfig(), file.train.batch_size
     said = f"{_name(file)} does not read it; leave it out"
     yield file.precision.arithmetic != "fp32", file.at("precision", "arithmetic"), said
-    grid = STRATEGIES[file.strategy.name].is_grid
+    grid = file.kind.is_grid
     yield from _unread(file, (*READ_BY_PIPELINES, "groups") if grid else READ_BY_PIPELINES)
     sample = f"[pipeline] {shown(table, 'sample')}"
     yield (
@@ -341,13 +344,13 @@ def _unread(file: "ScenarioFile", read: Collection[str]) -> Iterator[Rule]:
 
 def _rules_of_clouds(file: "ScenarioFile") -> Iterator[Rule]:
     """Yield what training with a cloud does not read, and cannot do in integers."""
-    if not file.is_split:
+    if not file.kind.uses_cloud:
         why = f"it is for {', '.join(SPLIT_STRATEGIES)}, and {_name(file)}; leave it out"
         yield file.edgecloud is not None, "[edgecloud]", why
         return
     split, arithmetic = file.split, file.precision.arithmetic
     yield (
-        file.train.epochs / file.split_round_epochs > MOST_INTERVALS,
+        file.train.epochs / file.strategy.round_epochs > MOST_INTERVALS,
         file.at("strategy", "sync_interval_epochs"),
         f"there would be more than {MOST_INTERVALS} rounds; raise it",
     )
@@ -389,7 +392,7 @@ def _rules_of_comparisons(file: "ScenarioFile") -> Iterator[Rule]:
         why = f"{name!r} cannot run the workload of {_name(file)}; use some of {', '.join(family)}"
         yield name not in family, "[compare] strategies", why
     why = f"it is for {', '.join(CLUSTER_STRATEGIES)}, and {_name(file)}"
-    yield file.compare.predict and file.is_split, "[[compare.predict]]", why
+    yield file.compare.predict and file.kind.uses_cloud, "[[compare.predict]]", why
     for name in file.compare.train:
         why = f"strategies = {list(compared)} does not run {name!r}; add it, or remove the table"
         yield name not in compared, f"[compare.train.{name}]", why

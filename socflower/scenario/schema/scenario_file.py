@@ -9,12 +9,8 @@ from pydantic import Field
 from socflower.cluster.cluster_file import ClusterFile
 from socflower.errors import ConfigError, SocflowerError
 from socflower.hierarchy.exchange.models import AUTO, STAR
-from socflower.hierarchy.quorum import (
-    Quorum,
-)
 from socflower.peers.ring.settings import RingSettings
 from socflower.scenario.schema.config import (
-    NEED_WORKERS,
     CompareConfig,
     DataConfig,
     EventConfig,
@@ -39,7 +35,7 @@ from socflower.strategies.presets import (
     family_of,
     group_strategy,
 )
-from socflower.strategies.settings import ExchangeSettings, Streaming
+from socflower.strategies.settings import ExchangeSettings, TrainingSchedule
 from socflower.wire.message_keys import WIRES
 
 
@@ -80,10 +76,12 @@ class ScenarioFile(ClusterFile):
 
     def _compare_what_fits(self) -> None:
         """Replace the strategies that are compared by default with those of this scenario's family."""
-        if self.compare.strategies != CLUSTER_STRATEGIES or not (self.is_split or self.is_pipeline):
+        if self.compare.strategies != CLUSTER_STRATEGIES or not (
+            self.kind.uses_cloud or self.kind.is_pipeline
+        ):
             return
         fitting: tuple[str, ...] = (self.strategy.name, *CLUSTER_STRATEGIES[1:])
-        if self.is_split:
+        if self.kind.uses_cloud:
             fitting = tuple(name for name in family_of(self.strategy.name) if name != "splitfed")
         # The table is frozen; this is the only default that depends on another table.
         object.__setattr__(self, "compare", self.compare.replaced(strategies=fitting))
@@ -118,23 +116,13 @@ class ScenarioFile(ClusterFile):
             train=self.train.replaced(**of_train),
         )
 
-    def in_arithmetic(self, arithmetic: str) -> Self:
-        """Return the scenario with another arithmetic; without its momentum where integer updates have none."""
-        precision = self.precision.under(arithmetic)
-        momentum = None if precision.has_int8_weights else self.train.momentum
-        return self.replaced(precision=precision, train=self.train.replaced(momentum=momentum))
-
-    def value_of(self, key: str) -> Any:
-        """Return the value of a key of `[train]` or `[strategy]`."""
-        return getattr(self.train if key in TrainConfig.model_fields else self.strategy, key)
-
     @property
     def momentum(self) -> float:
         """The momentum of `[train]`, by default 0.9; 0 for updates without momentum."""
         if self.train.momentum is not None:
             return self.train.momentum
         # In a split training momentum is that of the cloud's half, which trains in FP32.
-        without = self.precision.has_int8_weights and not self.is_split
+        without = self.precision.has_int8_weights and not self.kind.uses_cloud
         return 0.0 if without or self.optimizer != "sgd" else 0.9
 
     @property
@@ -150,24 +138,9 @@ class ScenarioFile(ClusterFile):
         return self.strategy.post_local_epochs or self.train.epochs // 2
 
     @property
-    def is_split(self) -> bool:
-        """Whether the strategy trains with a cloud."""
-        return STRATEGIES[self.strategy.name].uses_cloud
-
-    @property
-    def is_pipeline(self) -> bool:
-        """Whether the strategy is a pipeline."""
-        return STRATEGIES[self.strategy.name].is_pipeline
-
-    @property
-    def has_groups(self) -> bool:
-        """Whether the strategy trains with groups, and so has a plan."""
-        return isinstance(STRATEGIES[self.strategy.name], GroupStrategy)
-
-    @property
     def kind(self) -> StrategyKind:
         """What the strategy is."""
-        return STRATEGIES[self.strategy.name]
+        return self.strategy.kind
 
     @property
     def interval_epochs(self) -> float | str:
@@ -176,49 +149,33 @@ class ScenarioFile(ClusterFile):
             self.strategy.sync_interval_epochs, self.train.local_epochs
         )
 
-    @property
-    def split_round_epochs(self) -> float:
-        """Epochs of a round of training with a cloud: `sync_interval_epochs`, by default 1."""
-        asked = self.strategy.sync_interval_epochs
-        return 1.0 if isinstance(asked, str) else asked
-
-    @property
-    def is_streaming(self) -> bool:
-        """Whether the strategy synchronises fragments of the model."""
-        return self.kind.is_streaming
-
-    @property
-    def streaming(self) -> Streaming:
-        """The fragments of the model, or the defaults."""
-        return self.strategy.streaming or Streaming()
-
-    @property
-    def reshuffle(self) -> bool:
-        """Whether data are dealt to groups again; not for strategies that train on what each SoC has."""
-        return self.strategy.reshuffle and not self.kind.has_local_epochs
+    def schedule(self, num_samples: int) -> TrainingSchedule:
+        """Return what groups train on so many samples, and how often they synchronise."""
+        train, strategy = self.train, self.strategy
+        asked = TrainingSchedule(
+            num_samples=num_samples,
+            batch_size=train.batch_size,
+            num_epochs=train.epochs,
+            interval_epochs=strategy.sync_interval_epochs,
+            doubling_epochs=strategy.doubling_epochs,
+            server_interval=strategy.server_interval,
+            reshuffle=strategy.reshuffle,
+            seed=self.seed,
+        )
+        return group_strategy(strategy.name).scheduled(asked, train.local_epochs)
 
     @property
     def exchange(self) -> ExchangeSettings:
-        """How groups exchange, as strategy and file decide."""
-        return replace(self.strategy.exchanges(), leaders=self.leaders, wire=self.precision.wire)
-
-    @property
-    def leaders(self) -> str:
-        """How leaders exchange: "auto" is the star if the hub needs the groups' models."""
-        asked = self.strategy.exchanges().leaders
-        needs_star = self.hub_needs_models or self.precision.wire != WIRES[0]
-        return STAR if asked == AUTO and needs_star else asked
-
-    @property
-    def quorum(self) -> Quorum:
-        """When a synchronisation of groups ends."""
-        settings = self.strategy
-        return Quorum(fraction=settings.quorum, grace_s=settings.grace_s)
+        """How groups exchange, as strategy and file decide: in a star if the hub needs their models."""
+        asked, wire = self.strategy.exchanges(), self.precision.wire
+        needs_star = self.hub_needs_models or wire != WIRES[0]
+        leaders = STAR if asked.leaders == AUTO and needs_star else asked.leaders
+        return replace(asked, leaders=leaders, wire=wire)
 
     @property
     def hub_needs_models(self) -> str:
         """The key of the file that needs each group's model at the hub; empty if no key does."""
-        outer, kind = self.strategy.outer_step, STRATEGIES[self.strategy.name]
+        outer, kind = self.strategy.outer_step, self.kind
         if isinstance(kind, GroupStrategy) and kind.needs_each_model:
             return self._name
         if self.strategy.quorum < 1:
@@ -255,10 +212,3 @@ class Scenario(ScenarioFile):
     def factories(self) -> tuple[str, ...]:
         """The user's functions that it names."""
         return tuple(each.factory for each in (self.model, self.data) if each.factory)
-
-    @property
-    def num_workers(self) -> int:
-        """The fewest worker processes that its faults need: one for every client that hangs, and one for the others."""
-        if not any(event.kind in NEED_WORKERS for event in self.events):
-            return 0
-        return 1 + max(1, len({event.soc for event in self.events if event.kind == "hang"}))

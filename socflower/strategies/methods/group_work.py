@@ -28,11 +28,10 @@ from socflower.hierarchy import (
     SyncInterval,
     UplinkTurns,
     choose_exchanges,
-    gradient_coding,
     unpredicted_exchanges,
 )
 from socflower.hierarchy.exchange.gradients import exchange_in_groups
-from socflower.hierarchy.exchange.models import KINDS, NONE, ModelExchange
+from socflower.hierarchy.exchange.models import KINDS, NONE
 from socflower.hierarchy.group_preemption import SOCS
 from socflower.hierarchy.interval_costs import OwnEpochs
 from socflower.hierarchy.uplink_turns import ASKED, NO_SHARED_UPLINK, NOT_PREDICTED, PREDICTED
@@ -42,8 +41,8 @@ from socflower.strategies.mixed_replies import group_id_of, mixed_phases
 from socflower.strategies.records import with_weights
 from socflower.strategies.replies import num_examples_of
 from socflower.strategies.round import Round
-from socflower.strategies.settings import Costs, ExchangeSettings, TrainingSchedule
-from socflower.wire.message_keys import INT8_WIRE, RingOutcome
+from socflower.strategies.settings import Costs, ExchangeSettings, TrainingSchedule, interval_costs
+from socflower.wire.message_keys import RingOutcome
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,26 +199,17 @@ class DataParallelWork:
         return choose_exchanges(replace(costs, plan=plan), turns, leaders, lengths, clock, ways)
 
     def _costs_of(self, plan: GroupPlan, profile: ModelProfile) -> IntervalCosts:
-        schedule, exchange = self._sync.schedule, self._sync.exchange
-        costs = IntervalCosts(
+        costs = interval_costs(
+            self._sync.schedule,
+            self._sync.exchange,
             cluster=self._cluster,
             plan=plan,
             profile=profile,
-            num_samples=schedule.num_samples,
-            batch_size=schedule.batch_size,
             steps_per_epoch=self._sync.steps_per_epoch,
-            reshuffle=schedule.reshuffle,
-            uplink_turns=False,
-            overlap_buckets=exchange.overlap_buckets,
             gradients=self.gradients,
             pricing=self.pricing,
             rebalancing=self._rebalancing,
-            fusion=exchange.fusion,
-            models=ModelExchange(
-                coding=gradient_coding(exchange.leader_compression),
-                hub_decides=self._hub_decides,
-                in_int8=exchange.wire == INT8_WIRE,
-            ),
+            hub_decides=self._hub_decides,
             preemption=self._preemption,
             dispatches=self._dispatches,
         )
