@@ -213,5 +213,4 @@ def _setting(name: str, seed: int) -> Scenario:
 
 
 def _num_groups(setting: Scenario) -> int:
-    num_socs = setting.strategy.socs or scenario_cluster(setting).num_socs
-    return int(group_strategy(setting.strategy.name).groups(setting.strategy.groups, num_socs))
+    return int(setting.strategy.num_groups(scenario_cluster(setting).num_socs))

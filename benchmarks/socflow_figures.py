@@ -23,6 +23,8 @@ from statistics import mean
 from typing import Any
 from unittest.mock import patch
 
+from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy
+
 from benchmarks.harness import Row, kept, less_is_better, more_is_better, note, peer_notes
 from socflower.cluster import Cluster
 from socflower.engines.any_engine import EngineChoice
@@ -37,7 +39,6 @@ from socflower.scenario.prepared_run import prepare
 from socflower.scenario.runner import ScenarioJob
 from socflower.scenario.schema.file import parse_scenario, to_document
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy
 from socflower.scenario.search import NOT_REACHED, Choice, Cost, moves_of, pattern_search
 from socflower.scenario.tuning import with_choice
 from socflower.strategies.settings import Grouping

@@ -238,7 +238,9 @@ def _arithmetic(scenario: Scenario) -> str:
     # Which a strategy may decide.
     strategy["compression"] = scenario.exchange.compression
     # With one group all synchronous strategies compute the same steps; an arithmetic of its own has its own class.
-    own = kind.target if isinstance(kind, GroupStrategy) else name
+    own = name
+    if isinstance(kind, GroupStrategy):
+        own = kind.target if kind.num_groups is None else _SYNCHRONOUS
     if kind.is_pipeline:
         own = _arithmetic_of_pipeline(scenario.pipeline or PipelineConfig())
     train = {key: value for key, value in document["train"].items() if key not in _TRIED_OF_TRAIN}
@@ -268,7 +270,7 @@ def _step(scenario: Scenario) -> tuple[int, int, float]:
     num_socs = num_participants(scenario, scenario_cluster(scenario))
     if not isinstance(kind, GroupStrategy):
         return num_socs * train.batch_size, num_socs, float(train.local_epochs)
-    groups = kind.groups(scenario.strategy.groups, num_socs)
+    groups = scenario.strategy.num_groups(num_socs)
     if not isinstance(groups, int):
         raise ConfigError(
             f"tune: groups = {groups!r} is tried while training; give a number of groups"

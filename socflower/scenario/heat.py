@@ -11,6 +11,7 @@ from socflower.scenario.planning import planned_intervals, planned_training, pla
 from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
 from socflower.scenario.split_setting import SplitSetting
+from socflower.scenario.split_trials import run_split
 from socflower.sim import EventClock
 from socflower.strategies.balancer import Balancer
 from socflower.thermal.fans.fan_curve import rack_fans
@@ -110,7 +111,7 @@ def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | Non
         raise scenario.mistake("train", "epochs", why)
     clock = EventClock(cluster, dynamics=rack)
     if scenario.kind.uses_cloud:
-        SplitSetting(scenario).run(clock)
+        run_split(SplitSetting(scenario), clock)
     else:
         _run_groups(scenario, cluster, clock)
     return {
@@ -147,7 +148,7 @@ def unthrottled_training_s(scenario: Scenario, cluster: Cluster) -> float | None
     """Return the virtual seconds of the planned training without heat and users; None for fedavg and pipelines."""
     if scenario.kind.uses_cloud:
         clock = EventClock(cluster)
-        SplitSetting(scenario).run(clock)
+        run_split(SplitSetting(scenario), clock)
         return clock.now_s
     if not scenario.kind.has_groups:
         return None

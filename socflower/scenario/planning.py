@@ -130,7 +130,7 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
 def _notes(scenario: Scenario, cluster: Cluster, work: IntervalCosts) -> Iterator[str]:
     """Yield what a run may do otherwise than the plan, and how it is priced."""
     cost, settings = work.pricing, scenario.strategy
-    if group_strategy(settings.name).groups(settings.groups, cluster.num_socs) == "auto":
+    if settings.num_groups(cluster.num_socs) == "auto":
         yield (
             "groups = 'auto' is decided by training the first rounds with several numbers; planned with "
             f"{len(work.plan.groups)}, one group per board"
@@ -236,9 +236,8 @@ def group_work(scenario: Scenario, cluster: Cluster) -> IntervalCosts:
     `InfeasiblePlan` for a device with too little memory for its share of a batch.
     """
     settings = scenario.strategy
-    kind = group_strategy(settings.name)
-    num_socs = kind.num_socs or settings.socs
-    num_groups = kind.groups(settings.groups, settings.socs or cluster.num_socs)
+    num_socs = group_strategy(settings.name).num_socs or settings.socs
+    num_groups = settings.num_groups(cluster.num_socs)
     if isinstance(num_groups, str):
         least, most = 1, min(len(cluster.boards), num_socs or cluster.num_socs)
     else:

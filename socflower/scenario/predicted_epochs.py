@@ -17,7 +17,7 @@ from socflower.scenario.schema.config import (
 )
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.strategies.presets import GroupStrategy, group_strategy
+from socflower.strategies.presets import GroupStrategy
 
 _BUCKETS = (1, 8)
 """Of a gradient that is exchanged while the rest is computed, as a strategy may have at its best."""
@@ -116,12 +116,10 @@ def _num_batches(scenario: Scenario) -> int:
     settings = scenario.strategy
     if scenario.kind.is_pipeline:
         return 1
-    num_socs = settings.socs or scenario_cluster(scenario).num_socs
-    if not scenario.kind.has_groups:
-        return num_socs
-    number = group_strategy(settings.name).groups(settings.groups, num_socs)
+    cluster = scenario_cluster(scenario)
+    number = settings.num_groups(cluster.num_socs)
     # With "auto" the prediction is that of one group per board.
-    return number if isinstance(number, int) else len(scenario_cluster(scenario).boards)
+    return number if isinstance(number, int) else len(cluster.boards)
 
 
 def _at(

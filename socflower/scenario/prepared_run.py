@@ -120,7 +120,9 @@ class PreparedRun:
         """Raise if model, data, cuts and links do not fit together."""
         setting = self.split_setting
         setting.parties()
-        setting.require_long_enough()
+        if self.scenario.split.loss_budget:
+            # It raises if the training is too short for its trials.
+            _ = setting.trial_plan
         if self.scenario.split.cloud_processors is not None and setting.is_joined:
             why = "parties share the cloud's half; leave it out"
             raise self.scenario.mistake("edgecloud", "cloud_processors", why)

@@ -30,7 +30,6 @@ from socflower.scenario.priced_processors import gpu_notes, priced_processors
 from socflower.scenario.schema.config import NEED_WORKERS
 from socflower.scenario.schema.file import num_nodes, num_participants, to_document
 from socflower.scenario.schema.scenario_file import Scenario
-from socflower.strategies.presets import group_strategy
 
 _NOTES = (
     "Virtual time and energy come from the cluster model; accuracy and loss come from real training of this model.",
@@ -190,8 +189,5 @@ def checkpoint_folder(out: Path) -> CheckpointFolder:
 def _num_parallel(scenario: Scenario, cluster: Cluster) -> int:
     """Return how many clients can run at the same time."""
     num_socs = num_participants(scenario, cluster)
-    groups = None
-    if scenario.kind.has_groups:
-        kind = group_strategy(scenario.strategy.name)
-        groups = kind.groups(scenario.strategy.groups, num_socs)
+    groups = scenario.strategy.num_groups(num_socs)
     return groups if isinstance(groups, int) else num_socs

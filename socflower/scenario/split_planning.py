@@ -119,7 +119,7 @@ def _gains(setting: SplitSetting, costs: SplitCosts, rates: LinkRates) -> dict[s
         costs,
         rates,
         num_batches=setting.batches_per_epoch,
-        window=setting.window(0),
+        window=setting.schedule.window(0, setting.total_batches),
         grouped=setting.schedule.grouped,
         bits=setting.widths,
         reverse=setting.is_reverse,

@@ -1,30 +1,23 @@
 """The edges and the cloud of a split scenario, built once for checks, plans, training and predictions."""
 
 import math
-from collections.abc import Iterator
-from copy import copy
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
-from itertools import pairwise, product
+from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from socflower.cluster import Device
 from socflower.cluster.device_catalog import device
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates, constant
 from socflower.edgecloud.plan import baselines
-from socflower.edgecloud.plan.accuracy_budget import (
-    SplitCodec,
-    TrialPlan,
-    plan_trials,
-    worthwhile,
-)
-from socflower.edgecloud.plan.cost_model import predicted_s
+from socflower.edgecloud.plan.accuracy_budget import TrialPlan
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine, WindowSchedule, initial_rates
 from socflower.edgecloud.plan.device_costs import require_edge_memory
 from socflower.edgecloud.plan.party import CloudMode, Party
-from socflower.edgecloud.plan.split_pipeline import Timeline, moved, round_ends, simulate_split
+from socflower.edgecloud.plan.split_pipeline import round_ends
 from socflower.errors import ConfigError
 from socflower.scenario.costs import num_samples, num_training_samples
 from socflower.scenario.schema.file import num_participants, scenario_cluster
@@ -32,18 +25,11 @@ from socflower.scenario.schema.links import edge_links
 from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.schema.split import CLICKS, GENERATOR
 from socflower.scenario.split_costs import built_in_costs, is_built_in
-from socflower.sim import EventClock
 from socflower.workloads.partition import iid_partition
 
 # Importing torch takes long.
 if TYPE_CHECKING:
     from socflower.scenario.split_models import SplitWorkload
-
-
-_WINDOWS, _WIDTHS = (0, 1, 2, 4, 8), (32, 8, 4)
-"""The K and the bits that a calibration may choose."""
-_PREDICTED_BATCHES = 200
-"""The rest of a longer training is predicted to take as long for each batch."""
 
 
 class SplitSetting:
@@ -126,14 +112,6 @@ class SplitSetting:
             return WindowSchedule(steps=((0.0, 0),))
         return self.scenario.split.window_schedule()
 
-    def window(self, batch: int) -> int:
-        """Return K for a batch."""
-        return self.schedule.window(batch, self.total_batches)
-
-    def in_flight_limit(self, batch: int) -> int:
-        """Return how many batches may be in flight as a batch goes forward."""
-        return self.schedule.limit(batch, self.total_batches)
-
     @property
     def can_move_cuts(self) -> bool:
         """Whether decision engines may move the edges' cuts."""
@@ -165,110 +143,12 @@ class SplitSetting:
             return ends
         return (self.trial_batches, *(end for end in ends if end > self.trial_batches))
 
-    def spans(self) -> Iterator[tuple[int, int]]:
-        """Yield each round's first batch and number of batches."""
-        for first, end in pairwise((0, *self.round_ends())):
-            yield first, end - first
-
-    def run(self, clock: EventClock) -> None:
-        """Let the whole training pass on a clock, without training."""
-        parties = self.parties()
-        for first, num_batches in self.spans():
-            parties = moved(parties, self._pass(parties, first, num_batches, clock))
-
-    def _pass(
-        self, parties: list[Party], first: int, num_batches: int, clock: EventClock
-    ) -> Timeline:
-        return simulate_split(
-            parties,
-            num_batches,
-            first,
-            clock=clock,
-            cluster=self.cluster,
-            cloud=self.mode,
-            uplink=self.uplink,
-            cloud_processors=self.scenario.split.cloud_processors,
-            reverse=self.is_reverse,
-        )
-
-    def predicted_s(self, num_batches: int, start_s: float = 0.0) -> float:
-        """Return the seconds of the first batches without heat and users, if they begin at `start_s`."""
-        clock = EventClock(self.cluster)
-        nothing = dict.fromkeys(("soc_seconds", "energy_j", "num_bytes"), ())
-        clock.restore({"duration_s": start_s, **nothing})
-        return self._pass(self.parties(), 0, num_batches, clock).duration_s
-
-    def with_codec(self, codec: SplitCodec, trial_batches: int) -> "SplitSetting":
-        """Return the setting with the values of a codec for what is to be calibrated."""
-        split = self.scenario.split
-        values = {
-            "window": ((0.0, float(codec.window)),),
-            "bits": (codec.bits,),
-            "gradient_bits": codec.gradient_bits,
-        }
-        given: dict[str, Any] = {key: values[key] for key in split.calibrated}
-        other = copy(self)
-        # Of the other codec.
-        other.__dict__.pop("_initial_plans", None)
-        other.trial_batches = trial_batches
-        # With K = 0 every batch is a group.
-        given["grouped"] = split.grouped and codec.window > 0
-        chosen = split.replaced(**given, loss_budget=None)
-        other.scenario = self.scenario.replaced(edgecloud=chosen)
-        other.costs = tuple(
-            replace(costs, gradient_bits=codec.gradient_bits) for costs in self.costs
-        )
-        return other
-
     @cached_property
     def trial_plan(self) -> TrialPlan:
         """The trials by which K and bits are calibrated; `InfeasiblePlan` if the training is too short for them."""
-        codecs = tuple(self._codecs())
-        if not self.scenario.split.loss_budget:
-            return TrialPlan(codecs=codecs[:1], num_batches=0, run_s={}, share=0.0)
-        settings = {codec: self.with_codec(codec, 0) for codec in codecs}
-        # A formula for what each codec gains, since the pipeline takes long to simulate.
-        formula = {codec: setting._formula_s() for codec, setting in settings.items()}
-        batches = min(self.total_batches, _PREDICTED_BATCHES)
-        run_s = {
-            codec: settings[codec].predicted_s(batches) * self.total_batches / batches
-            for codec in worthwhile(formula)
-        }
-        return plan_trials(
-            run_s, lambda codec, length: settings[codec].predicted_s(length), self.total_batches
-        )
+        from socflower.scenario.split_trials import planned_trials
 
-    def require_long_enough(self) -> None:
-        """Raise `InfeasiblePlan` if the training is too short for the trials that its loss budget asks for."""
-        if self.scenario.split.loss_budget:
-            _ = self.trial_plan
-
-    def _codecs(self) -> Iterator[SplitCodec]:
-        """Yield the codecs that a calibration may choose, the most exact one first; what is given has one value."""
-        split, name = self.scenario.split, self.scenario.strategy.name
-        widths, gradient_bits = split.widths(name)
-        windows: tuple[int, ...] = (max(limit for _, limit in self.schedule.steps),)
-        if "window" in split.calibrated and not self.is_sequential:
-            windows = _WINDOWS
-        for window, bits, back in product(
-            windows,
-            _WIDTHS if "bits" in split.calibrated else (min(widths),),
-            _WIDTHS if "gradient_bits" in split.calibrated else (gradient_bits,),
-        ):
-            yield SplitCodec(window=window, bits=bits, gradient_bits=back)
-
-    def _formula_s(self) -> float:
-        """Return the seconds of the training by F26, on mean rates."""
-        return max(
-            predicted_s(
-                party.costs,
-                party.split_plan,
-                self.planned_rates(party.bandwidth_profile.mean_rates()),
-                self.total_batches,
-                reverse=self.is_reverse,
-            )
-            for party in self.parties()
-        )
+        return planned_trials(self)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -304,8 +184,8 @@ class SplitSetting:
                 costs=costs,
                 bandwidth_profile=link,
                 split_plan=plan,
-                window=self.window,
-                in_flight_limit=self.in_flight_limit,
+                window=partial(self.schedule.window, num_batches=self.total_batches),
+                in_flight_limit=partial(self.schedule.limit, num_batches=self.total_batches),
                 away=self._away(edge),
                 decider=engine if self.can_move_cuts and plan.cut is not None else None,
             )
@@ -316,7 +196,7 @@ class SplitSetting:
 
     def _away(self, edge: int) -> tuple[range, ...]:
         """Return the batches for which an edge's user has it."""
-        spans, away = list(self.spans()), []
+        spans, away = spans_of(self.round_ends()), []
         for event in self.scenario.events:
             if event.soc == edge:
                 first, num_batches = spans[event.round - 1]
@@ -326,7 +206,7 @@ class SplitSetting:
 
     def _check_events(self) -> None:
         """Raise for an event of an unknown edge or round, and if the others cannot train without the edge."""
-        where, spans = f"{self.scenario.name} [[event]]", list(self.spans())
+        where, spans = f"{self.scenario.name} [[event]]", spans_of(self.round_ends())
         alone = "there is no other edge" if self.num_edges == 1 else ""
         why = alone or ("" if self.mode == "own" else "the cloud's half needs every edge's batches")
         known = f"edges are 0 to {self.num_edges - 1}, rounds 1 to {len(spans)}"
@@ -360,7 +240,8 @@ class SplitSetting:
 
     def _initial_plan(self, edge: int) -> SplitPlan:
         costs, link, engine = self.costs[edge], self.links[edge], self._engine(edge)
-        name, window = self.scenario.strategy.name, self.window(0)
+        name = self.scenario.strategy.name
+        window = self.schedule.window(0, self.total_batches)
         if name == "edge-only" and self.is_joined:
             why = "parties with different features cannot train alone"
             raise self.scenario.mistake("strategy", "name", why)
@@ -408,3 +289,8 @@ class SplitSetting:
         if not 0 <= cut < len(names):
             raise self.scenario.mistake("edgecloud", "cut", f"cuts are 0 to {len(names) - 1}")
         return cut
+
+
+def spans_of(ends: Sequence[int]) -> list[tuple[int, int]]:
+    """Return each round's first batch and number of batches, by how many are done at the end of each."""
+    return [(first, end - first) for first, end in pairwise((0, *ends))]

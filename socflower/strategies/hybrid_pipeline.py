@@ -11,12 +11,11 @@ from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.profiler.estimates import default_micro_batches
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.plain_numbers import plain_numbers
-from socflower.strategies.methods.group_work import SyncPlan
 from socflower.strategies.methods.groups import GroupsMethod
 from socflower.strategies.methods.pipeline import PipelineWork
 from socflower.strategies.round_planner import RoundPlanner
 from socflower.strategies.settings import ExchangeSettings, TrainingSchedule
-from socflower.strategies.socflow import GroupRoundStrategy, intervals_of
+from socflower.strategies.socflow import GroupRoundStrategy, sync_plan_of
 
 
 @plain_numbers
@@ -100,14 +99,8 @@ class HybridPipeline(GroupRoundStrategy):
             in_use=planner_of_rounds.balancer.in_use,
             clock=clock,
         )
-        steps_per_epoch, intervals = intervals_of(schedule, 1)
         method = GroupsMethod(
-            sync=SyncPlan(
-                schedule=schedule,
-                intervals=intervals,
-                steps_per_epoch=steps_per_epoch,
-                exchange=ExchangeSettings(leaders=STAR),
-            ),
+            sync=sync_plan_of(schedule, ExchangeSettings(leaders=STAR), 1),
             planner=planner_of_rounds,
             work=self._work,
             rings=rings,

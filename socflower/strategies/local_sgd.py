@@ -1,14 +1,15 @@
 """Methods in which each SoC trains alone for many steps between synchronisations, and keeps its optimiser."""
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from flwr.serverapp.strategy import Strategy
 
 from socflower.errors import ConfigError, require_range, require_type
-from socflower.hierarchy import SyncInterval, plan_groups, sync_schedule
+from socflower.hierarchy import plan_groups, sync_schedule
 from socflower.hierarchy.exchange.models import NONE
 from socflower.plain_numbers import plain_numbers
+from socflower.strategies.methods.group_work import SyncPlan
 from socflower.strategies.methods.groups import GroupsMethod
 from socflower.strategies.methods.post_local import Opening, PostLocalMethod, opened_intervals
 from socflower.strategies.methods.streaming import StreamingMethod
@@ -23,7 +24,7 @@ from socflower.strategies.settings import (
     require_few_fragments,
     streamed_interval,
 )
-from socflower.strategies.socflow import SoCFlow, intervals_of
+from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import INT8_WIRE
 
 
@@ -76,14 +77,11 @@ class PostLocalSGD(LocalSGD):
         self._synchronous_epochs = synchronous_epochs
         super().__init__(schedule=schedule, **settings)
 
-    def _intervals(
-        self, schedule: TrainingSchedule, num_groups: int
-    ) -> tuple[int, Sequence[SyncInterval]]:
-        steps_per_epoch, _ = intervals_of(schedule, num_groups)
+    def _with_rounds(self, sync: SyncPlan) -> SyncPlan:
         intervals, self._num_opening = opened_intervals(
-            schedule, steps_per_epoch, self._synchronous_epochs
+            sync.schedule, sync.steps_per_epoch, self._synchronous_epochs
         )
-        return steps_per_epoch, intervals
+        return replace(sync, intervals=intervals)
 
     def _method(self, **settings: Any) -> GroupsMethod:
         planner: RoundPlanner = settings["planner"]
@@ -160,14 +158,12 @@ class StreamingDiLoCo(DiLoCo):
         self._streaming = streaming
         super().__init__(schedule=schedule, outer=outer, **settings)
 
-    def _intervals(
-        self, schedule: TrainingSchedule, num_groups: int
-    ) -> tuple[int, Sequence[SyncInterval]]:
-        steps_per_epoch, _ = intervals_of(schedule, num_groups)
+    def _with_rounds(self, sync: SyncPlan) -> SyncPlan:
+        schedule, steps_per_epoch = sync.schedule, sync.steps_per_epoch
         interval = streamed_interval(schedule.interval_epochs, self._streaming.fragments)
         intervals = sync_schedule(schedule.num_epochs, steps_per_epoch, interval)
         require_few_fragments(self._streaming, schedule.interval_epochs, steps_per_epoch)
-        return steps_per_epoch, intervals
+        return replace(sync, intervals=intervals)
 
     def _method(self, **settings: Any) -> GroupsMethod:
         return StreamingMethod(self._streaming, **settings)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
@@ -111,6 +111,8 @@ class Description:
 
     # For the log.
     lines: Sequence[str]
+    # How data are exchanged besides Flower's messages, by what it is between.
+    between: Mapping[str, str] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any] | None:
         """Return the plan as plain values, for a result; None without one."""
@@ -118,7 +120,7 @@ class Description:
 
     def transports(self) -> dict[str, str]:
         """Return how the latest round's data was exchanged besides Flower's messages, by what it is between."""
-        return {}
+        return {**self.between}
 
 
 class OuterModels(ABC, Generic[RoundT, SettledT]):

@@ -13,7 +13,6 @@ from socflower.hierarchy import (
     IntervalCosts,
     Quorum,
     Rebalancing,
-    SyncInterval,
     group_steps_per_epoch,
     plan_groups,
     sync_schedule,
@@ -148,7 +147,9 @@ class SoCFlow(GroupRoundStrategy):
         rates = sustained_rates(cluster, model_name, costs.pricing)
         plan, spares = _planned(name, cluster, preset, groups, rates, schedule, preemption)
         preset.require_fitting(name, plan, quorum)
-        sync = self._sync_plan(schedule, exchange, len(plan.groups))
+        sync = self._with_rounds(
+            sync_plan_of(schedule, exchange, len(plan.groups), self._local_epochs)
+        )
         _refuse_beside_outer(name, outer, average, schedule)
         _refuse_beside_quorum(name, quorum, plan, schedule, costs)
         _check_preemption(name, preemption, quorum, rebalancing)
@@ -182,23 +183,9 @@ class SoCFlow(GroupRoundStrategy):
     _local_epochs = 0
     """If above 0, each SoC passes so often over its own data in a round, with a new optimiser."""
 
-    def _sync_plan(
-        self, schedule: TrainingSchedule, exchange: ExchangeSettings, num_groups: int
-    ) -> SyncPlan:
-        steps_per_epoch, intervals = self._intervals(schedule, num_groups)
-        return SyncPlan(
-            schedule=schedule,
-            intervals=intervals,
-            steps_per_epoch=steps_per_epoch,
-            exchange=exchange,
-            local_epochs=self._local_epochs,
-        )
-
-    def _intervals(
-        self, schedule: TrainingSchedule, num_groups: int
-    ) -> tuple[int, Sequence[SyncInterval]]:
-        """Return the steps of an epoch and the interval of each round."""
-        return intervals_of(schedule, num_groups)
+    def _with_rounds(self, sync: SyncPlan) -> SyncPlan:
+        """Return the plan with other intervals than those of its schedule."""
+        return sync
 
     def _method(self, **settings: Any) -> GroupsMethod:
         """Return what a round is."""
@@ -235,8 +222,10 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
-def intervals_of(schedule: TrainingSchedule, num_groups: int) -> tuple[int, Sequence[SyncInterval]]:
-    """Return the steps of an epoch and the interval of each round (F3)."""
+def sync_plan_of(
+    schedule: TrainingSchedule, exchange: ExchangeSettings, num_groups: int, local_epochs: int = 0
+) -> SyncPlan:
+    """Return the intervals of a schedule (F3), for so many groups."""
     steps_per_epoch = group_steps_per_epoch(schedule.num_samples, num_groups, schedule.batch_size)
     intervals = sync_schedule(
         schedule.num_epochs,
@@ -245,7 +234,13 @@ def intervals_of(schedule: TrainingSchedule, num_groups: int) -> tuple[int, Sequ
         server_interval=schedule.server_interval,
         doubling_epochs=schedule.doubling_epochs,
     )
-    return steps_per_epoch, intervals
+    return SyncPlan(
+        schedule=schedule,
+        intervals=intervals,
+        steps_per_epoch=steps_per_epoch,
+        exchange=exchange,
+        local_epochs=local_epochs,
+    )
 
 
 def _planned(

@@ -15,7 +15,7 @@ from socflower.engines.checkpoint import Checkpoint, CheckpointFolder
 from socflower.errors import TrainingFailed
 from socflower.scenario import workload
 from socflower.scenario.app import main as app
-from socflower.scenario.app import presets
+from socflower.scenario.app import strategy as run_strategy
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.config import EventConfig, PrecisionConfig
 from socflower.scenario.schema.outer import OuterConfig
@@ -328,7 +328,7 @@ def test_groups_auto_is_tried_out_once(
     assert last > 0
     # Killed in the middle of the warm-up, it is tried out from the beginning.
     calls: list[int] = []
-    score = presets._score
+    score = run_strategy._score
 
     def score_or_stop(metrics: Any) -> float:
         calls.append(1)
@@ -337,10 +337,10 @@ def test_groups_auto_is_tried_out_once(
         return score(metrics)
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(presets, "_score", score_or_stop)
+        patch.setattr(run_strategy, "_score", score_or_stop)
         run_to_folder(scenario, out, resumable=True, num_workers=0)
     stop_after(scenario, out, last)  # at once after the warm-up
-    monkeypatch.setattr(presets, "warm_up", lambda *_, **__: pytest.fail("tried out again"))
+    monkeypatch.setattr(run_strategy, "warm_up", lambda *_, **__: pytest.fail("tried out again"))
     stop_after(scenario, out, last + 1)
     resume(scenario, out)
     assert assert_ends_as(undisturbed, out)["resumed_from"] == [last, last + 1]

@@ -57,9 +57,8 @@ def participants(scenario: Scenario) -> tuple[int, ...]:
     cluster, settings = scenario_cluster(scenario), scenario.strategy
     if not scenario.kind.has_groups:
         return tuple(range(settings.socs or cluster.num_socs))
-    kind = group_strategy(settings.name)
-    num_socs = kind.num_socs or settings.socs or cluster.num_socs
-    num_groups = kind.groups(settings.groups, num_socs)
+    num_socs = group_strategy(settings.name).num_socs or settings.socs or cluster.num_socs
+    num_groups = settings.num_groups(num_socs)
     if isinstance(num_groups, str):
         planned = tuple(range(num_socs))
     else:

@@ -19,6 +19,7 @@ from socflower.errors import TrainingFailed
 from socflower.flower_adapter import log
 from socflower.scenario.app.round_record import round_end_of
 from socflower.scenario.split_setting import SplitSetting
+from socflower.scenario.split_trials import predicted_s, run_split, with_codec
 from socflower.sim import EventClock
 from socflower.strategies.split_replay import SplitReplay
 
@@ -50,7 +51,7 @@ def calibrated_split(parts: "RunParts", make: MakeSplit) -> CalibratedSplit:
         return CalibratedSplit(setting=setting, strategy=make(setting, ""))
     if known := record.warm_up:
         codec = SplitCodec(**{key: known[key] for key in ("window", "bits", "gradient_bits")})
-        chosen = setting.with_codec(codec, known["num_batches"])
+        chosen = with_codec(setting, codec, known["num_batches"])
         return CalibratedSplit(setting=chosen, strategy=make(chosen, codec.name))
     plan = setting.trial_plan
     initial = record.entry(0, parts.arrays, None)[0]
@@ -77,7 +78,7 @@ def calibrated_split(parts: "RunParts", make: MakeSplit) -> CalibratedSplit:
 def undisturbed_s(setting: SplitSetting, calibration: Mapping[str, Any]) -> float:
     """Return the seconds of a calibrated training without heat and users, with those that its other trials took."""
     clock = EventClock(setting.cluster)
-    setting.run(clock)
+    run_split(setting, clock)
     others = (s for name, s in calibration["seconds"].items() if name != calibration["chosen"])
     return clock.now_s + math.fsum(others)
 
@@ -89,7 +90,7 @@ class _Trial:
         self, parts: "RunParts", codec: SplitCodec, plan: TrialPlan, make: MakeSplit
     ) -> None:
         self._num_batches = plan.num_batches
-        self.setting = parts.run.split_setting.with_codec(codec, self._num_batches)
+        self.setting = with_codec(parts.run.split_setting, codec, self._num_batches)
         self.strategy = make(self.setting, codec.name)
         self.arrays, self.entry = parts.arrays, dict[str, Any]()
         self._parts, self._codec = parts, codec
@@ -97,7 +98,7 @@ class _Trial:
 
     def predicted_s(self) -> float:
         """Return the predicted seconds of the trial if it begins now."""
-        return self.setting.predicted_s(self._num_batches, self._parts.clock.now_s)
+        return predicted_s(self.setting, self._num_batches, self._parts.clock.now_s)
 
     def run(self) -> Tried:
         """Train the first round; a loss of NaN if it leaves no model."""

@@ -109,7 +109,7 @@ def _in_groups(parts: RunParts) -> Preset:
     """Return training in groups; with groups = "auto" several numbers train the first rounds (F2)."""
     settings, record = parts.scenario.strategy, parts.record
     num_socs = settings.socs or parts.run.cluster.num_socs
-    number = group_strategy(settings.name).groups(settings.groups, num_socs)
+    number = settings.num_groups(num_socs)
     # A resumed run has its warm-up in the checkpoint.
     if record.warm_up is not None:
         number = record.warm_up["num_groups"]

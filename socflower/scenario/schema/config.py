@@ -635,6 +635,11 @@ class StrategyConfig(Table):
         """What the strategy is."""
         return STRATEGIES[self.name]
 
+    def num_groups(self, cluster_socs: int) -> int | str:
+        """Return how many groups train on a cluster of so many SoCs, or "auto"; without groups each SoC is one."""
+        kind, num_socs = self.kind, self.socs or cluster_socs
+        return kind.groups(self.groups, num_socs) if isinstance(kind, GroupStrategy) else num_socs
+
     @property
     def waits_for(self) -> Quorum:
         """When a synchronisation of groups ends."""

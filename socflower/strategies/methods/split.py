@@ -157,7 +157,7 @@ class SplitMethod(Method[SplitRound, SettledSplit]):
         """The transport of features and gradients."""
         return "in process" if self._cloud is None else "gRPC"
 
-    def describe(self) -> "SplitDescription":
+    def describe(self) -> Description:
         """Return each edge's split plan, and the spans."""
         lines = []
         for index, party in enumerate(self.parties):
@@ -169,7 +169,7 @@ class SplitMethod(Method[SplitRound, SettledSplit]):
             lines.append(f"Edge {index}: {where}, {now.bits} bits, K = {now.window}{moves}")
         longest = max(self._span(index + 1)[1] for index in range(self.num_rounds))
         rounds = f"Rounds: {self.num_rounds} of up to {longest} batches, cloud halves: {self._mode}"
-        return SplitDescription(lines=[*lines, rounds], transport=self.transport)
+        return Description(lines=[*lines, rounds], between={"edge and cloud": self.transport})
 
     def _span(self, server_round: int) -> tuple[int, int]:
         first = self._round_ends[server_round - 2] if server_round > 1 else 0
@@ -462,17 +462,6 @@ class SplitMethod(Method[SplitRound, SettledSplit]):
         for party, engine in zip(self.parties, state.get("engines", ()), strict=False):
             if isinstance(party.decider, DecisionEngine):
                 party.decider.restore(engine)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SplitDescription(Description):
-    """The edges' split plans, and the transport of features and gradients."""
-
-    transport: str
-
-    def transports(self) -> dict[str, str]:
-        """Return that of features and gradients."""
-        return {"edge and cloud": self.transport}
 
 
 def _event(kind: str, party: int, text: str) -> ReplyEvent:
