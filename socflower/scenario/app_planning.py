@@ -12,7 +12,7 @@ from socflower.engines.local.grid import EngineGrid
 from socflower.engines.local.run_app import load_flower_app, require_server_app
 from socflower.errors import ConfigError
 from socflower.flower_adapter import STRATEGY_STARTS, flower_quiet, followed_log
-from socflower.hierarchy import IntervalCosts, sync_shapes
+from socflower.hierarchy import IntervalCosts
 from socflower.hierarchy.quorum import training_usage
 from socflower.quantities import counted
 from socflower.scenario.app.own_app import training_profile
@@ -116,13 +116,7 @@ def plan_app_folder(
 def _predicted(strategy: SoCFlow, work: IntervalCosts, clock: EventClock) -> dict[str, Any]:
     """Return what the training costs."""
     schedule, late = strategy.method.sync.schedule, strategy.method.late
-    shapes = sync_shapes(
-        schedule.num_epochs,
-        strategy.method.sync.steps_per_epoch,
-        schedule.interval_epochs,
-        server_interval=schedule.server_interval,
-        doubling_epochs=schedule.doubling_epochs,
-    )
+    shapes = schedule.shapes(strategy.method.sync.steps_per_epoch)
     training = None
     if late is not None:
         training = training_usage(

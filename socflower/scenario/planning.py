@@ -17,7 +17,6 @@ from socflower.hierarchy import (
     group_steps_per_epoch,
     plan_groups,
     step_times,
-    sync_schedule,
     sync_shapes,
 )
 from socflower.hierarchy.exchange.collective_tasks import FUSIONS
@@ -311,38 +310,23 @@ def with_plan(
 
 def planned_intervals(scenario: Scenario, work: IntervalCosts) -> Sequence[SyncInterval]:
     """Return the intervals of the whole training."""
-    epochs, interval, schedule = _intervals_of(scenario, work)
-    return sync_schedule(
-        epochs,
-        work.steps_per_epoch,
-        interval,
-        server_interval=schedule.server_interval,
-        doubling_epochs=schedule.doubling_epochs,
-    )
+    return _schedule_in_groups(scenario, work).intervals(work.steps_per_epoch)
 
 
-def _intervals_of(
-    scenario: Scenario, work: IntervalCosts
-) -> tuple[int, float | str, TrainingSchedule]:
-    """Return the epochs in groups, and those between synchronisations, be they of fragments; and the schedule."""
+def _schedule_in_groups(scenario: Scenario, work: IntervalCosts) -> TrainingSchedule:
+    """Return the schedule after the epochs of one group, with the interval between synchronisations of fragments."""
     schedule, fragments = scenario.schedule(work.num_samples), scenario.strategy.fragments
     interval = schedule.interval_epochs
     if fragments is not None:
         interval = streamed_interval(interval, fragments.fragments)
-    return scenario.train.epochs - scenario.synchronous_epochs, interval, schedule
+    epochs = schedule.num_epochs - scenario.synchronous_epochs
+    return replace(schedule, num_epochs=epochs, interval_epochs=interval)
 
 
 def _planned_shapes(scenario: Scenario, work: IntervalCosts) -> Sequence[tuple[SyncInterval, int]]:
-    """Return the distinct intervals and their counts, so that the cost does not grow with the number of epochs."""
-    epochs, interval, schedule = _intervals_of(scenario, work)
-    shapes = sync_shapes(
-        epochs,
-        work.steps_per_epoch,
-        interval,
-        server_interval=schedule.server_interval,
-        doubling_epochs=schedule.doubling_epochs,
-        changes=work.gradients.coding.changes,
-    )
+    """Return the distinct intervals in groups and their counts."""
+    schedule, coding = _schedule_in_groups(scenario, work), work.gradients.coding
+    shapes = schedule.shapes(work.steps_per_epoch, coding.changes)
     if not scenario.synchronous_epochs:
         return shapes
     # Data are dealt at the switch, as at the start of any epoch but the first.

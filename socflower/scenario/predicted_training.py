@@ -6,7 +6,7 @@ from socflower.cluster import Cluster, Usage
 from socflower.cluster.device_memory import require_training_memory
 from socflower.cluster.hub_round import Payload, Training, local_round
 from socflower.errors import ConfigError
-from socflower.hierarchy import group_steps_per_epoch, sync_shapes
+from socflower.hierarchy import group_steps_per_epoch
 from socflower.hierarchy.exchange.collective_tasks import BUCKETS
 from socflower.pipeline.plan import TwoDPlan
 from socflower.pipeline.planner.selection import Planned, plan_pipeline
@@ -94,14 +94,12 @@ def _part_sizes(scenario: Scenario, num_parts: int) -> Sequence[int]:
 
 def _pipeline_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
     """Return the prediction for a pipeline, whose rounds are intervals of at most an epoch."""
-    train, asked = scenario.train, scenario.strategy.sync_interval_epochs
     problem, epoch_samples = pipeline_problem(scenario)
     planned = plan_pipeline(problem, planner_settings(scenario))
     whole = num_training_samples(scenario, epoch_samples)
-    steps_per_epoch = group_steps_per_epoch(whole, 1, train.batch_size)
-    interval = 1.0 if isinstance(asked, str) else min(1.0, asked)
+    steps_per_epoch = group_steps_per_epoch(whole, 1, scenario.train.batch_size)
     total = Usage()
-    for shape, count in sync_shapes(train.epochs, steps_per_epoch, interval):
+    for shape, count in scenario.schedule(whole).shapes(steps_per_epoch):
         total += _interval(planned, cluster, shape.num_steps) * count
     plan = planned.plan
     parts = plan.groups if isinstance(plan, TwoDPlan) else (plan,)

@@ -157,21 +157,13 @@ class SplitSetting:
 
     def decision_engine(self, edge: int) -> DecisionEngine | None:
         """Return the engine that may move an edge's cut on a real link; within a round it always keeps a cloud half."""
-        return (
-            DecisionEngine(
-                self.costs[edge],
-                self.widths,
-                num_batches=self.total_batches,
-                reverse=self.is_reverse,
-                grouped=self.schedule.grouped,
-            )
-            if self.can_move_cuts
-            else None
-        )
+        return self._engine(edge, allow_edge_only=False) if self.can_move_cuts else None
 
     def parties(self) -> list[Party]:
         """Return the edges in their initial state."""
-        engines = [self._engine(edge) for edge in range(self.num_edges)]
+        allowed = self.scenario.split.allow_edge_only
+        edges = range(self.num_edges)
+        engines = [self._engine(edge, allow_edge_only=allowed) for edge in edges]
         initial = list(self._initial_plans)
         # Edges that share the cloud's half have the first edge's cut.
         if self.mode == "turns":
@@ -227,19 +219,22 @@ class SplitSetting:
         """The best split plan of each edge alone."""
         return tuple(self._initial_plan(edge) for edge in range(self.num_edges))
 
-    def _engine(self, edge: int) -> DecisionEngine:
-        settings = self.scenario.split
+    def _engine(self, edge: int, *, allow_edge_only: bool) -> DecisionEngine:
         return DecisionEngine(
             self.costs[edge],
             self.widths,
-            allow_edge_only=settings.allow_edge_only,
+            allow_edge_only=allow_edge_only,
             num_batches=self.total_batches,
             reverse=self.is_reverse,
             grouped=self.schedule.grouped,
         )
 
     def _initial_plan(self, edge: int) -> SplitPlan:
-        costs, link, engine = self.costs[edge], self.links[edge], self._engine(edge)
+        costs, link, allowed = (
+            self.costs[edge],
+            self.links[edge],
+            self.scenario.split.allow_edge_only,
+        )
         name = self.scenario.strategy.name
         window = self.schedule.window(0, self.total_batches)
         if name == "edge-only" and self.is_joined:
@@ -247,7 +242,7 @@ class SplitSetting:
             raise self.scenario.mistake("strategy", "name", why)
         first = self.planned_rates(initial_rates(link))
         # A run begins with the link's first rates, before anything is measured.
-        best = engine.best(first, window)
+        best = self._engine(edge, allow_edge_only=allowed).best(first, window)
         # There is one cut, and no edge can train alone.
         if self.is_joined:
             bits = min(self.widths) if name in baselines.BASELINES else best.bits
@@ -262,7 +257,7 @@ class SplitSetting:
                 window=window,
                 grouped=self.schedule.grouped,
                 cut=cut,
-                allow_edge_only=self.scenario.split.allow_edge_only,
+                allow_edge_only=allowed,
                 bits=self.widths,
                 reverse=self.is_reverse,
             )

@@ -14,6 +14,7 @@ from socflower.plain_numbers import plain_numbers
 from socflower.precision.processor_costs import MixedPricing
 from socflower.strategies.local_sgd import LocalSGD
 from socflower.strategies.method import RoundReport
+from socflower.strategies.methods.group_work import SyncPlan
 from socflower.strategies.methods.local import (
     LocalRound,
     LocalSchedule,
@@ -23,7 +24,7 @@ from socflower.strategies.methods.local import (
 from socflower.strategies.outer_step import proximal_mu_of
 from socflower.strategies.presets import group_strategy
 from socflower.strategies.round_strategy import RoundStrategy
-from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
+from socflower.strategies.settings import Costs, ExchangeSettings, Grouping
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import WIRES
 
@@ -108,23 +109,24 @@ class TreeFedAvg(LocalSGD):
 
     preset = group_strategy("tree-fedavg")
 
-    def __init__(
-        self, *, schedule: TrainingSchedule, local_epochs: int = 1, **settings: Any
-    ) -> None:
+    def __init__(self, *, local_epochs: int = 1, costs: Costs = Costs(), **settings: Any) -> None:
         name = type(self).__name__
-        require_type(name, (TrainingSchedule,), "TrainingSchedule(…)", schedule=schedule)
         require_type(name, (int,), "a whole number", local_epochs=local_epochs)
         require_range(name, least=1, local_epochs=local_epochs)
-        if schedule.num_epochs % local_epochs:
-            raise ConfigError(
-                f"{name}: num_epochs = {schedule.num_epochs} must be a multiple of local_epochs = {local_epochs}"
-            )
-        if isinstance(settings.get("costs", Costs()).pricing, MixedPricing):
+        if isinstance(getattr(costs, "pricing", None), MixedPricing):
             raise ConfigError(
                 f"{name}: mixed precision measures alpha by steps of a group; train in FP32 or int8"
             )
         self._local_epochs = local_epochs
-        super().__init__(schedule=schedule, **settings)
+        super().__init__(costs=costs, **settings)
+
+    def _with_rounds(self, sync: SyncPlan) -> SyncPlan:
+        if sync.schedule.num_epochs % self._local_epochs:
+            raise ConfigError(
+                f"{type(self).__name__}: num_epochs = {sync.schedule.num_epochs} must be a multiple of local_epochs = "
+                f"{self._local_epochs}"
+            )
+        return sync
 
 
 @plain_numbers

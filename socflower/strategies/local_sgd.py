@@ -6,7 +6,7 @@ from typing import Any
 from flwr.serverapp.strategy import Strategy
 
 from socflower.errors import ConfigError, require_range, require_type
-from socflower.hierarchy import plan_groups, sync_schedule
+from socflower.hierarchy import plan_groups
 from socflower.hierarchy.exchange.models import NONE
 from socflower.plain_numbers import plain_numbers
 from socflower.strategies.methods.group_work import SyncPlan
@@ -18,9 +18,7 @@ from socflower.strategies.presets import group_strategy
 from socflower.strategies.round_planner import RoundPlanner
 from socflower.strategies.settings import (
     Costs,
-    ExchangeSettings,
     Streaming,
-    TrainingSchedule,
     require_few_fragments,
     streamed_interval,
 )
@@ -61,23 +59,20 @@ class PostLocalSGD(LocalSGD):
 
     preset = group_strategy("post-local-sgd")
 
-    def __init__(
-        self, *, schedule: TrainingSchedule, synchronous_epochs: int, **settings: Any
-    ) -> None:
-        name = type(self).__name__
-        require_type(name, (TrainingSchedule,), "TrainingSchedule(…)", schedule=schedule)
-        require_type(name, (int,), "a whole number", synchronous_epochs=synchronous_epochs)
-        most = schedule.num_epochs - 1
-        require_range(name, least=1, most=most, synchronous_epochs=synchronous_epochs)
-        exchange = settings.get("exchange", ExchangeSettings())
-        if schedule.server_interval > 1 or exchange.compression != NONE:
+    def __init__(self, *, synchronous_epochs: int, **settings: Any) -> None:
+        require_type(
+            type(self).__name__, (int,), "a whole number", synchronous_epochs=synchronous_epochs
+        )
+        self._synchronous_epochs = synchronous_epochs
+        super().__init__(**settings)
+
+    def _with_rounds(self, sync: SyncPlan) -> SyncPlan:
+        name, most = type(self).__name__, sync.schedule.num_epochs - 1
+        require_range(name, least=1, most=most, synchronous_epochs=self._synchronous_epochs)
+        if sync.schedule.server_interval > 1 or sync.exchange.compression != NONE:
             raise ConfigError(
                 f"{name}: server_interval and compression are for groups of one plan; leave them out"
             )
-        self._synchronous_epochs = synchronous_epochs
-        super().__init__(schedule=schedule, **settings)
-
-    def _with_rounds(self, sync: SyncPlan) -> SyncPlan:
         intervals, self._num_opening = opened_intervals(
             sync.schedule, sync.steps_per_epoch, self._synchronous_epochs
         )
@@ -130,39 +125,37 @@ class StreamingDiLoCo(DiLoCo):
     def __init__(
         self,
         *,
-        schedule: TrainingSchedule,
         streaming: Streaming | None = None,
         outer: Strategy | None = None,
+        costs: Costs = Costs(),
         **settings: Any,
     ) -> None:
         name = type(self).__name__
-        require_type(name, (TrainingSchedule,), "TrainingSchedule(…)", schedule=schedule)
         streaming = Streaming() if streaming is None else streaming
         require_type(name, (Streaming,), "Streaming(…) or None", streaming=streaming)
         require_type(name, (OuterSGD, type(None)), "OuterSGD(…) or nesterov(…)", outer=outer)
-        interval = schedule.interval_epochs
+        if getattr(getattr(costs, "pricing", None), "arithmetic", ""):
+            raise ConfigError(
+                f"{name}: fragments change in a round, which int8 does not see; train in FP32"
+            )
+        self._streaming = streaming
+        super().__init__(outer=outer, costs=costs, **settings)
+
+    def _with_rounds(self, sync: SyncPlan) -> SyncPlan:
+        schedule, interval = sync.schedule, sync.schedule.interval_epochs
         for broken, why in (
             (isinstance(interval, str), f"interval_epochs = {interval!r}; give a number"),
             (schedule.server_interval > 1, "server_interval averages whole models; leave it out"),
             (
-                getattr(settings.get("costs", Costs()).pricing, "arithmetic", ""),
-                "fragments change in a round, which int8 does not see; train in FP32",
-            ),
-            (
-                settings.get("exchange", ExchangeSettings()).wire == INT8_WIRE,
+                sync.exchange.wire == INT8_WIRE,
                 f"wire = {INT8_WIRE!r} is for whole models; leave it out",
             ),
         ):
             if broken:
-                raise ConfigError(f"{name}: {why}")
-        self._streaming = streaming
-        super().__init__(schedule=schedule, outer=outer, **settings)
-
-    def _with_rounds(self, sync: SyncPlan) -> SyncPlan:
-        schedule, steps_per_epoch = sync.schedule, sync.steps_per_epoch
-        interval = streamed_interval(schedule.interval_epochs, self._streaming.fragments)
-        intervals = sync_schedule(schedule.num_epochs, steps_per_epoch, interval)
-        require_few_fragments(self._streaming, schedule.interval_epochs, steps_per_epoch)
+                raise ConfigError(f"{type(self).__name__}: {why}")
+        require_few_fragments(self._streaming, interval, sync.steps_per_epoch)
+        own = streamed_interval(interval, self._streaming.fragments)
+        intervals = replace(schedule, interval_epochs=own).intervals(sync.steps_per_epoch)
         return replace(sync, intervals=intervals)
 
     def _method(self, **settings: Any) -> GroupsMethod:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import cast
+from typing import Any, cast
 
 from flwr.app import ConfigRecord, Message, MetricRecord
 
@@ -65,6 +65,12 @@ def mean_metric(replies: Sequence[Message], key: str) -> float | None:
     values = [list(_numbers(reply, key)) for reply in replies]
     means = [sum(numbers) / len(numbers) for numbers in values if numbers]
     return sum(means) / len(means) if means else None
+
+
+def mixed_figures(replies: Sequence[Message]) -> dict[str, Any]:
+    """Return the means of mixed precision for a `RoundReport`."""
+    keys = {"alpha": ALPHA, "copy_similarity": COPY_SIMILARITY, "cpu_share": CPU_SHARE}
+    return {name: mean_metric(replies, key) for name, key in keys.items()}
 
 
 def client_events(

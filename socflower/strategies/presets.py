@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from socflower.errors import ConfigError
 from socflower.hierarchy import GroupPlan, Quorum
 from socflower.hierarchy.exchange.coding_bytes import RING, SERVER, PowerSGD, SelectedBuckets
-from socflower.hierarchy.exchange.models import AUTO, NONE, TREE
+from socflower.hierarchy.exchange.models import TREE
 from socflower.strategies.settings import ExchangeSettings, Grouping, TrainingSchedule
+
+_UNASKED = ExchangeSettings()
 
 PIPELINE_STRATEGY, GRID_STRATEGY = "hybrid-pipeline", "2d"
 SPLIT_STRATEGIES = ("split-replay", "pipelined", "joint-dnn", "split", "splitfed", "edge-only")
@@ -37,6 +39,9 @@ class StrategyKind:
     has_local_epochs: bool = False
     # Of pipelines: whether they are those of groups, with a device a stage.
     is_grid: bool = False
+    # None if the settings of these names decide.
+    num_groups: int | None = None
+    interval_epochs: float | None = None
 
     @property
     def has_groups(self) -> bool:
@@ -51,6 +56,28 @@ class StrategyKind:
     def exchanged(self, asked: ExchangeSettings) -> ExchangeSettings:
         """Return how groups exchange; `ConfigError` for another way than the strategy's own."""
         return asked
+
+    def scheduled(self, asked: TrainingSchedule, local_epochs: int = 1) -> TrainingSchedule:
+        """Return the schedule with the strategy's own intervals; `local_epochs` is a round of those that have them."""
+        return replace(
+            asked,
+            interval_epochs=self.sync_interval_epochs(asked.interval_epochs, local_epochs),
+            # With one group all synchronisations are among all servers.
+            server_interval=1 if self.num_groups else asked.server_interval,
+            reshuffle=asked.reshuffle and not self.has_local_epochs,
+        )
+
+    def sync_interval_epochs(self, asked: float | str, local_epochs: int = 1) -> float | str:
+        """Return the epochs between synchronisations.
+
+        One group has nothing to synchronise, nor has a pipeline: its rounds only decide when it is evaluated. It is
+        evaluated as often as several groups are, so that times to an accuracy are comparable.
+        """
+        if self.has_local_epochs:
+            return float(local_epochs)
+        if self.interval_epochs is None:
+            return asked
+        return self.interval_epochs if isinstance(asked, str) else min(self.interval_epochs, asked)
 
     @property
     def unread_keys(self) -> frozenset[str]:
@@ -73,18 +100,17 @@ class StrategyKind:
 class GroupStrategy(StrategyKind):
     """A strategy with groups: a class that is made as `SoCFlow` is, by keyword arguments.
 
-    `num_groups`, `num_socs`, `interval_epochs`, `exchange` and `compression` are None if the settings of these names
-    decide. With `needs_each_model` it has an average of its own, so that leaders cannot send the hub their mean.
+    `num_socs`, `exchange`, `compression` and `leaders` are None if the settings of these names decide. With
+    `needs_each_model` it has an average of its own, so that leaders cannot send the hub their mean.
     """
 
     # The class is imported when it trains, since every command reads this module.
     target: str = "socflower.strategies.socflow:SoCFlow"
-    num_groups: int | None = None
     num_socs: int | None = None
-    interval_epochs: float | None = None
     needs_each_model: bool = False
     exchange: str | None = None
     compression: str | None = None
+    leaders: str | None = None
 
     @property
     def unread_keys(self) -> frozenset[str]:
@@ -117,15 +143,11 @@ class GroupStrategy(StrategyKind):
         return self.num_groups
 
     def grouping(self, asked: int | Grouping | None, num_socs: int) -> Grouping:
-        """Return the groups to plan in a cluster of so many SoCs; `ConfigError` for others than the strategy's own."""
+        """Return the groups to plan in a cluster of so many SoCs; None asks for those of the strategy."""
         if asked is None:
             asked = num_socs if self.is_alone else 1
         counts = asked if isinstance(asked, Grouping) else Grouping(num_groups=asked)
-        if counts.num_socs is None:
-            counts = replace(counts, num_socs=self.num_socs)
-        for key in ("num_groups", "num_socs"):
-            _require_own(f"groups: {key}", getattr(counts, key), getattr(self, key))
-        return counts
+        return counts if counts.num_socs else replace(counts, num_socs=self.num_socs)
 
     def never_exchanges_gradients(self, asked: int | str) -> bool:
         """Whether all groups have one SoC, from the first epoch on; `asked` as in `groups`."""
@@ -133,45 +155,16 @@ class GroupStrategy(StrategyKind):
 
     def exchanged(self, asked: ExchangeSettings) -> ExchangeSettings:
         """Return how groups exchange; `ConfigError` for another way than the strategy's own."""
-        compression, leaders = asked.compression, asked.leaders
-        if asked.exchange != RING:
-            _require_own("exchange", asked.exchange, self.exchange)
-        if compression != NONE:
-            # Options may follow the coding's name.
-            _require_own("compression", compression.partition(" ")[0], self.compression)
-        elif self.compression is not None:
-            compression = self.compression
-        if self.has_local_epochs:
-            if leaders != AUTO:
-                _require_own("leaders", leaders, TREE)
-            leaders = TREE
-        exchange = self.exchange or asked.exchange
-        return replace(asked, exchange=exchange, compression=compression, leaders=leaders)
-
-    def scheduled(self, asked: TrainingSchedule, local_epochs: int = 1) -> TrainingSchedule:
-        """Return the schedule with the strategy's own intervals; `local_epochs` is a round of those that have them."""
-        return replace(
-            asked,
-            interval_epochs=self.sync_interval_epochs(asked.interval_epochs, local_epochs),
-            server_interval=self.server_interval(asked.server_interval),
-            reshuffle=asked.reshuffle and not self.has_local_epochs,
-        )
-
-    def sync_interval_epochs(self, asked: float | str, local_epochs: int = 1) -> float | str:
-        """Return the epochs between synchronisations.
-
-        One group has nothing to synchronise: its rounds only decide when it is evaluated. It is evaluated as often as
-        several groups are, so that times to an accuracy are comparable.
-        """
-        if self.has_local_epochs:
-            return float(local_epochs)
-        if self.interval_epochs is None:
-            return asked
-        return self.interval_epochs if isinstance(asked, str) else min(self.interval_epochs, asked)
-
-    def server_interval(self, asked: int) -> int:
-        """Return after how many synchronisations one is among all servers; with one group all are."""
-        return asked if self.num_groups is None else 1
+        fixed = {}
+        for key in ("exchange", "compression", "leaders"):
+            value, own = getattr(asked, key), getattr(self, key)
+            # Options may follow the name of a compression.
+            if own in (None, value.partition(" ")[0]):
+                continue
+            if value != getattr(_UNASKED, key):
+                raise ConfigError(f"{key} = {value!r}: this strategy has {own!r}; leave it out")
+            fixed[key] = own
+        return replace(asked, **fixed)
 
     def require_fitting(self, name: str, plan: GroupPlan, quorum: Quorum) -> None:
         """Raise `ConfigError` for groups of other sizes than the strategy's, and for late ones that it waits for."""
@@ -179,19 +172,12 @@ class GroupStrategy(StrategyKind):
             raise ConfigError(
                 f"{name}: quorum = {quorum}, and its rounds wait for all; leave it out"
             )
-        if self.trains_single_socs and len(plan.groups) != len(plan.participants):
-            raise ConfigError(f"{name}: each SoC trains alone; leave groups out")
-        if self.num_groups not in (None, len(plan.groups)):
+        groups, socs = len(plan.groups), len(plan.participants)
+        are_of_one = groups == socs or not self.trains_single_socs
+        if not (are_of_one and self.num_groups in (None, groups) and self.num_socs in (None, socs)):
             raise ConfigError(
-                f"{name}: groups has a plan of {len(plan.groups)} groups, and it trains in {self.num_groups}; "
-                "leave it out"
+                f"{name}: groups = {groups}, of {socs} SoCs in all, and it has groups of its own; leave groups out"
             )
-
-
-def _require_own(key: str, asked: object, own: object) -> None:
-    """Raise `ConfigError` if a strategy has a value of its own and another one is asked for."""
-    if own is not None and asked != own:
-        raise ConfigError(f"{key} = {asked!r}: this strategy has {own!r}; leave it out")
 
 
 def _one_group(
@@ -232,6 +218,7 @@ STRATEGIES: dict[str, StrategyKind] = {
         target="socflower.strategies.baselines:TreeFedAvg",
         is_alone=True,
         has_local_epochs=True,
+        leaders=TREE,
     ),
     "local-sgd": GroupStrategy(
         about="each SoC alone between synchronisations, with an optimiser that it keeps",
@@ -267,10 +254,13 @@ STRATEGIES: dict[str, StrategyKind] = {
         optimizer="muon",
     ),
     PIPELINE_STRATEGY: StrategyKind(
-        about="[a pipeline](#pipeline) of unequal devices", is_pipeline=True
+        about="[a pipeline](#pipeline) of unequal devices", is_pipeline=True, interval_epochs=1.0
     ),
     GRID_STRATEGY: StrategyKind(
-        about="a pipeline in each group, a ring across groups", is_pipeline=True, is_grid=True
+        about="a pipeline in each group, a ring across groups",
+        is_pipeline=True,
+        is_grid=True,
+        interval_epochs=1.0,
     ),
     **dict.fromkeys(SPLIT_STRATEGIES, StrategyKind(uses_cloud=True)),
 }

@@ -138,15 +138,10 @@ def ring_tasks(
     num_groups = len(this.plan.groups)
     leaders = _lines_of_leaders(this, participant_of, address_of)
     places = _lines_of_places(this) if this.in_tree else {}
-    turn_of = {
-        ident: turn for turn, ids in enumerate(this.plan.communication_groups) for ident in ids
-    }
-    sharing = conflicts(this.addressed) if this.exchanges.turns.enabled else {}
+    turns = _turns(this)
     tasks: dict[int, RingTask] = {}
     for ident, group in groups.items():
-        others = sharing.get(ident, frozenset())
-        before = sorted(other for other in others if turn_of[other] < turn_of[ident])
-        after = sorted(set(others) - set(before))
+        before, after = turns.get(ident, ((), ()))
         neighbours = tuple(
             f"{other} {participant_of[soc]} {address_of[soc]}"
             for other in (*before, *after)
@@ -167,8 +162,8 @@ def ring_tasks(
                 tolerate_errors=tolerate_errors,
                 ends_with_member=ends_with_member,
                 rebalance_steps=rebalance_steps,
-                groups_before=tuple(before),
-                groups_after=tuple(after),
+                groups_before=before,
+                groups_after=after,
                 neighbours=neighbours,
                 leaders=leaders.get(ident, ()),
                 leader_places=places.get(ident, ()),
@@ -179,6 +174,20 @@ def ring_tasks(
                 resident=resident_group,
             )
     return tasks
+
+
+def _turns(this: Round) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return, for each group that shares an uplink and takes turns, the groups before and after it."""
+    if not this.exchanges.turns.enabled:
+        return {}
+    turn_of = {
+        ident: turn for turn, ids in enumerate(this.plan.communication_groups) for ident in ids
+    }
+    turns = {}
+    for ident, others in conflicts(this.addressed).items():
+        before = [other for other in sorted(others) if turn_of[other] < turn_of[ident]]
+        turns[ident] = (tuple(before), tuple(sorted(set(others) - set(before))))
+    return turns
 
 
 def _lines_of_places(this: Round) -> dict[int, tuple[str, ...]]:

@@ -1,5 +1,6 @@
 """The settings of SoCFlow, by what they are about; each is a frozen value that a caller may keep and reuse."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ from socflower.cluster import FP32, ModelProfile, Pricing, VirtualClock
 from socflower.cluster.cluster_file import MOST_SOCS
 from socflower.errors import ConfigError, require_type
 from socflower.field_rules import OneOf, checked
-from socflower.hierarchy import IntervalCosts
+from socflower.hierarchy import IntervalCosts, SyncInterval, sync_schedule
 from socflower.hierarchy.exchange import coding_bytes
 from socflower.hierarchy.exchange.coding_bytes import CODINGS, gradient_coding
 from socflower.hierarchy.exchange.collective_tasks import BUCKETS, FUSIONS
@@ -23,7 +24,7 @@ from socflower.hierarchy.exchange.models import (
     ModelExchange,
     compression_fault,
 )
-from socflower.hierarchy.sync_intervals import DECAY, DOUBLING_EPOCHS
+from socflower.hierarchy.sync_intervals import DECAY, DOUBLING_EPOCHS, sync_shapes
 from socflower.hierarchy.uplink_turns import AUTO
 from socflower.wire.message_keys import INT8_WIRE, WIRES
 
@@ -94,6 +95,32 @@ class TrainingSchedule:
                 f"doubling_epochs = {self.doubling_epochs} is for interval_epochs = {DECAY!r}, and it is "
                 f"{self.interval_epochs!r}; leave it out"
             )
+
+    def intervals(self, steps_per_epoch: int) -> Sequence[SyncInterval]:
+        """Return the intervals of the whole training (F3)."""
+        return sync_schedule(
+            self.num_epochs,
+            steps_per_epoch,
+            self.interval_epochs,
+            server_interval=self.server_interval,
+            doubling_epochs=self.doubling_epochs,
+        )
+
+    def shapes(
+        self, steps_per_epoch: int, changes: Sequence[int] = ()
+    ) -> Sequence[tuple[SyncInterval, int]]:
+        """Return the distinct intervals and their counts, so that the cost does not grow with the number of epochs.
+
+        Intervals before and after each of the steps `changes` are distinct.
+        """
+        return sync_shapes(
+            self.num_epochs,
+            steps_per_epoch,
+            self.interval_epochs,
+            server_interval=self.server_interval,
+            doubling_epochs=self.doubling_epochs,
+            changes=changes,
+        )
 
 
 @checked

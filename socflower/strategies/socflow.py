@@ -15,7 +15,6 @@ from socflower.hierarchy import (
     Rebalancing,
     group_steps_per_epoch,
     plan_groups,
-    sync_schedule,
 )
 from socflower.hierarchy.group_preemption import GROUPS, PREEMPTIONS, SOCS
 from socflower.hierarchy.quorum import late_together
@@ -227,16 +226,9 @@ def sync_plan_of(
 ) -> SyncPlan:
     """Return the intervals of a schedule (F3), for so many groups."""
     steps_per_epoch = group_steps_per_epoch(schedule.num_samples, num_groups, schedule.batch_size)
-    intervals = sync_schedule(
-        schedule.num_epochs,
-        steps_per_epoch,
-        schedule.interval_epochs,
-        server_interval=schedule.server_interval,
-        doubling_epochs=schedule.doubling_epochs,
-    )
     return SyncPlan(
         schedule=schedule,
-        intervals=intervals,
+        intervals=schedule.intervals(steps_per_epoch),
         steps_per_epoch=steps_per_epoch,
         exchange=exchange,
         local_epochs=local_epochs,

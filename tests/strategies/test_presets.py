@@ -49,9 +49,9 @@ def test_an_entry_without_a_class_is_a_baseline() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "named"),
     [
-        ("ring", {"groups": 2}, "num_groups = 2"),
-        ("ring", {"groups": plan_groups(CLUSTER, 2)}, "2 groups"),
-        ("sgd", {"groups": Grouping(num_socs=3)}, "num_socs = 3"),
+        ("ring", {"groups": 2}, "groups = 2"),
+        ("ring", {"groups": plan_groups(CLUSTER, 2)}, "groups = 2"),
+        ("sgd", {"groups": Grouping(num_socs=3)}, "3 SoCs"),
         ("ring", {"exchange": ExchangeSettings(exchange="server")}, "exchange = 'server'"),
         ("hipress", {"exchange": ExchangeSettings(compression="int8")}, "compression = 'int8'"),
         ("tree-fedavg", {"exchange": ExchangeSettings(leaders="ring")}, "leaders = 'ring'"),

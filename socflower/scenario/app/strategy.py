@@ -43,7 +43,7 @@ from socflower.strategies.hybrid_pipeline import HybridPipeline
 from socflower.strategies.methods.local import LocalSchedule
 from socflower.strategies.presets import group_strategy
 from socflower.strategies.round_strategy import RoundStrategy
-from socflower.strategies.settings import Costs, Grouping, TrainingSchedule
+from socflower.strategies.settings import Costs, Grouping
 from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.split_replay import SplitReplay
 from socflower.strategies.warm_up import warm_up
@@ -232,13 +232,7 @@ def _pipeline(parts: RunParts) -> Preset:
     strategy = HybridPipeline(
         problem=problem,
         planner=planner_settings(scenario),
-        schedule=TrainingSchedule(
-            num_samples=_num_samples(scenario),
-            batch_size=scenario.train.batch_size,
-            num_epochs=scenario.train.epochs,
-            seed=scenario.seed,
-            interval_epochs=min(1.0, settings.round_epochs),
-        ),
+        schedule=scenario.schedule(_num_samples(scenario)),
         coding=ActivationCoding(
             bits=table.activation_bits,
             gradient_bits=table.gradient_bits,

@@ -1,7 +1,7 @@
 """The tables of a scenario file: keys, defaults, limits, descriptions; docs/reference/scenarios.md is made of them."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self, TypeAlias
 
 from pydantic import Field
@@ -597,38 +597,40 @@ class StrategyConfig(Table):
 
     def under(self, name: str, **changes: Any) -> Self:
         """Return the table under another strategy, without the keys that only groups, or several groups, read."""
-        keys: Collection[str] = ()
-        if STRATEGIES[name].is_pipeline:
-            unread_by_grids = STRATEGIES[name].unread_keys & {"sync_interval_epochs"}
-            keys = set(StrategyConfig.model_fields) - set(READ_BY_PIPELINES) | unread_by_grids
-        elif not several_groups(name):
-            keys = ("outer", "group_rule", *OF_LEADERS)
-        kind = STRATEGIES[name] if exchanges_gradients(name) else None
-        for key in ("exchange", "compression"):
-            if not isinstance(kind, GroupStrategy) or getattr(kind, key) is not None:
-                keys = {*keys, key}
-        if STRATEGIES[name].is_alone:
-            # They have as many groups, and an outer step of their own.
-            keys = {*keys, "groups", "outer", "group_rule", *_INSIDE_GROUPS}
-            if not STRATEGIES[name].is_synchronous_first:
-                keys = {*keys, *INSIDE_GROUPS_OR_FIRST}
-        for key, is_read in (
-            ("post_local_epochs", STRATEGIES[name].is_synchronous_first),
-            ("streaming", STRATEGIES[name].is_streaming),
-        ):
-            if not is_read:
-                keys = {*keys, key}
-        if not may_have_late_groups(name):
-            keys = {*keys, *OF_QUORUM}
-        if name == self.name:
-            keys = ()
+        kind, keys = STRATEGIES[name], set[str]()
+        if name != self.name:
+            keys = self._unread_by(name)
         interval = changes.get("sync_interval_epochs", self.sync_interval_epochs)
-        unread = STRATEGIES[name].unread_keys
-        if interval != DECAY or "doubling_epochs" in unread:
-            keys = {*keys, "doubling_epochs"}
-        keys = {*keys, *unread.intersection(("preemption", "dispatch", "use_spares"))}
+        if interval != DECAY or "doubling_epochs" in kind.unread_keys:
+            keys.add("doubling_epochs")
+        keys |= kind.unread_keys & {"preemption", "dispatch", "use_spares"}
         left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
         return self.replaced(**{"name": name, **left_out, **changes})
+
+    @staticmethod
+    def _unread_by(name: str) -> set[str]:
+        """Return the keys that another strategy does not read, or decides itself."""
+        kind, keys = STRATEGIES[name], set[str]()
+        if kind.is_pipeline:
+            unread_by_grids = kind.unread_keys & {"sync_interval_epochs"}
+            keys = set(StrategyConfig.model_fields) - set(READ_BY_PIPELINES) | unread_by_grids
+        elif not several_groups(name):
+            keys = {"outer", "group_rule", *OF_LEADERS}
+        for key in _INSIDE_GROUPS:
+            if not exchanges_gradients(name) or getattr(kind, key) is not None:
+                keys.add(key)
+        if kind.is_alone:
+            # They have as many groups, and an outer step of their own.
+            keys |= {"groups", "outer", "group_rule", *_INSIDE_GROUPS}
+            if not kind.is_synchronous_first:
+                keys |= {*INSIDE_GROUPS_OR_FIRST}
+        if not kind.is_synchronous_first:
+            keys.add("post_local_epochs")
+        if not kind.is_streaming:
+            keys.add("streaming")
+        if not may_have_late_groups(name):
+            keys |= {*OF_QUORUM}
+        return keys
 
     @property
     def kind(self) -> StrategyKind:

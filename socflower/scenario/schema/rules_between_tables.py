@@ -107,10 +107,9 @@ def _rules_of_groups(file: "ScenarioFile") -> Iterator[Rule]:
         why = f"{_name(file)} has groups of two plans; leave it out"
         yield first and is_set(strategy, key), file.at("strategy", key), why
     yield from _rules_of_streaming(file)
-    for key, fitting in (("groups", "auto"), ("leaders", "tree")):
-        why = f"{_name(file)} trains on each SoC alone and sums in a tree; leave it out"
-        has_own = is_set(strategy, key) and getattr(strategy, key) != fitting
-        yield file.kind.has_local_epochs and has_own, file.at("strategy", key), why
+    why = f"{_name(file)} trains on each SoC alone; leave it out"
+    has_own = is_set(strategy, "groups") and groups != "auto"
+    yield file.kind.has_local_epochs and has_own, file.at("strategy", "groups"), why
     yield from _rules_of_late_groups(file)
     chooses = several_groups(strategy.name) and not file.kind.is_alone
     why = f"it is for groups = 'auto', and {file.at('strategy', 'groups')}"

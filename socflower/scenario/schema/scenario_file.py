@@ -33,7 +33,6 @@ from socflower.strategies.presets import (
     GroupStrategy,
     StrategyKind,
     family_of,
-    group_strategy,
 )
 from socflower.strategies.settings import ExchangeSettings, TrainingSchedule
 from socflower.wire.message_keys import WIRES
@@ -145,12 +144,12 @@ class ScenarioFile(ClusterFile):
     @property
     def interval_epochs(self) -> float | str:
         """Epochs between synchronisations of a strategy with groups."""
-        return group_strategy(self.strategy.name).sync_interval_epochs(
+        return self.kind.sync_interval_epochs(
             self.strategy.sync_interval_epochs, self.train.local_epochs
         )
 
     def schedule(self, num_samples: int) -> TrainingSchedule:
-        """Return what groups train on so many samples, and how often they synchronise."""
+        """Return what groups or a pipeline train on so many samples, and how often groups synchronise."""
         train, strategy = self.train, self.strategy
         asked = TrainingSchedule(
             num_samples=num_samples,
@@ -162,7 +161,7 @@ class ScenarioFile(ClusterFile):
             reshuffle=strategy.reshuffle,
             seed=self.seed,
         )
-        return group_strategy(strategy.name).scheduled(asked, train.local_epochs)
+        return self.kind.scheduled(asked, train.local_epochs)
 
     @property
     def exchange(self) -> ExchangeSettings:

@@ -41,7 +41,7 @@ from socflower.strategies.method import (
 from socflower.strategies.methods.group_messages import GroupMessages
 from socflower.strategies.methods.group_work import GroupWork, SyncPlan
 from socflower.strategies.methods.late_groups import LateGroups
-from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric
+from socflower.strategies.mixed_replies import client_events, group_id_of, mixed_figures
 from socflower.strategies.outer_step import refuse_integers_clipped
 from socflower.strategies.records import (
     SentInt8,
@@ -59,9 +59,6 @@ from socflower.strategies.round import (
 )
 from socflower.strategies.round_planner import RoundPlanner
 from socflower.wire.message_keys import (
-    ALPHA,
-    COPY_SIMILARITY,
-    CPU_SHARE,
     INT8_WIRE,
 )
 from socflower.workloads.dataset import LabelledData
@@ -436,9 +433,7 @@ class GroupsMethod(Method[Round, SettledRound]):
             epoch=this.interval.epoch_end,
             events=events,
             usage=usage,
-            alpha=mean_metric(settled.usable, ALPHA),
-            copy_similarity=mean_metric(settled.usable, COPY_SIMILARITY),
-            cpu_share=mean_metric(settled.usable, CPU_SHARE),
+            **mixed_figures(settled.usable),
             uplink_turns=this.exchanges.turns.enabled,
             without_state=self._without_state,
         )

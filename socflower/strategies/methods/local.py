@@ -20,7 +20,7 @@ from socflower.strategies.method import (
     OuterModels,
     RoundReport,
 )
-from socflower.strategies.mixed_replies import client_events, mean_metric
+from socflower.strategies.mixed_replies import client_events, mixed_figures
 from socflower.strategies.records import (
     SentInt8,
     aggregate_records,
@@ -37,11 +37,8 @@ from socflower.strategies.replies import (
 from socflower.strategies.reply_events import ReplyEvent
 from socflower.strategies.settings import BatchSize, Epochs
 from socflower.wire.message_keys import (
-    ALPHA,
     ARRAYS,
     CONFIG,
-    COPY_SIMILARITY,
-    CPU_SHARE,
     INT8_WIRE,
     SCALES,
     SERVER_ROUND,
@@ -242,9 +239,7 @@ class LocalTraining(Method[LocalRound, SettledLocal]):
             epoch=float(this.server_round * self.schedule.local_epochs),
             events=events,
             usage=usage,
-            alpha=mean_metric(settled.usable, ALPHA),
-            copy_similarity=mean_metric(settled.usable, COPY_SIMILARITY),
-            cpu_share=mean_metric(settled.usable, CPU_SHARE),
+            **mixed_figures(settled.usable),
         )
 
 

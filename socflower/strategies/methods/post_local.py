@@ -38,12 +38,8 @@ def opened_intervals(
     opening = sync_schedule(
         synchronous_epochs, steps_per_epoch, 1.0 if isinstance(asked, str) else min(1.0, asked)
     )
-    local = sync_schedule(
-        schedule.num_epochs - synchronous_epochs,
-        steps_per_epoch,
-        asked,
-        doubling_epochs=schedule.doubling_epochs,
-    )
+    epochs = schedule.num_epochs - synchronous_epochs
+    local = replace(schedule, num_epochs=epochs).intervals(steps_per_epoch)
     later = (
         replace(
             each,
