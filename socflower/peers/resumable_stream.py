@@ -319,13 +319,49 @@ class _Inbox(Generic[M]):
         self.arriving, self.most_received = None, 0
 
 
+class Sending:
+    """What is known of the messages that an end has sent, safe between threads; of its `Stream`."""
+
+    def __init__(self, changed: Condition, out: _Outbox, is_lost: Callable[[], bool]) -> None:
+        self._changed, self._out, self._is_lost = changed, out, is_lost
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the sending of all messages has at least begun."""
+        with self._changed:
+            return self._out.all_started
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` until everything is acknowledged, and return whether it is."""
+        out = self._out
+        with self._changed:
+            self._changed.wait_for(lambda: not out.kept or self._is_lost(), timeout_s)
+            return not out.kept
+
+    def transfers(self) -> tuple[SentMessage, ...]:
+        """Return the transfers since the last call; only the newest ones if there are many."""
+        with self._changed:
+            transfers = tuple(self._out.transfers)
+            self._out.transfers.clear()
+            return transfers
+
+    def in_flight(self) -> tuple[float, int] | None:
+        """Return since when (on the stream's clock) how many bytes are in flight; None if none are."""
+        out = self._out
+        with self._changed:
+            going = [kept for kept in out.kept if kept.number <= out.started]
+            if not going:
+                return None
+            return max(going[0].began_s, out.free_s), sum(kept.cost_bytes for kept in going)
+
+
 class Stream(Generic[M]):
-    """One end, safe between threads. Loops call `send`, `receive`, `poll` and `flush`, connections the rest.
+    """One end, safe between threads. Loops call `send`, `receive` and `poll`, connections the rest.
 
     `kinds` converts messages. `receive`, and `send` with `wait_for_room`, raise `StreamLost` after `patience_s` without
     progress. `peer` names the other end in errors. `measured`, at both ends, acknowledges every message, so that
-    `transfers` show the link's bandwidth; else acknowledgements come when a sender needs room. When the other end has
-    ended the stream, loops get what `end_error` makes of its reason.
+    `sent.transfers()` show the link's bandwidth; else acknowledgements come when a sender needs room. When the other
+    end has ended the stream, loops get what `end_error` makes of its reason.
     """
 
     def __init__(
@@ -358,6 +394,7 @@ class Stream(Generic[M]):
         self._progress_s = clock()
         self._out = _Outbox(limits.credit_bytes)
         self._in = _Inbox[M]()
+        self.sent = Sending(self._changed, self._out, lambda: self._failure is not None)
         # The reasons with which this end and the other one have ended the stream.
         self._own_end: bytes | None = None
         self._peer_end: bytes | None = None
@@ -403,37 +440,8 @@ class Stream(Generic[M]):
         return message
 
     def receive_or_idle(self, what: str = "message") -> M | None:
-        """Wait for the next message, or for `is_idle`, and then return None. Raises as `receive` does."""
+        """Wait for the next message, or for `sent.is_idle`, and then return None. Raises as `receive` does."""
         return self._wait_for_message(what, lambda: self._out.all_started)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the sending of all messages has at least begun."""
-        with self._changed:
-            return self._out.all_started
-
-    def flush(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` until everything is acknowledged, and return whether it is."""
-        out = self._out
-        with self._changed:
-            self._changed.wait_for(lambda: not out.kept or self._failure is not None, timeout_s)
-            return not out.kept
-
-    def transfers(self) -> tuple[SentMessage, ...]:
-        """Return the transfers since the last call; only the newest ones if there are many."""
-        with self._changed:
-            transfers = tuple(self._out.transfers)
-            self._out.transfers.clear()
-            return transfers
-
-    def in_flight(self) -> tuple[float, int] | None:
-        """Return since when (on the stream's clock) how many bytes are in flight; None if none are."""
-        out = self._out
-        with self._changed:
-            going = [kept for kept in out.kept if kept.number <= out.started]
-            if not going:
-                return None
-            return max(going[0].began_s, out.free_s), sum(kept.cost_bytes for kept in going)
 
     def fail(self, failure: Exception, *, farewell: bytes | None = None) -> None:
         """End the stream: loops get the first `failure` that was given, and connections end.

@@ -76,7 +76,7 @@ def test_each_message_arrives_once_and_in_order_wherever_streams_break(
         assert far.receive() == note(number, size)
         assert near.receive() == Note(number)
     assert near.poll() is None and far.poll() is None
-    assert not measured or (near.flush(20) and far.flush(20))
+    assert not measured or (near.sent.flush(20) and far.sent.flush(20))
     line.close()
     # One message goes whatever its size; more only within the credit.
     assert far.traffic.peak_inbox_bytes <= max(credit_bytes, cost_bytes(b"19", max(sizes)))
@@ -147,14 +147,14 @@ def test_transfers_are_measured_at_both_ends() -> None:
     line = MemoryLine(near, far, lag_s=lambda: 0.02)
     near.send(note(1, 5000))
     far.receive()
-    assert near.flush(20)
-    (sent,) = near.transfers()
-    assert sent.sent and near.transfers() == ()
+    assert near.sent.flush(20)
+    (sent,) = near.sent.transfers()
+    assert sent.sent and near.sent.transfers() == ()
     assert sent.num_bytes > 5000 and sent.seconds >= 0.02
     # The receiver hears of it with the sender's next word.
     near.send(Note(3))
     far.receive()
-    (received,) = far.transfers()
+    (received,) = far.sent.transfers()
     assert not received.sent and received.seconds == sent.seconds
     line.close()
 
@@ -166,19 +166,19 @@ def test_transfers_that_cannot_be_are_not_counted(num_bytes: int, seconds: float
     near = channel()
     stream_id = near.attach(received=0, used=0, credit_bytes=1)
     near.on_frame(stream_id, credit_frame(0, 0, (num_bytes, seconds), (8, 2.0)))
-    (counted,) = near.transfers()
+    (counted,) = near.sent.transfers()
     assert (counted.num_bytes, counted.seconds) == (8, 2.0)
 
 
 def test_what_is_under_way_is_known() -> None:
     near = channel()
-    assert near.in_flight() is None
+    assert near.sent.in_flight() is None
     near.send(note(1, 5000))
     # In line, but there is no stream.
-    assert near.in_flight() is None
+    assert near.sent.in_flight() is None
     frames = near.frames(near.attach(received=0, used=0, credit_bytes=1))
     next(frames)
-    in_flight = near.in_flight()
+    in_flight = near.sent.in_flight()
     assert in_flight is not None and in_flight[1] > 5000
 
 

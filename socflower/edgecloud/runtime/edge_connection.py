@@ -178,7 +178,7 @@ class EdgeConnection:
     def end_channel(self, channel: SplitStream) -> None:
         """End a channel, after waiting a moment for sent messages to arrive if nothing has failed."""
         if channel.failure is None:
-            channel.flush(_FLUSH_TIMEOUT_S)
+            channel.sent.flush(_FLUSH_TIMEOUT_S)
         channel.fail(StreamLost("this channel was left"))
 
     def close(self) -> None:

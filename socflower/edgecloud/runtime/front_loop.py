@@ -170,7 +170,7 @@ class FrontLoop:
             message = message or self._channel.poll()
             action = next_action(
                 allowed=allowed,
-                link_is_idle=self._channel.is_idle,
+                link_is_idle=self._channel.sent.is_idle,
                 has_gradient=message is not None,
                 just_applied=just_applied,
                 is_drained=self._window.drained,
@@ -208,7 +208,7 @@ class FrontLoop:
 
     def _ask_decider(self, batch: int) -> None:
         """Call the decider, once between two batches."""
-        transfers = self._channel.transfers()
+        transfers = self._channel.sent.transfers()
         self._report.transfers.extend(transfers[: _MAX_TRANSFERS - len(self._report.transfers)])
         if self._plan.decide is None:
             return
@@ -222,7 +222,7 @@ class FrontLoop:
             batch=batch,
             split_plan=replace(self._split_plan, window=self._window_of(batch)),
             transfers=seen,
-            in_flight=self._channel.in_flight(),
+            in_flight=self._channel.sent.in_flight(),
             now_s=time.monotonic(),
         )
         chosen = self._plan.decide(inputs)

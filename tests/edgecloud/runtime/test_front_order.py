@@ -42,7 +42,7 @@ class Recording(Front):
         if batch == 0:
             wait_until(lambda: self.channel.received_and_used()[0] == 1 + WINDOW + 1)
         # As in a real training the line is quicker to begin with a message than the half is to update itself.
-        wait_until(lambda: self.channel.is_idle)
+        wait_until(lambda: self.channel.sent.is_idle)
         self.order.append(("apply", batch))
         super().apply(batch, gradient)
 
