@@ -111,7 +111,8 @@ class IntervalCosts:
     dispatches: bool = False
 
     @cached_property
-    def _rates(self) -> tuple[float, ...]:
+    def rates(self) -> tuple[float, ...]:
+        """The sustained speed of each SoC of the cluster."""
         return sustained_rates(self.cluster, self.profile.name, self.pricing)
 
     @cached_property
@@ -123,7 +124,7 @@ class IntervalCosts:
         """Return the shares with fractions `parts` of nominal capacities; SoCs without an entry have all (F4)."""
         shares: dict[int, int] = {}
         for group in plan.groups:
-            capacities = [self._rates[soc] * parts.get(soc, 1.0) for soc in group.members]
+            capacities = [self.rates[soc] * parts.get(soc, 1.0) for soc in group.members]
             own = split_batch(self.batch_size, capacities)
             shares |= zip(group.members, own, strict=True)
         return shares

@@ -166,8 +166,15 @@ def plan_over(
         return whole
     if not used:
         raise InfeasiblePlan("no SoC is left to train: all have gone or are preempted")
-    rates = [capacity if soc in used else 0.0 for soc, capacity in enumerate(capacities)]
-    return plan_groups(cluster, min(len(whole.groups), len(used)), None, rates)
+    return plan_of_socs(cluster, min(len(whole.groups), len(used)), capacities, used)
+
+
+def plan_of_socs(
+    cluster: Cluster, num_groups: int, capacities: Sequence[float], socs: Collection[int]
+) -> GroupPlan:
+    """Return `num_groups` groups of these SoCs; see `plan_groups`."""
+    rates = [capacity if soc in socs else 0.0 for soc, capacity in enumerate(capacities)]
+    return plan_groups(cluster, num_groups, None, rates)
 
 
 def require_one_per_soc(where: str, cluster: Cluster, capacities: Sequence[float]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from socflower.cluster import Cluster, sustained_rates
+from socflower.cluster import Cluster
 from socflower.quantities import human_seconds
 from socflower.scenario.planning import planned_intervals, planned_training, planned_work, with_plan
 from socflower.scenario.schema.scenario_file import Scenario
@@ -132,9 +132,7 @@ def _run_groups(scenario: Scenario, cluster: Cluster, clock: EventClock) -> None
     if len(intervals) > _MAX_ROUNDS:
         why = f"heat is planned for at most {_MAX_ROUNDS} rounds, not {len(intervals)}"
         raise scenario.mistake("train", "epochs", why)
-    balancer = Balancer(
-        cluster, sustained_rates(cluster, work.profile.name, work.pricing), work.rebalancing
-    )
+    balancer = Balancer(cluster, work.rates, work.rebalancing)
     for interval in intervals:
         balancer.update_speeds(clock, work.plan.participants)
         # As in a run, SoCs change groups only between rounds.

@@ -22,6 +22,7 @@ from socflower.hierarchy import (
 from socflower.hierarchy.exchange.collective_tasks import FUSIONS
 from socflower.hierarchy.exchange.gradients import exchange_in_groups
 from socflower.hierarchy.exchange.models import KINDS
+from socflower.hierarchy.plan import plan_of_socs
 from socflower.hierarchy.quorum import late_together, training_usage
 from socflower.precision.cpu_share import RULES_BY_THROUGHPUT
 from socflower.precision.processor_costs import MixedPricing
@@ -254,14 +255,21 @@ def group_work(scenario: Scenario, cluster: Cluster) -> IntervalCosts:
     return work
 
 
+def groups_of(
+    scenario: Scenario, cluster: Cluster, num_groups: int, num_socs: int | None
+) -> GroupPlan:
+    """Return the plan of so many groups and SoCs, by the sustained speeds of the scenario's training."""
+    rates = sustained_rates(cluster, scenario.model.name, pricing(scenario))
+    return plan_groups(cluster, num_groups, num_socs, rates)
+
+
 def _work_of(
     scenario: Scenario, cluster: Cluster, num_groups: int, num_socs: int | None
 ) -> IntervalCosts:
     settings, cost, exchange = scenario.strategy, pricing(scenario), scenario.exchange
-    plan = plan_groups(
-        cluster, num_groups, num_socs, sustained_rates(cluster, scenario.model.name, cost)
-    )
-    if fault := scenario.strategy.waits_for.fault(len(plan.groups), min(map(len, late_together(plan)))):
+    plan = groups_of(scenario, cluster, num_groups, num_socs)
+    least_together = min(map(len, late_together(plan)))
+    if fault := settings.waits_for.fault(len(plan.groups), least_together):
         raise scenario.mistake("strategy", "quorum", fault)
     num_left = num_training_samples(scenario, num_samples(scenario))
     steps_per_epoch = group_steps_per_epoch(num_left, len(plan.groups), scenario.train.batch_size)
@@ -378,13 +386,7 @@ def _opening_usage(scenario: Scenario, work: IntervalCosts, clock: EventClock) -
     """Return the usage of the synchronous epochs before those of groups, in one group with the batch of all."""
     if not scenario.synchronous_epochs:
         return Usage()
-    socs, rates = (
-        work.plan.participants,
-        sustained_rates(work.cluster, work.profile.name, work.pricing),
-    )
-    one = plan_groups(
-        work.cluster, 1, None, [rate * (soc in socs) for soc, rate in enumerate(rates)]
-    )
+    one = plan_of_socs(work.cluster, 1, work.rates, work.plan.participants)
     batch_size = work.batch_size * len(work.plan.groups)
     shapes = sync_shapes(scenario.synchronous_epochs, work.steps_per_epoch, 1.0)
     _, opening = choose_exchanges(

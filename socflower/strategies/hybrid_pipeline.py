@@ -2,8 +2,9 @@
 
 from socflower.cluster import FP32, VirtualClock, sustained_rates
 from socflower.errors import ConfigError, require_range, require_type
-from socflower.hierarchy import Rebalancing, plan_groups
+from socflower.hierarchy import Rebalancing
 from socflower.hierarchy.exchange.models import STAR
+from socflower.hierarchy.plan import plan_of_socs
 from socflower.peers.ring.settings import RingSettings
 from socflower.pipeline.plan import Plan
 from socflower.pipeline.planner.selection import Planned, PlannerSettings
@@ -83,8 +84,7 @@ class HybridPipeline(GroupRoundStrategy):
         _check_schedule(name, schedule, problem)
         cluster = problem.cluster
         socs = {device.soc for device in problem.devices}
-        is_device = [float(soc in socs) for soc in range(cluster.num_socs)]
-        plan_of_all = plan_groups(cluster, 1, None, is_device)
+        plan_of_all = plan_of_socs(cluster, 1, (1.0,) * cluster.num_socs, socs)
         planner_of_rounds = RoundPlanner(
             cluster, plan_of_all, sustained_rates(cluster, "", FP32), rebalancing
         )

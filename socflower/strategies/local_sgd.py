@@ -6,8 +6,8 @@ from typing import Any
 from flwr.serverapp.strategy import Strategy
 
 from socflower.errors import ConfigError, require_range, require_type
-from socflower.hierarchy import plan_groups
 from socflower.hierarchy.exchange.models import NONE
+from socflower.hierarchy.plan import plan_of_socs
 from socflower.plain_numbers import plain_numbers
 from socflower.strategies.methods.group_work import SyncPlan
 from socflower.strategies.methods.groups import GroupsMethod
@@ -81,8 +81,7 @@ class PostLocalSGD(LocalSGD):
     def _method(self, **settings: Any) -> GroupsMethod:
         planner: RoundPlanner = settings["planner"]
         socs = planner.plan.participants
-        rates = [rate * (soc in socs) for soc, rate in enumerate(planner.rates)]
-        whole = plan_groups(planner.cluster, 1, None, rates)
+        whole = plan_of_socs(planner.cluster, 1, planner.rates, socs)
         return PostLocalMethod(Opening(plan=whole, num_rounds=self._num_opening), **settings)
 
 

@@ -98,13 +98,7 @@ class TrainingSchedule:
 
     def intervals(self, steps_per_epoch: int) -> Sequence[SyncInterval]:
         """Return the intervals of the whole training (F3)."""
-        return sync_schedule(
-            self.num_epochs,
-            steps_per_epoch,
-            self.interval_epochs,
-            server_interval=self.server_interval,
-            doubling_epochs=self.doubling_epochs,
-        )
+        return sync_schedule(steps_per_epoch=steps_per_epoch, **self._rounds)
 
     def shapes(
         self, steps_per_epoch: int, changes: Sequence[int] = ()
@@ -113,14 +107,12 @@ class TrainingSchedule:
 
         Intervals before and after each of the steps `changes` are distinct.
         """
-        return sync_shapes(
-            self.num_epochs,
-            steps_per_epoch,
-            self.interval_epochs,
-            server_interval=self.server_interval,
-            doubling_epochs=self.doubling_epochs,
-            changes=changes,
-        )
+        return sync_shapes(steps_per_epoch=steps_per_epoch, **self._rounds, changes=changes)
+
+    @property
+    def _rounds(self) -> dict[str, Any]:
+        keys = ("num_epochs", "interval_epochs", "server_interval", "doubling_epochs")
+        return {key: getattr(self, key) for key in keys}
 
 
 @checked

@@ -286,14 +286,18 @@ def _refuse_beside_quorum(
     arithmetic = "mixed precision" if isinstance(costs.pricing, MixedPricing) else ""
     if getattr(costs.pricing, "arithmetic", "") == "int8":
         arithmetic = "int8"
-    for broken, why in (
+    _refuse(
+        f"{name}: quorum = {quorum.fraction}",
         (schedule.server_interval > 1, f"server_interval = {schedule.server_interval}"),
         (arithmetic, f"{arithmetic}, whose changes of a model are not added in FP32"),
-    ):
-        if broken:
-            raise ConfigError(
-                f"{name}: quorum = {quorum.fraction} does not go with {why}; leave one of the two out"
-            )
+    )
+
+
+def _refuse(setting: str, *others: tuple[object, str]) -> None:
+    """Raise `ConfigError` for the first other setting that is broken beside one."""
+    for is_broken, why in others:
+        if is_broken:
+            raise ConfigError(f"{setting} does not go with {why}; leave one of the two out")
 
 
 def _spares(
@@ -313,15 +317,14 @@ def _check_dispatch(
     """Raise `ConfigError` for data that cannot be sent, and settings under which nodes need data of their own."""
     if data is None:
         return
-    for broken, why in (
+    _refuse(
+        f"{name}: dispatch",
         (not schedule.reshuffle, "reshuffle = False, which leaves data where they are"),
         (
             isinstance(costs.pricing, MixedPricing),
             "mixed precision, whose nodes hold samples to measure alpha on",
         ),
-    ):
-        if broken:
-            raise ConfigError(f"{name}: dispatch does not go with {why}; leave one of the two out")
+    )
     require_dispatchable(data, schedule.num_samples)
 
 
@@ -332,14 +335,11 @@ def _check_preemption(
     require_known(f"{name}: preemption", preemption, PREEMPTIONS)
     if preemption != GROUPS:
         return
-    for broken, why in (
+    _refuse(
+        f"{name}: preemption = {GROUPS!r}",
         (quorum.fraction < 1, f"quorum = {quorum.fraction}, whose late groups keep their work"),
         (rebalancing and rebalancing.across_groups, "rebalancing across groups, which moves SoCs"),
-    ):
-        if broken:
-            raise ConfigError(
-                f"{name}: preemption = {GROUPS!r} does not go with {why}; leave one of the two out"
-            )
+    )
 
 
 def _needs_each_model(outer: Strategy | None, average: Averaging | None, quorum: Quorum) -> str:

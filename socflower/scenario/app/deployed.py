@@ -9,11 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from socflower.cluster import sustained_rates
 from socflower.engines.app_files import AppFiles
 from socflower.engines.deployment.options import DeployedApp
-from socflower.hierarchy import plan_groups
-from socflower.scenario.costs import pricing
+from socflower.scenario.planning import groups_of
 from socflower.scenario.schema.file import scenario_cluster, to_document
 from socflower.scenario.schema.scenario_file import Scenario
 from socflower.strategies.presets import group_strategy
@@ -62,8 +60,7 @@ def participants(scenario: Scenario) -> tuple[int, ...]:
     if isinstance(num_groups, str):
         planned = tuple(range(num_socs))
     else:
-        rates = sustained_rates(cluster, scenario.model.name, pricing(scenario))
-        planned = plan_groups(cluster, num_groups, num_socs, rates).participants
+        planned = groups_of(scenario, cluster, num_groups, num_socs).participants
     if not settings.use_spares:
         return planned
     return (*planned, *sorted(set(range(cluster.num_socs)).difference(planned)))

@@ -31,15 +31,6 @@ from socflower.workloads.dataset import LabelledData
 from socflower.workloads.dispatched import sent_samples
 
 
-@dataclass(kw_only=True, slots=True)
-class _Resumed:
-    """The round after which the training was resumed; 0: not."""
-
-    after: int = 0
-    # By group: its leader in that round, and whether that has the group's state.
-    states: dict[int, tuple[int, bool]] = field(default_factory=dict)
-
-
 @dataclass(kw_only=True)
 class GroupMessages:
     """Makes the messages of each round of a training."""
@@ -59,11 +50,13 @@ class GroupMessages:
     tolerate_errors: bool = False
     # Whether the group's client returns its optimiser with the model.
     hands_over: bool = False
-    _resumed: _Resumed = field(default_factory=_Resumed)
+    # The round after which the training was resumed, and by group its leader in it and whether that has its state.
+    _resumed_after: int = 0
+    _states: Mapping[int, tuple[int, bool]] = field(default_factory=dict)
 
     def resume(self, server_round: int, states: Mapping[int, tuple[int, bool]]) -> None:
         """Continue after a round, with each group's leader in it and whether that has the group's state."""
-        self._resumed = _Resumed(after=server_round, states=dict(states))
+        self._resumed_after, self._states = server_round, states
 
     def of_round(self, this: Round, config: ConfigRecord) -> list[Message]:
         """Return a message for each leader, in group order, or in rings for each member."""
@@ -126,14 +119,12 @@ class GroupMessages:
         """Return each group's config; in the first round after a resume, with whether a saved state is required."""
         settings = ConfigRecord({**config, SERVER_ROUND: this.server_round, PRICED: True})
         configs = {group.group_id: settings for group in this.plan.groups}
-        before = self._resumed.states
-        is_first = this.server_round == self._resumed.after + 1
+        before = self._states
+        is_first = this.server_round == self._resumed_after + 1
         if is_first and len(before) != len(configs):
-            before.clear()
+            before = {}
         # Groups that are late get their first message after a resume in a later round.
-        self._resumed.states = {
-            ident: state for ident, state in before.items() if ident in this.late
-        }
+        self._states = {ident: state for ident, state in before.items() if ident in this.late}
         for group in this.addressed:
             if group.group_id not in before:
                 continue
