@@ -148,10 +148,10 @@ def test_so_in_an_app() -> None:
 @pytest.mark.parametrize(
     ("strategy", "why"),
     [
-        ({"name": "ring"}, "name is 'ring'"),
-        ({"name": "sgd"}, "name is 'sgd'"),
-        ({"name": "fedavg"}, "name is 'fedavg'"),
-        ({"name": "split-replay"}, "name is 'split-replay'"),
+        ({"name": "ring"}, "name = 'ring'"),
+        ({"name": "sgd"}, "name = 'sgd'"),
+        ({"name": "fedavg"}, "name = 'fedavg'"),
+        ({"name": "split-replay"}, "name = 'split-replay'"),
         ({"groups": 1}, "groups is 1"),
     ],
     ids=str,

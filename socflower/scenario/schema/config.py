@@ -597,40 +597,24 @@ class StrategyConfig(Table):
 
     def under(self, name: str, **changes: Any) -> Self:
         """Return the table under another strategy, without the keys that only groups, or several groups, read."""
-        kind, keys = STRATEGIES[name], set[str]()
-        if name != self.name:
-            keys = self._unread_by(name)
-        interval = changes.get("sync_interval_epochs", self.sync_interval_epochs)
-        if interval != DECAY or "doubling_epochs" in kind.unread_keys:
-            keys.add("doubling_epochs")
-        keys |= kind.unread_keys & {"preemption", "dispatch", "use_spares"}
-        left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
-        return self.replaced(**{"name": name, **left_out, **changes})
-
-    @staticmethod
-    def _unread_by(name: str) -> set[str]:
-        """Return the keys that another strategy does not read, or decides itself."""
-        kind, keys = STRATEGIES[name], set[str]()
+        kind, keys = STRATEGIES[name], unread_keys(name)
         if kind.is_pipeline:
             unread_by_grids = kind.unread_keys & {"sync_interval_epochs"}
             keys = set(StrategyConfig.model_fields) - set(READ_BY_PIPELINES) | unread_by_grids
         elif not several_groups(name):
-            keys = {"outer", "group_rule", *OF_LEADERS}
-        for key in _INSIDE_GROUPS:
-            if not exchanges_gradients(name) or getattr(kind, key) is not None:
-                keys.add(key)
+            keys.add("outer")
+        keys |= {key for key in _INSIDE_GROUPS if getattr(kind, key, None) is not None}
         if kind.is_alone:
             # They have as many groups, and an outer step of their own.
             keys |= {"groups", "outer", "group_rule", *_INSIDE_GROUPS}
             if not kind.is_synchronous_first:
                 keys |= {*INSIDE_GROUPS_OR_FIRST}
-        if not kind.is_synchronous_first:
-            keys.add("post_local_epochs")
-        if not kind.is_streaming:
-            keys.add("streaming")
-        if not may_have_late_groups(name):
-            keys |= {*OF_QUORUM}
-        return keys
+        if name == self.name:
+            keys = unread_keys(name) & UNREAD_BY_SOME
+        if changes.get("sync_interval_epochs", self.sync_interval_epochs) != DECAY:
+            keys.add("doubling_epochs")
+        left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
+        return self.replaced(**{"name": name, **left_out, **changes})
 
     @property
     def kind(self) -> StrategyKind:
@@ -688,6 +672,26 @@ def may_have_late_groups(strategy: str) -> bool:
     """Return whether a strategy has groups, not one only, whose rounds need not wait for all."""
     kind = STRATEGIES[strategy]
     return isinstance(kind, GroupStrategy) and kind.num_groups != 1 and not kind.waits_for_all
+
+
+UNREAD_BY_SOME = frozenset(("doubling_epochs", "preemption", "dispatch", "use_spares"))
+
+
+def unread_keys(strategy: str) -> set[str]:
+    """Return the keys of `[strategy]` that a strategy does not read; of one with a cloud or stages, some of them."""
+    kind = STRATEGIES[strategy]
+    keys = {*(kind.unread_keys & UNREAD_BY_SOME)}
+    if not several_groups(strategy):
+        keys |= {"group_rule", *OF_LEADERS}
+    if not exchanges_gradients(strategy):
+        keys |= {*_INSIDE_GROUPS}
+    if not may_have_late_groups(strategy):
+        keys |= {*OF_QUORUM}
+    if not kind.is_synchronous_first:
+        keys.add("post_local_epochs")
+    if not kind.is_streaming:
+        keys.add("streaming")
+    return keys
 
 
 def takes_outer(strategy: str) -> bool:

@@ -12,15 +12,12 @@ from socflower.hierarchy.sync_intervals import MOST_INTERVALS
 from socflower.scenario.schema.config import (
     COUNTED,
     OF_LEADERS,
-    OF_QUORUM,
     READ_BY_PIPELINES,
     DataConfig,
     OwnSettings,
     StrategyConfig,
-    exchanges_gradients,
-    may_have_late_groups,
     own_settings_by_table,
-    several_groups,
+    unread_keys,
 )
 from socflower.scenario.schema.key_rules import is_set, shown
 from socflower.scenario.schema.outer import OUTER_SGD
@@ -81,11 +78,12 @@ def _rules_of_groups(file: "ScenarioFile") -> Iterator[Rule]:
             f"it is for [site] servers with a group each; there are {num_servers}, and {groups} "
             "groups",
         )
-    if not several_groups(strategy.name) or groups == 1:
-        name = "groups is 1" if several_groups(strategy.name) else f"name is {strategy.name!r}"
-        for key in OF_LEADERS:
-            why = f"it is for leaders of several groups, and {name}; leave it out"
-            yield is_set(strategy, key), file.at("strategy", key), why
+    for key in sorted(unread_keys(strategy.name)):
+        why = f"{_name(file)} does not read it; leave it out"
+        yield is_set(strategy, key), file.at("strategy", key), why
+    for key in OF_LEADERS if groups == 1 else ():
+        why = "it is for leaders of several groups, and groups is 1; leave it out"
+        yield is_set(strategy, key), file.at("strategy", key), why
     yield from _rules_of_preemption(file)
     yield from _rules_of_dispatch(file)
     if strategy.use_spares:
@@ -93,11 +91,6 @@ def _rules_of_groups(file: "ScenarioFile") -> Iterator[Rule]:
         fault = spares_fault(1, reshuffle=strategy.reshuffle, preemption=strategy.preemption)
         yield fault, file.at("strategy", "use_spares"), fault
     first = file.kind.is_synchronous_first
-    yield (
-        strategy.post_local_epochs is not None and not first,
-        file.at("strategy", "post_local_epochs"),
-        f"{_name(file)} does not read it; leave it out",
-    )
     yield (
         first and not 1 <= file.synchronous_epochs < file.train.epochs,
         file.at("strategy", "post_local_epochs"),
@@ -111,12 +104,13 @@ def _rules_of_groups(file: "ScenarioFile") -> Iterator[Rule]:
     has_own = is_set(strategy, "groups") and groups != "auto"
     yield file.kind.has_local_epochs and has_own, file.at("strategy", "groups"), why
     yield from _rules_of_late_groups(file)
-    chooses = several_groups(strategy.name) and not file.kind.is_alone
-    why = f"it is for groups = 'auto', and {file.at('strategy', 'groups')}"
+    why = f"{_name(file)} does not read it; leave it out"
+    if not file.kind.is_alone:
+        why = f"it is for groups = 'auto', and {file.at('strategy', 'groups')}; leave it out"
     yield (
-        is_set(strategy, "group_rule") and not (chooses and groups == "auto"),
+        is_set(strategy, "group_rule") and (file.kind.is_alone or groups != "auto"),
         file.at("strategy", "group_rule"),
-        f"{why if chooses else f'{_name(file)} does not read it'}; leave it out",
+        why,
     )
     yield from _rules_of_exchanges(file)
     yield (
@@ -130,11 +124,7 @@ def _rules_of_groups(file: "ScenarioFile") -> Iterator[Rule]:
 def _rules_of_late_groups(file: "ScenarioFile") -> Iterator[Rule]:
     """Yield what a round that does not wait for all groups needs."""
     strategy = file.strategy
-    late_groups, quorum = may_have_late_groups(strategy.name), file.at("strategy", "quorum")
-    for key in OF_QUORUM:
-        why = f"it is for strategies of several groups, and {_name(file)}; leave it out"
-        yield is_set(strategy, key) and not late_groups, file.at("strategy", key), why
-    kind = strategy.kind
+    kind, quorum = strategy.kind, file.at("strategy", "quorum")
     if strategy.quorum < 1 and isinstance(kind, GroupStrategy):
         counted = kind.groups(strategy.groups, 0)
         yield counted == "auto", quorum, COUNTED
@@ -149,10 +139,6 @@ def _rules_of_late_groups(file: "ScenarioFile") -> Iterator[Rule]:
 def _rules_of_exchanges(file: "ScenarioFile") -> Iterator[Rule]:
     """Yield what an exchange of gradients inside groups needs."""
     strategy = file.strategy
-    alone = not exchanges_gradients(strategy.name)
-    for key in ("exchange", "compression"):
-        why = f"{_name(file)} does not read it; leave it out"
-        yield alone and is_set(strategy, key), file.at("strategy", key), why
     coding = gradient_coding(strategy.exchanges().compression)
     yield (
         coding.applies_momentum and file.optimizer != "sgd",
@@ -197,10 +183,6 @@ def _rules_of_dispatch(file: "ScenarioFile") -> Iterator[Rule]:
 def _rules_of_preemption(file: "ScenarioFile") -> Iterator[Rule]:
     """Yield methods that do not read keys of some groups only, and what does not let whole groups end."""
     strategy, preemption = file.strategy, file.at("strategy", "preemption")
-    for key in ("doubling_epochs", "preemption", "dispatch", "use_spares"):
-        is_unread = is_set(strategy, key) and key in file.kind.unread_keys
-        why = f"{_name(file)} does not read it; leave it out"
-        yield is_unread, file.at("strategy", key), why
     yield (
         file.kind.is_grid and is_set(strategy, "sync_interval_epochs"),
         file.at("strategy", "sync_interval_epochs"),
@@ -221,8 +203,6 @@ def _rules_of_streaming(file: "ScenarioFile") -> Iterator[Rule]:
     """Yield what fragments of a model do not allow."""
     strategy, said = file.strategy, f"{_name(file)} exchanges fragments of the model"
     if not file.kind.is_streaming:
-        why = f"it is for name = 'streaming-diloco', and {_name(file)}; leave it out"
-        yield strategy.streaming is not None, "[strategy.streaming]", why
         return
     interval = strategy.sync_interval_epochs
     outer, arithmetic = strategy.outer_step, file.precision.arithmetic
