@@ -23,8 +23,6 @@ from statistics import mean
 from typing import Any
 from unittest.mock import patch
 
-from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy
-
 from benchmarks.harness import Row, kept, less_is_better, more_is_better, note, peer_notes
 from socflower.cluster import Cluster
 from socflower.engines.any_engine import EngineChoice
@@ -41,6 +39,7 @@ from socflower.scenario.schema.file import parse_scenario, to_document
 from socflower.scenario.schema.scenario_file import Scenario
 from socflower.scenario.search import NOT_REACHED, Choice, Cost, moves_of, pattern_search
 from socflower.scenario.tuning import with_choice
+from socflower.strategies.presets import STRATEGIES, GroupStrategy
 from socflower.strategies.settings import Grouping
 from socflower.strategies.socflow import SoCFlow
 

@@ -6,12 +6,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from socflower.scenario.schema.strategies import STRATEGIES
 
 from benchmarks import socflow_figures
 from socflower.cluster import parse_cluster
 from socflower.engines.ending import Ending
 from socflower.paper.socflow_plus.predictions import RING, rack
+from socflower.strategies.presets import STRATEGIES
 
 HALF_AN_EPOCH = Ending(most_epochs=0.5)
 

@@ -270,12 +270,12 @@ def unread_by_plan(scenario: "Scenario | None") -> dict[str, str]:
     )
     if not several_groups(scenario.strategy.name):
         unread["groups"] = f"is for strategies with several groups, and {name}; leave it out"
-    if scenario.is_pipeline or scenario.is_split:
+    if scenario.kind.is_pipeline or scenario.kind.uses_cloud:
         unread |= dict.fromkeys(
             ("fusion", "deadline", "start", "price_per_kwh"),
             f"is for training in groups and FedAvg, and {name}; leave it out",
         )
-    if not scenario.is_pipeline:
+    if not scenario.kind.is_pipeline:
         unread["out"] = (
             f"is for strategy.name = 'hybrid-pipeline', and {name}; --json prints its plan, and `socflower run` "
             "writes a report"
