@@ -80,7 +80,8 @@ def _rules_of_groups(file: "ScenarioFile") -> Iterator[Rule]:
         )
     for key in sorted(unread_keys(strategy.name)):
         why = f"{_name(file)} does not read it; leave it out"
-        yield is_set(strategy, key), file.at("strategy", key), why
+        at = "[strategy.streaming]" if key == "streaming" else file.at("strategy", key)
+        yield is_set(strategy, key), at, why
     for key in OF_LEADERS if groups == 1 else ():
         why = "it is for leaders of several groups, and groups is 1; leave it out"
         yield is_set(strategy, key), file.at("strategy", key), why
