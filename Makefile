@@ -75,9 +75,9 @@ notebooks: $(VENV)/.docs ## execute the notebooks, and keep what they print and 
 test: setup lint ## lint, then the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-scenarios: setup ## every scenario's claims on five seeds, with their margins: docs/results/scenarios.json; takes an hour
+scenarios: setup ## every scenario's claims on five seeds, with their margins: docs/results/scenarios.json; takes hours
 	@status=0; $(BIN)/socflower run scenarios --seeds 1,2,3,4,5 --out out/scenarios || status=$$?; \
-	  cp out/scenarios/suite.json docs/results/scenarios.json; exit $$status
+	  cp out/scenarios/suite.json docs/results/scenarios.json; $(BIN)/python docs/generate_reference.py; exit $$status
 
 # Not in `test`: tracing lines takes half as much processor time again.
 coverage: setup ## the tests of the pure layers, which must cover 95 % of them

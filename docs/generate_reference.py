@@ -22,8 +22,10 @@ from socflower.field_rules import allowed, keys_of, table_of
 from socflower.model_graph.cut_points import capture_split
 from socflower.model_graph.layer_profile import profile_module
 from socflower.pipeline.profiler.layers import read_model
+from socflower.quantities import percent, significant
 from socflower.scenario.schema.config import CompareConfig, PredictedEpoch
 from socflower.scenario.schema.scenario_file import ScenarioFile
+from socflower.scenario.suite import claim_text, closest
 from socflower.workloads.models.built_in import PIECES, PROFILES
 from socflower.workloads.models.classifiers import BUILDERS, build_model
 from socflower.workloads.sources import data_names, data_shape
@@ -35,6 +37,7 @@ API = DOCS / "reference" / "api.md"
 CLI = DOCS / "reference" / "cli.md"
 SCENARIOS = DOCS / "reference" / "scenarios.md"
 RESULTS = DOCS / "results.md"
+SUITE = DOCS / "reference" / "suite.md"
 
 # All built-in data have as many.
 NUM_CLASSES = 10
@@ -91,6 +94,7 @@ def main() -> int:
         CLI: cli_page(),
         SCENARIOS: scenarios_page(),
         RESULTS: results_page(),
+        SUITE: suite_page(),
     }
     stale = [
         path
@@ -353,6 +357,37 @@ def single_key_lines(table: type) -> Iterator[str]:
 def _from_here(text: str) -> str:
     """Return a description whose links begin at the reference page instead of docs/."""
     return re.sub(r"\]\((?![#.]|http)", "](../", text)
+
+
+def suite_page() -> str:
+    """Return the page of all scenarios' claims, from what `make scenarios` has stored."""
+    document = json.loads((DOCS / "results" / "scenarios.json").read_text("utf-8"))
+    seeds = document["seeds"]
+    rows = []
+    for row in document["rows"]:
+        claim = closest(row["claims"])
+        num_held = sum(each["holds"] for each in row["claims"])
+        cells = [
+            f"[{row['name']}](../../scenarios/{row['name']}.toml)",
+            f"{num_held} of {len(row['claims'])}",
+        ]
+        if claim is None:
+            cells += ["", "", ""]
+        else:
+            spreads = claim["spreads"]
+            deviations = "" if spreads is None else significant(spreads, 2)
+            cells += [claim_text(claim), percent(claim["margin"]), deviations]
+        rows.append(cells)
+    num_held = sum(row["holds"] for row in document["rows"])
+    return (
+        "# What the scenarios claim\n\n"
+        f"Made by `make api` from [what `make scenarios` stored](../results/scenarios.json): {num_held} of {len(rows)} "
+        f"scenarios\nhold under seeds {min(seeds)} to {max(seeds)}. Of each, the claim that would fail first: its "
+        "bound, what was observed, the worst seed's\ndistance from the bound as a part of it, and the mean's in "
+        "standard deviations over seeds (empty: all seeds are equal).\n\n"
+        + table(["scenario", "claims", "closest", "margin", "deviations"], rows)
+        + "\n"
+    )
 
 
 def results_page() -> str:

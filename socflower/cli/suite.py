@@ -81,12 +81,13 @@ def run_files(
 
 def print_suite(console: Console, document: Mapping[str, Any], out: Path) -> None:
     """Print a row for each scenario with its closest claim, then what failed and what is close."""
+    from socflower.scenario.suite import claim_text, closest
+
     table = Table("scenario", "claims", "the closest one", "margin", "a seed's\nCPU", box=None)
     for row in document["rows"]:
         claims, text, margin = row["claims"], "", ""
-        if known := [claim for claim in claims if claim["margin"] is not None]:
-            closest = min(known, key=_distance)
-            text, margin = _text(closest), percent(closest["margin"])
+        if claim := closest(claims):
+            text, margin = claim_text(claim), percent(claim["margin"])
         held = f"{sum(claim['holds'] for claim in claims)} of {len(claims)}"
         cpu = "" if row["cpu_s"] is None else human_seconds(row["cpu_s"])
         style = None if row["holds"] else "red"
@@ -99,10 +100,10 @@ def print_suite(console: Console, document: Mapping[str, Any], out: Path) -> Non
             print_line(f"ERROR  {row['name']}: {row['error']}", console, "red")
         for claim in row["claims"]:
             if not claim["holds"]:
-                print_text(f"FAILS  {row['name']}: {_text(claim)}", console, "red")
+                print_text(f"FAILS  {row['name']}: {claim_text(claim)}", console, "red")
             elif claim["is_tight"]:
                 distance = f"only {significant(claim['spreads'])} standard deviations inside"
-                print_text(f"close  {row['name']}: {_text(claim)}; {distance}", console, "dim")
+                print_text(f"close  {row['name']}: {claim_text(claim)}; {distance}", console, "dim")
     num_held = sum(row["holds"] for row in document["rows"])
     seeds = f" under seeds {', '.join(map(str, document['seeds']))}" if document["seeds"] else ""
     print_text(
@@ -110,21 +111,3 @@ def print_suite(console: Console, document: Mapping[str, Any], out: Path) -> Non
         console,
         "bold",
     )
-
-
-def _distance(claim: Mapping[str, Any]) -> tuple[bool, bool, float]:
-    """Return how far a claim is from failing: one that fails first, then those that differ by seed."""
-    by_seed = claim["spreads"]
-    distance = claim["margin"] if by_seed is None else by_seed
-    return claim["holds"], by_seed is None, distance
-
-
-def _text(claim: Mapping[str, Any]) -> str:
-    """Return a claim with the observed values, the lowest and the highest of several."""
-    known = [value for value in claim["observed"] if value is not None]
-    shown = (
-        " to ".join(dict.fromkeys(significant(value, 4) for value in (min(known), max(known))))
-        if known
-        else "unknown"
-    )
-    return f"{claim['name']} {claim['expected']:g}: {shown}"

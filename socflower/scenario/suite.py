@@ -20,6 +20,7 @@ from typing import Any
 from socflower.engines.deployment.flower_processes import marked as with_mark
 from socflower.engines.deployment.flower_processes import own_processes, tail
 from socflower.errors import ConfigError, SocflowerError
+from socflower.quantities import significant
 from socflower.scenario.expectations import is_of_plan, strategies_of_claims
 from socflower.scenario.schema.config import NEED_WORKERS
 from socflower.scenario.schema.file import load_scenario
@@ -229,6 +230,29 @@ def claims_of(expectations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     for claim in expectations:
         by_name.setdefault(claim["name"], []).append(claim)
     return [_claim(name, runs) for name, runs in by_name.items()]
+
+
+def closest(claims: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the claim that fails first: one that fails, then the least `spreads`, then the least `margin`."""
+
+    def distance(claim: Mapping[str, Any]) -> tuple[bool, bool, float]:
+        by_seed = claim["spreads"]
+        far = claim["margin"] if by_seed is None else by_seed
+        return claim["holds"], by_seed is None, far
+
+    known = [claim for claim in claims if claim["margin"] is not None]
+    return min(known, key=distance, default=None)
+
+
+def claim_text(claim: Mapping[str, Any]) -> str:
+    """Return a claim with the observed values, the lowest and the highest of several."""
+    known = [value for value in claim["observed"] if value is not None]
+    shown = (
+        " to ".join(dict.fromkeys(significant(value, 4) for value in (min(known), max(known))))
+        if known
+        else "unknown"
+    )
+    return f"{claim['name']} {claim['expected']:g}: {shown}"
 
 
 def _claim(name: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
