@@ -40,6 +40,8 @@ from socflower.wire.message_keys import CONFIG, EVALUATED, GROUP_ID, METRICS, NU
 class RoundStrategy(PlannedRounds, Generic[RoundT, SettledT]):
     """A strategy whose rounds are those of a method.
 
+    It and its presets have more than fifteen public members, since Flower calls seven of them.
+
     Parameters
     ----------
     method : Method
