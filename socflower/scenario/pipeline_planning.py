@@ -21,6 +21,7 @@ from socflower.scenario.schema.file import num_participants, scenario_cluster
 from socflower.scenario.schema.pipeline import INT8, LAXER, PEERS, PipelineConfig
 from socflower.scenario.schema.scenario_file import Scenario
 from socflower.sim import EventClock, Trace
+from socflower.wire.folders import exclusive_folder
 from socflower.wire.saved_state import write_atomically
 from socflower.workloads.models.built_in import built_in_pieces, model_names
 from socflower.workloads.sources import data_names, data_shape
@@ -158,19 +159,21 @@ def write_plan(
     trace, problem = Trace(), planned.problem
     run = simulate_schedule(problem, planned.plan, clock=EventClock(problem.cluster, trace=trace))
     names = {device.soc: f"SoC {device.soc}, {device.name}" for device in problem.devices}
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "plan.json", json.dumps(document, indent=2) + "\n")
-    trace.write(folder / "trace.json")
-    write_pipeline_report(
-        folder / "report.html",
-        document,
-        [
-            DrawnPass(names[each.soc], each.kind.value, each.micro_batch, each.start_s, each.end_s)
-            for each in run.passes
-        ],
-        title=scenario.name,
-        question=scenario.question,
-    )
+    with exclusive_folder(folder, f"--out {folder}"):
+        write_atomically(folder / "plan.json", json.dumps(document, indent=2) + "\n")
+        trace.write(folder / "trace.json")
+        write_pipeline_report(
+            folder / "report.html",
+            document,
+            [
+                DrawnPass(
+                    names[each.soc], each.kind.value, each.micro_batch, each.start_s, each.end_s
+                )
+                for each in run.passes
+            ],
+            title=scenario.name,
+            question=scenario.question,
+        )
 
 
 def pipeline_problem(scenario: Scenario) -> tuple[PipelineProblem, int]:

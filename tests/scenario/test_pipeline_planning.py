@@ -302,6 +302,8 @@ def test_a_pipeline_without_data_is_planned_and_not_run(
     assert json.loads((tmp_path / "plan" / "plan.json").read_text()) == document
     files = {path.name for path in (tmp_path / "plan").iterdir()}
     assert files == {"plan.json", "trace.json", "report.html"}
+    for taken in ("case.toml", "case.toml/below"):
+        is_mistake(socflower(f"plan case.toml --out {taken}"), f"--out {taken}")
     assert document["expectations"][0]["holds"] is False
     assert check_plan({"min_devices": 1, "max_stages": 2}, document)[0]["holds"] is True
 
