@@ -75,6 +75,11 @@ class NodeRegistry:
 
     def __init__(self, cluster: Cluster, socs: Sequence[int], min_nodes: int | None = None) -> None:
         self._cluster, self._socs = cluster, tuple(socs)
+        if min_nodes is not None and min_nodes > len(self._socs):
+            raise ConfigError(
+                f"[ring] min_nodes = {min_nodes}: the training has {counted(len(self._socs), 'node')}, and would "
+                f"wait for more; give at most {len(self._socs)}"
+            )
         # With fewer nodes training does not start. A model of less than half of the data is of no use, and a rack that
         # starts up should not begin with its first node.
         self._min_nodes = half_of(len(self._socs)) if min_nodes is None else min_nodes

@@ -448,6 +448,11 @@ def test_a_training_starts_with_fewer_nodes_and_takes_in_the_others_when_they_co
     assert len(set(registry.node_of.values())) == len(SOCS)
 
 
+def test_more_nodes_than_the_plan_has_are_refused_instead_of_awaited() -> None:
+    refused(lambda: NodeRegistry(CLUSTER, SOCS, min_nodes=len(SOCS) + 1), "[ring] min_nodes = 6")
+    NodeRegistry(CLUSTER, SOCS, min_nodes=len(SOCS))
+
+
 @given(num_there=st.integers(0, 5), says=st.sampled_from(["place", "ring", "nothing"]))
 def test_by_default_half_of_the_nodes_have_to_be_there_and_the_others_are_named(
     num_there: int, says: str
