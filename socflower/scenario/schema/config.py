@@ -57,7 +57,6 @@ READ_BY_PIPELINES = (
     "tolerate_client_errors",
 )
 REBALANCE = ("off", "shares", "groups", "both")
-_SHARES = ("shares", "both")
 FAULT_KINDS = ("raise", "nan", "hang", "die", "preempt")
 
 _FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -560,7 +559,6 @@ class StrategyConfig(Table):
             # A pipeline reads none of this; `ScenarioFile` refuses it.
             return
         require_reader(self, "sync_interval_epochs", {"doubling_epochs": (DECAY,)})
-        require_reader(self, "rebalance", {"rebalance_steps": _SHARES})
         self.exchanges()
         _ = self.waits_for
         interval, outer = shown(self, "server_interval"), self.outer_step
@@ -615,8 +613,6 @@ class StrategyConfig(Table):
             keys = unread_keys(name) & UNREAD_BY_SOME
         if changes.get("sync_interval_epochs", self.sync_interval_epochs) != DECAY:
             keys.add("doubling_epochs")
-        if changes.get("rebalance", self.rebalance) not in _SHARES:
-            keys.add("rebalance_steps")
         left_out = {key: StrategyConfig.model_fields[key].default for key in keys}
         return self.replaced(**{"name": name, **left_out, **changes})
 

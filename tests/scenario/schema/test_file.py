@@ -14,7 +14,6 @@ from socflower.errors import SocflowerError
 from socflower.scenario.schema.config import (
     CLUSTER_STRATEGIES,
     FAULT_KINDS,
-    REBALANCE,
     CompareConfig,
     DataConfig,
     EventConfig,
@@ -513,18 +512,6 @@ def test_doubling_is_for_methods_whose_interval_decays_and_stays_with_them() -> 
     assert decaying.under("ring").strategy.doubling_epochs == 10
     assert decaying.under("fedavg").strategy.doubling_epochs == 10
     assert decaying.under("socflow", {"sync_interval_epochs": 1.0}).strategy.doubling_epochs == 10
-
-
-@pytest.mark.parametrize("rebalance", REBALANCE)
-def test_rebalance_steps_are_for_shares_that_follow_speeds(rebalance: str, write: Write) -> None:
-    both = StrategyConfig(groups=2, rebalance="both", rebalance_steps=3)
-    under = Scenario(strategy=both).under("socflow", {"rebalance": rebalance}).strategy
-    text = f"[strategy]\ngroups = 2\nrebalance = '{rebalance}'\nrebalance_steps = 3"
-    if rebalance in ("shares", "both"):
-        assert load_scenario(write(text)).strategy.rebalance_steps == under.rebalance_steps == 3
-    else:
-        one_line(refusal(write(text)), last_key(text), repr(rebalance))
-        assert under.rebalance_steps == 10
 
 
 @pytest.mark.parametrize("target", ["95", "-0.1"])
