@@ -178,6 +178,18 @@ def test_a_plan_prices_messages_both_ways_and_its_option_says_which_counts(
     is_mistake(socflower("plan case.toml --fusion none"), "'none'", "per-tensor, buckets")
 
 
+def test_the_price_of_a_training_is_that_of_its_joules_and_printed_too(
+    socflower: Socflower, tmp_path: Path
+) -> None:
+    (tmp_path / "pair.toml").write_text("[cluster]\nboards = [2]\n[strategy]\ngroups = 1\n")
+    command = "plan pair.toml --price-per-kwh 0.3"
+    rows = document_of(socflower(f"{command} --json"))["choices"]
+    assert rows
+    for row in rows:
+        assert row["price"] == pytest.approx(row["training_energy_j"] / 3.6e6 * 0.3)
+    assert "price" in socflower(command).out and "price" not in socflower("plan pair.toml").out
+
+
 @pytest.mark.parametrize(
     ("groups", "fusion", "uplink_turns", "faster"),
     [

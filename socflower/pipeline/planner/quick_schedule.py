@@ -124,7 +124,9 @@ class QuickSchedule:
                 found[numbers[each.layout]][each.counts] = each
             return {numbers[layout] for layout, _ in new}
 
-        climbing = {*range(len(starts))} - add(rows)
+        # Layouts with too many K to time all climb by single steps.
+        all_timed = add(rows)
+        climbing = {*range(len(starts))} - all_timed
         for _ in range(_MOST_ROUNDS):
             rows = []
             for number in climbing:
